@@ -69,7 +69,7 @@ class _Result:
 
 
 def _start(target, device, *arguments):
-    # A process that has asked for CUDA devices must not be forked; on CPUs forking saves five seconds of imports.
+    # A process that has initialised CUDA must not be forked; on CPUs forking saves five seconds of imports.
     context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
     here, there = context.Pipe()
     process = context.Process(target=_reporting, args=(there, target, arguments), daemon=True)
@@ -79,7 +79,9 @@ def _start(target, device, *arguments):
 
 
 def _reporting(connection, target, arguments):
-    warnings.filterwarnings("ignore", category=FutureWarning)  # of torch, at what DeepSpeed calls: figures are read
+    warnings.filterwarnings(
+        "ignore", category=FutureWarning
+    )  # raised by torch for calls in DeepSpeed; keeps the output readable
     try:
         connection.send(_Result(target(connection, *arguments)))
     except BaseException:
@@ -132,7 +134,7 @@ def _beside(connection, body, *arguments):
 
 
 def copying(connection, device):
-    """A body for `connected`: copies every tensor that it is sent, and says so; None ends it."""
+    """Copy and acknowledge every received tensor until None arrives; a body for `connected`."""
     while (shared := received(connection)) is not None:
         float(shared.clone()[-1])  # waits for the device
         del shared
@@ -140,5 +142,5 @@ def copying(connection, device):
 
 
 def allocated(device):
-    """Bytes of tensors on the device; 0 on a CPU, where nobody counts them."""
+    """Return the bytes of tensors on the device; 0 on a CPU, where they are not counted."""
     return torch.cuda.memory_allocated() if device == "cuda" else 0

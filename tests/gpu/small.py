@@ -27,7 +27,7 @@ def policy_folder(folder, hidden=64, layers=2, head=32):
 
 
 def served_folder(folder):
-    """A model that vLLM serves: with a tokenizer of as many words beside it, and heads of 64."""
+    """Save a model that vLLM can serve, with a tokenizer of the same vocabulary size and heads of 64."""
     special = {"<pad>": 0, "<eos>": 1, "<unk>": 2}
     tokenizer = Qwen2Tokenizer(vocab=special, merges=[], pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
     tokenizer.add_tokens([AddedToken(f"w{i}", lstrip=True, normalized=False) for i in range(3, VOCABULARY)])

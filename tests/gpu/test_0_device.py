@@ -1,4 +1,4 @@
-"""The card that the figures of this folder are of, and the line that says that there is none."""
+"""Name of the GPU that the measurements of this folder come from, or a line that there is none."""
 
 import importlib.metadata
 import os

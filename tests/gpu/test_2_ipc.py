@@ -1,4 +1,4 @@
-"""New weights go to another process on the same card by CUDA IPC, and the memory that they took comes back.
+"""Weights are passed to another process on the same GPU by CUDA IPC, and their memory is released.
 
 (2) of README.md. Needs torch alone. On a CPU the same messages carry tensors of shared memory.
 """
@@ -14,7 +14,7 @@ BUCKET = 64 << 20
 
 
 def _weights(device, scale):
-    """A bucket of a checkpoint's tensors, one of them no tensor of its own, with values that tell places apart."""
+    """Return a bucket of tensors with distinct values, one of them a view."""
     rows = (BUCKET if device == "cuda" else 1 << 16) // 4 // 256
     whole = torch.arange(rows * 256, device=device).remainder_(8191).view(rows, 256).mul(scale)
     return {

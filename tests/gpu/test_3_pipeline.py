@@ -1,8 +1,8 @@
-"""Two stages of a policy, each in a process of its own on one card, against the whole model in one process.
+"""Two stages of a policy, each in its own process on one GPU, against the whole model in one process.
 
-(3) of README.md. NCCL refuses two ranks on one device, and gloo's send and recv take host memory only: so the ranks
-meet through gloo, and `ThroughHost` carries what passes between stages over host memory. Schedule, posting of
-receives, stages and gradients are those of a run; NCCL itself is not, which takes two cards.
+(3) of README.md. NCCL rejects two ranks on one device, and gloo's send and recv need host memory: the ranks use
+gloo, and `ThroughHost` passes tensors between stages through host memory. Schedule, posting of
+receives, stages and gradients are those of a run; NCCL is not covered, as it needs two GPUs.
 """
 
 import pytest

@@ -1,6 +1,6 @@
 """Packed sequences against padded ones and against transformers' own attention: log-probs and gradients on the device.
 
-(5) of README.md. In float32 a layout is attended segment by segment (torch's scaled dot product), on cards in bfloat16
+(5) of README.md. In float32 a layout is attended segment by segment (torch's scaled dot product), on GPUs in bfloat16
 by one call of flash attention over all segments. Ulysses of degree 1 needs DeepSpeed and a process group of one.
 """
 
@@ -42,7 +42,7 @@ def _ours(config, model, rows, device, **collated):
 
 @torch.no_grad()
 def _transformers(folder, rows, device, dtype, attention):
-    """Of each row by itself, without anything of ours."""
+    """Compute each row separately with transformers only."""
     model = Qwen2ForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation=attention)
     model, found = model.to(device), []
     for row in rows:

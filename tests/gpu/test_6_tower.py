@@ -1,7 +1,7 @@
-"""Vision towers on the device: the embeddings of the CPU, the same bits however a clip is cut, and gradients.
+"""Vision towers on the device: the embeddings of the CPU, the same bits for any split of a clip, and gradients.
 
-(6) of README.md. Needs torch and transformers. Patches are embedded by a convolution, which cards compute in TF32
-unless told otherwise: hence the tolerance, and `tf32` in what is printed.
+(6) of README.md. Needs torch and transformers. Patches are embedded by a convolution, which GPUs compute in TF32
+by default: hence the tolerance, and `tf32` in what is printed.
 """
 
 import pytest

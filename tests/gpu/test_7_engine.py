@@ -1,4 +1,4 @@
-"""A vLLM engine and a trainer take turns on the device: what each frees, the order of a push, log-probs after it.
+"""A vLLM engine and a trainer alternate on the device: memory they free, order of a push, log-probs after it.
 
 (7) of README.md. Needs vLLM and DeepSpeed. Worker and push are those of a run, without Ray between them.
 """
@@ -31,7 +31,7 @@ APART = {"cuda": 0.06, "cpu": 1e-4}
 
 
 def free(device):
-    """Bytes that nobody has, of all processes."""
+    """Return the device bytes that no process uses."""
     return torch.cuda.mem_get_info()[0] if device == "cuda" else 0
 
 
@@ -89,7 +89,7 @@ class Ranks:
         collect()
 
     def _note(self):
-        """Who is awake while weights go over."""
+        """Record which sides are awake during a transfer of weights."""
         self.seen.append((self.there, sorted(self.engine._asleep), free(self.device)))
 
     @torch.no_grad()
@@ -148,7 +148,7 @@ async def test_engine_and_trainer_take_turns(device, tmp_path):
             assert not ranks.there and await engine.version() == version
             places[f"push {version}"] = before - min(left for *_, left in ranks.seen)
             places[f"after push {version}"] = before - free(device)
-            await ranks.acquire_device(0)  # beside the engine, to compare: a small model
+            await ranks.acquire_device(0)  # next to the engine, for comparison: the model is small
             responses = await generated(engine, prompts, f"version {version}")
             assert {response.weight_version for response in responses} == {version}
             places[f"log-probs {version}"] = apart(ranks, prompts, responses)

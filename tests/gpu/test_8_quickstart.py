@@ -1,4 +1,4 @@
-"""The bundled job as a user starts it, on the card: Ray, vLLM, DeepSpeed and the push between them, to the last step.
+"""The bundled job as a user starts it, on the GPU: Ray, vLLM, DeepSpeed and the push between them, to the last step.
 
 (8) of README.md. Needs all of the installation. On a CPU it is two steps.
 """

@@ -1,4 +1,4 @@
-"""Activations that wait off the device, or are computed again: where, and that no gradient notices."""
+"""Offloaded and recomputed activations: placement, and unchanged gradients."""
 
 import gc
 import math
@@ -159,13 +159,15 @@ def test_gradients_are_those_of_activations_that_stay_to_the_last_bit(tmp_path, 
     batches = [batch_of(model, 20, 30, seed=0), batch_of(model, 60, 50, 9, seed=1)]
     plain = [gradients(model, each) for each in batches]
     overflowing = {"host": 40 * PIECE_BYTES, "disk": ROOM}
-    for rooms in ({"host": ROOM}, {"disk": ROOM}, {}, {"host": ROOM, "again": True}, overflowing):
+    for rooms in ({"host": ROOM}, {"disk": ROOM}, {}, {"host": ROOM, "recompute_all": True}, overflowing):
         offloading, stores = offloaded(model, tmp_path, **rooms)
         for _ in range(2):
             assert all(same(gradients(model, batches[i], offloading), plain[i]) for i in range(2))
-            assert not any(each.gradient_checkpointing for each in decoder_layers(model)) or "again" in rooms
+            assert not any(each.gradient_checkpointing for each in decoder_layers(model)) or "recompute_all" in rooms
         moved = set(offloading.places.layers) - {DEVICE}
-        assert moved == ({RECOMPUTE} if not rooms or "again" in rooms else {HOST} if "host" in rooms else {DISK})
+        assert moved == (
+            {RECOMPUTE} if not rooms or "recompute_all" in rooms else {HOST} if "host" in rooms else {DISK}
+        )
         gc.collect()
         assert all(store.has_room(rooms[place]) for place, store in stores.items())
         assert DISK not in stores or stores[DISK].written > 0 == os.fstat(stores[DISK]._file.fileno()).st_size
@@ -176,7 +178,7 @@ def test_one_storage_leaves_once_whoever_saves_which_view_of_it(tmp_path):
     """Neighbours have some in common, as rotations."""
     model = model_of("qwen2")
     batch, (offloading, stores) = batch_of(model, 60, 50), offloaded(model, tmp_path, disk=ROOM)
-    gradients(model, batch, offloading)  # which tells what a layer leaves
+    gradients(model, batch, offloading)  # measures the activations of a layer
     before = stores[DISK].written
     gradients(model, batch, offloading)
     told = offloading._activations * batch.inputs["input_ids"].numel()
@@ -189,7 +191,7 @@ def test_short_rows_see_no_hook(tmp_path, monkeypatch):
     gradients(model, batch_of(model, 60), offloading)
     monkeypatch.setattr(activation_offloading, "saved_tensors_hooks", lambda *hooks: 1 / 0)
     gradients(model, batch_of(model, 50), offloading)
-    with pytest.raises(ZeroDivisionError):  # a longer one tells how much longer ones leave
+    with pytest.raises(ZeroDivisionError):  # a longer batch updates the measurement
         gradients(model, batch_of(model, 70), offloading)
 
 
@@ -258,7 +260,7 @@ def test_what_can_not_be_is_told_before_a_job_starts():
 
 
 def rank_of(stage, tmp_path, dtype="float32", **model):
-    """A rank with a small actor, and what sends its activations away where `model` says so."""
+    """Return a rank with a small actor, with activation offloading according to `model`."""
     config = Config()
     config.trainer.default_local_dir, config.actor.zero_stage = str(tmp_path), stage
     for key, value in model.items():
@@ -286,7 +288,7 @@ def micro_batch(*lengths):
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_updates_are_the_same_under_every_stage(tmp_path, monkeypatch, stage):
-    """And the log tells where activations were; layers as small as these are computed before a disk has begun."""
+    """The log reports the places of activations; layers this small are computed before a disk write starts."""
     monkeypatch.setattr(activation_offloading, "measure_speed", lambda *store: FAST * measure_speed(*store))
     away = {"enable_activation_offload": True, "activation_device_mb": 0, "activation_disk_mb": 64}
     for dtype in {1: ["bfloat16"], 2: ["float32"]}.get(stage, ["float32", "bfloat16"]):

@@ -143,10 +143,10 @@ def moving(model, monkeypatch):
 @pytest.mark.parametrize(
     "change, recorded_first, why",
     [
-        (waiting, False, "a pass of the actor can't be recorded: operation not permitted"),
-        (returning_more, False, "a pass of the actor can't be recorded: Qwen2Model returns more than hidden states"),
-        (replaying_nothing, False, "a pass of the actor can't be recorded: a replay gives numbers that differ by"),
-        (moving, True, "weights are at other addresses"),
+        (waiting, False, "a pass of the actor cannot be captured: operation not permitted"),
+        (returning_more, False, "a pass of the actor cannot be captured: Qwen2Model returns more than hidden states"),
+        (replaying_nothing, False, "a pass of the actor cannot be captured: a replay differs from a launched pass by"),
+        (moving, True, "weights have moved"),
     ],
 )
 def test_what_cannot_be_recorded_is_launched_and_one_line_says_why(said, monkeypatch, change, recorded_first, why):
@@ -176,7 +176,7 @@ def test_a_pass_whose_memory_was_used_again_has_no_backward(said):
 
 @pytest.fixture
 def torch_cuda(monkeypatch):
-    """(What torch.cuda is asked to do, in order; the streams entered); `torch.cuda.graph` is torch's own."""
+    """Return (calls of torch.cuda in order, streams entered); `torch.cuda.graph` is the original."""
     calls, streams = [], ["main"]
 
     def does(name):

@@ -74,7 +74,7 @@ def test_every_variable_is_read_by_what_is_installed():
 
 @pytest.mark.slow
 def test_torch_takes_the_allocators_settings_from_the_variable_that_is_set():
-    """Whatever the other variable, which a node may have, says."""
+    """The other variable, which a node may set, has no effect."""
     code = "import torch; print(torch._C._accelerator_getAllocatorSettings())"
     variables = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", cuda.ALLOCATOR: allocator(gpu.engine_settings())}
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | variables, capture_output=True, text=True)
@@ -248,7 +248,7 @@ def test_all_who_live_on_a_slot_fit_ray_s_shares_of_it(slots, encoders, models):
         taken[slot] += share
     for slot, share in [cuda.reward_place(i, models, slots) for i in range(models)]:
         taken[slot] += share
-    assert max(taken) <= 1 + 1e-9, "whoever does not fit would wait for ever"
+    assert max(taken) <= 1 + 1e-9, "a request that does not fit would never run"
 
 
 def test_few_encoder_ranks_are_on_all_nodes():
@@ -266,7 +266,7 @@ def test_cuda_graphs_of_few_sizes_cover_every_batch(sequences):
     wider = [next(size for size in sizes if size >= batch) for batch in range(1, sequences + 1)]
     assert all(size <= max(2 * batch, batch + 127) for batch, size in enumerate(wider, 1))
     own = [1, 2, 4, *range(8, 256, 8), *range(256, max(513, sequences + 1), 16)]
-    assert len(sizes) <= 14 or len(sizes) < len(own) / 4, "vLLM captures four times as many"
+    assert len(sizes) <= 14 or len(sizes) < len(own) / 4, "vLLM captures 4x as many"
 
 
 @pytest.mark.parametrize("key", sorted(gpu.GRAPH_ARGUMENTS))

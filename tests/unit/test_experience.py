@@ -16,7 +16,7 @@ from rlfuse.step.scoring import PASSES
 
 
 def groups(rewards, lengths, engine_offset=0.0):
-    """One group per list of rewards; log-probs of engine, trainer and reference a fixed distance apart."""
+    """One group per list of rewards; log-probs of engine, trainer and reference differ by a constant."""
     made = []
     for index, (values, counts) in enumerate(zip(rewards, lengths, strict=True)):
         prompt = Prompt(index, np.array([1, 2], np.int32), "p", (), "s", None)
@@ -55,7 +55,7 @@ def test_kl_in_the_reward_reaches_every_token_and_the_score_the_last():
     first = batch[0].samples[0].tensors
     np.testing.assert_allclose(first["token_rewards"], [-0.05, -0.05, 0.95], atol=1e-6)
     np.testing.assert_allclose(first["returns"], [0.85, 0.9, 0.95], atol=1e-6)  # gamma = lambda = 1, values 0
-    assert metrics["actor/reward_kl_penalty"] == pytest.approx((1.5 + 1.0) / 2)
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx((1.5 / 3 + 1.0 / 2) / 2)
     raw = [0.85, 0.9, 0.95, -0.1, -0.05]
     mean = sum(raw) / 5
     deviation = math.sqrt(sum((x - mean) ** 2 for x in raw) / 4)
@@ -202,12 +202,21 @@ PIPELINES = {
         ({"algorithm__adv_estimator": "grpo", "actor__zero_stage": 2}, "training waits.*actor.zero_stage=2"),
         ({"algorithm__filter_groups__enable": True}, "training waits.*filter_groups.enable=true"),
         ({"algorithm__adv_estimator": "grpo"}, "^$"),
-        ({"training__tensor_model_parallel_size": 2}, "scoring and training wait.*=2 ranks have.*a slot only 1 "),
+        ({"training__tensor_model_parallel_size": 2}, "scoring and training wait.*=2 ranks share.*a slot has only 1 "),
         (PIPELINES, "scoring and training wait.*pipeline_parallel_size=2 needs all ranks for each pass$"),
-        (PIPELINES | {"fusion__training": "serial"}, "no pass fills.*fusion.training=serial"),
-        (PIPELINES | {"algorithm__use_kl_in_reward": True}, "no pass fills.*use_kl_in_reward=true makes advantages"),
-        (PIPELINES | {"algorithm__filter_groups__enable": True}, "no pass fills.*enable=true chooses groups"),
-        (PIPELINES | {"actor__ppo_mini_batch_size": 64}, "no pass fills.*ppo_mini_batch_size=64 is the whole batch"),
+        (PIPELINES | {"fusion__training": "serial"}, "no scoring pass can fill.*fusion.training=serial"),
+        (
+            PIPELINES | {"algorithm__use_kl_in_reward": True},
+            "no scoring pass can fill.*use_kl_in_reward=true needs the log-probs for advantages",
+        ),
+        (
+            PIPELINES | {"algorithm__filter_groups__enable": True},
+            "no scoring pass can fill.*enable=true selects groups",
+        ),
+        (
+            PIPELINES | {"actor__ppo_mini_batch_size": 64},
+            "no scoring pass can fill.*ppo_mini_batch_size=64 is the whole batch",
+        ),
     ],
 )
 def test_it_says_which_setting_makes_training_wait_for_the_last_response(changes, key):

@@ -63,7 +63,7 @@ def test_a_lock_of_another_program_counts_while_it_works_or_may(lock):
     with lock.open():
         told = load(int, patience_s=0)
         assert told == f"DeepSpeed's operations: process {os.getpid()} compiles or loads in {lock.parent}"
-    assert f"{lock} may be of another host; it counts until it is 60 s old" in load(int, patience_s=0)
+    assert f"{lock} may belong to another host; waiting until it is 60 s old" in load(int, patience_s=0)
     os.utime(lock, (0, 0))
     assert load(int) == f"{lock} was left behind by a process that has ended: removed"
 
@@ -72,7 +72,7 @@ def test_whoever_fails_leaves_no_name(lock):
     with pytest.raises(ZeroDivisionError):
         load(lambda: 1 / 0)
     lock.touch()
-    assert "may be of another host" in load(int, patience_s=0), "torch tidied up after the one that failed"
+    assert "may belong to another host" in load(int, patience_s=0), "torch tidied up after the one that failed"
 
 
 def test_deepspeed_finds_what_a_rank_loaded_and_asks_for_no_lock(monkeypatch):

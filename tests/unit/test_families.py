@@ -158,7 +158,7 @@ def test_what_can_be_no_critic_is_refused_by_its_key(tmp_path):
     assert config.uses_critic and training_problems(config) == []
     config.critic.path = mamba
     (problem,) = training_problems(config)
-    assert problem.startswith(f"critic.path={mamba}: models of type mamba hand a state on")
+    assert problem.startswith(f"critic.path={mamba}: models of type mamba have recurrent state")
     config.reward.functions = ["rlfuse.rewards.verifiers.exact:score"]
     config.trainer.default_local_dir, config.trainer.experiment_name = str(tmp_path / "runs"), "one"
     with pytest.raises(ConfigError, match=r"critic\.path=.*mamba"):  # without data, Ray or a run folder

@@ -1,6 +1,6 @@
-"""What tests/gpu does on a card, done on a CPU: names, shapes and logic are the same, only nothing lies elsewhere.
+"""The bodies of tests/gpu on a CPU: names, shapes and logic are the same, but all tensors are in host memory.
 
-A body that is skipped or that nobody calls would show nothing and look green: here both are failures.
+A body that is skipped or never called would pass unnoticed; here both are failures.
 """
 
 import ast
@@ -26,7 +26,7 @@ CARD_ALONE = {
     "test_recorded_passes_compute_what_launched_ones_do",
     "test_the_quickstart_learns",
 }
-"""Bodies that need a card, or that are a whole engine or job, of which tests/end_to_end runs many on CPUs."""
+"""Bodies that need a GPU, or a whole engine or job, which tests/end_to_end covers on CPUs."""
 INTERPRETED = "test_9_log_probs.py"
 """Its bodies need Triton's interpreter, in which test_fused_log_probs.py runs the whole file."""
 
@@ -53,14 +53,14 @@ def test_every_body_is_run_here_or_on_a_card_alone():
 
 def test_a_body_that_is_skipped_fails():
     def skips(device):
-        pytest.skip(f"no card, {device}")
+        pytest.skip(f"no GPU, {device}")
 
-    with pytest.raises(pytest.fail.Exception, match=r"skips\('cpu',\) was not run: no card, cpu"):
+    with pytest.raises(pytest.fail.Exception, match=r"skips\('cpu',\) was not run: no GPU, cpu"):
         run(skips, "cpu")
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("ranks")  # whichever process of pytest starts ranks imports for them anew
+@pytest.mark.xdist_group("ranks")  # each pytest process that starts ranks repeats their imports
 def test_what_ranks_do(tmp_path):
     run(moves.test_a_trained_model_leaves_the_device_and_comes_back, "cpu", 1, "bfloat16")
     for stage, residency in ((1, "step"), (2, "forecast"), (3, "forecast")):

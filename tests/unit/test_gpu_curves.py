@@ -28,12 +28,12 @@ FACTS = Facts(parameters=1_000_000, kv_bytes_per_token=512, kv_tokens=1 << 20, m
 
 
 def curve(unit, sizes, seconds):
-    """Three runs at each place, as far apart as measurements are."""
+    """Return three runs per point, with the spread of real measurements."""
     return [Point({unit: size}, tuple(seconds(size) * noise for noise in (0.99, 1.0, 1.01))) for size in sizes]
 
 
 def curves_of(costs):
-    """What a card with these costs would show; copies of 10 GB/s and 20 GB/s, 1e9 parameters a second."""
+    """Return the measurements of a GPU with these costs; copies of 10 GB/s and 20 GB/s, 1e9 parameters per second."""
     tokens = (512, 1024, 2048, 4096, 8192)
     decode = [
         Point({"batch": batch, "context": context}, (costs.decode_step(batch, batch * context),) * 3)

@@ -54,14 +54,14 @@ def test_the_way_into_the_engine(config, plan, route):
         (
             Qwen2_5_VLConfig(),
             replace(AT_TWO, timestamps=SEED_TIMES),
-            "a clip of a qwen2_5_vl into the prompt itself: .*without timestamps",
+            "inserts clips of a qwen2_5_vl into the prompt: .*without timestamps",
         ),
         (
             Qwen2VLConfig(),
             AT_TWO,
             "qwen2_vl is not a supported video model.*supported are qwen2_5_vl, qwen3_vl, video_llama_3",
         ),
-        (Qwen3VLConfig(), AT_TWO, "a clip of a qwen3_vl into the prompt itself: .*with the family's timestamps"),
+        (Qwen3VLConfig(), AT_TWO, "inserts clips of a qwen3_vl into the prompt: .*with the family's timestamps"),
         (Qwen3VLConfig(), replace(AT_TWO, timestamps=SEED_TIMES), "with the family's timestamps"),
         (LlavaConfig(), AT_TWO, "llava is not a supported video model.*qwen2_5_vl"),
     ],

@@ -1,4 +1,4 @@
-"""When a run has its policy's settings found anew."""
+"""When a run searches its policy's settings again."""
 
 from math import ceil
 from pathlib import Path

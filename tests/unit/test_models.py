@@ -142,7 +142,7 @@ class Clip:
 
 @pytest.mark.parametrize("way", [dict(packed=True), dict(packed=False), dict(packed=True, shared=True)])
 def test_embeddings_of_the_model_itself_give_what_its_tokens_give(way):
-    """Placeholders stand where they were; other embeddings give other logits, and only prompts of one clip are one."""
+    """Placeholders keep their positions; other embeddings give other logits, and only prompts of one clip are one."""
     torch.manual_seed(0)
     model = attend_by_layout(Qwen2ForCausalLM(Qwen2Config(**SMALL)).eval())
     table, batch, at = model.get_input_embeddings().weight.detach(), siblings(), np.array([1, 2, 3, 5])
@@ -169,7 +169,7 @@ def test_embeddings_of_the_model_itself_give_what_its_tokens_give(way):
 
 @dataclass
 class Read(Clip):
-    """And which of them each rank asked for."""
+    """Return also which of them each rank read."""
 
     spans: list
 

@@ -163,7 +163,7 @@ def appeared():
     gc.freeze()
 
     def storages():
-        gc.collect()  # or cycles that nobody holds count, depending on when Python looked last
+        gc.collect()  # otherwise unreachable cycles count, depending on the last collection
         tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
         tensors += [each.grad for each in tensors if each.is_leaf and each.grad is not None]
         found = [each.untyped_storage() for each in tensors if each.device.type == "cpu"]

@@ -153,7 +153,7 @@ def test_only_models_of_three_axes_count_on_three():
 def test_a_clip_that_does_not_fit_its_grid_is_refused():
     clip = clip_at(1, LONG, 1.0)
     for positions in (clip.positions[:-1], np.concatenate([clip.positions[:-1], [90]])):
-        with pytest.raises(ValueError, match=r"grid \(9, 4, 6\) is 54 tokens in one piece, got 5[34] of them"):
+        with pytest.raises(ValueError, match=r"grid \(9, 4, 6\) has 54 contiguous tokens, got 5[34] at positions"):
             MRope(2, 4.0).positions(100, [replace(clip, positions=positions)])
 
 

@@ -67,7 +67,7 @@ def test_a_fetch_runs_beside_and_is_waited_for(away, monkeypatch):
     begin, copied = threading.Event(), offloading._copy_back
     monkeypatch.setattr(offloading, "_copy_back", lambda each: (begin.wait(60), copied(each)))
     size = offloaded_bytes(network)
-    assert size >= 2 * sum(moment.nbytes for moment in moments) and float(loss(network, 1)), "weights are there"
+    assert size >= 2 * sum(moment.nbytes for moment in moments) and float(loss(network, 1)), "weights are loaded"
     for _ in range(2):  # once is enough
         fetch_optimizer(network, 60.0)
     assert offloaded_bytes(network) == size and len(offloading._fetches) == 1

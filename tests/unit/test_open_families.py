@@ -1,4 +1,4 @@
-"""A user's own family of video models: the README's example is Qwen2-VL to the bit, and what is told of a wrong one."""
+"""A custom family of video models: the README example equals Qwen2-VL bitwise, and errors about invalid families."""
 
 import json
 import re
@@ -70,7 +70,7 @@ def folder(tmp_path_factory):
 @pytest.mark.slow
 @torch.no_grad()
 def test_the_example_has_the_models_own_features(own, folder):
-    with pytest.raises(ValueError, match="qwen2_vl model; towers can be run alone for qwen2_5_vl, qwen3_vl"):
+    with pytest.raises(ValueError, match="qwen2_vl model; supported vision towers: qwen2_5_vl, qwen3_vl"):
         Tower(folder)
     register_custom_family(own)
     model = Qwen2VLForConditionalGeneration.from_pretrained(folder).eval()
@@ -108,7 +108,7 @@ def test_the_example_goes_through_driver_engine_trainer_and_plan(own, folder, tm
     assert not any("visual" in name for model in (policy, critic) for name in model.state_dict())
 
     model = VideoModel.from_pretrained(str(folder))
-    assert model.served(tmp_path / "text") == str(folder) and model.frame == ("<start>", "<stop>")
+    assert model.servable_folder(tmp_path / "text") == str(folder) and model.frame == ("<start>", "<stop>")
     trained = tmp_path / "huggingface"
     with torch.no_grad():
         policy.lm_head.weight.add_(1.0)
@@ -120,10 +120,10 @@ def test_the_example_goes_through_driver_engine_trainer_and_plan(own, folder, tm
 
 
 WRONG = [
-    ("nowhere.py:Qwen2VL", "", "there is no file .*nowhere.py; correct the path"),
+    ("nowhere.py:Qwen2VL", "", "the file .*nowhere.py does not exist; correct the path"),
     ("mine.py:Other", "class A: pass\ndef f(): pass\n", "no class `Other`; its classes: A; name one of them"),
     ("mine.py:A", "import absent_package\nclass A: pass\n", "does not find the package `absent_package`"),
-    ("mine.py", "", "names no class of a file; write path/file.py:name"),
+    ("mine.py", "", "does not name a class in a file; write path/file.py:name"),
 ]
 
 

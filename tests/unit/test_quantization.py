@@ -42,13 +42,13 @@ def test_a_job_with_corrections_may_have_each_kind_on_gpus(kind):
         (
             {"cuda": False},
             {"rollout__quantization": "fp8_per_block"},
-            "needs GPUs, .*set rollout.quantization=fp8_per_c",
+            "needs GPUs: .*set rollout.quantization=fp8_per_c",
         ),
         ({"cuda": False, "experts": True}, {}, "is a mixture of experts, .* on GPUs only; set rollout.quantization=n"),
         (
             {"cuda": False, "experts": True},
             {"rollout__quantization": EXPERTS},
-            "GPUs alone; set rollout.quantization=n",
+            "on GPUs only; set rollout.quantization=n",
         ),
         ({"experts": False}, {"rollout__quantization": EXPERTS}, "has no experts, the only layers it quantizes"),
         (
@@ -57,7 +57,7 @@ def test_a_job_with_corrections_may_have_each_kind_on_gpus(kind):
             "in vLLM this is an 8-bit checkpoint; .*; use one of fp8_per_channel",
         ),
         ({}, {"rollout__quantization": "fp8_per_chanel"}, "is not one of .*did you mean fp8_per_channel"),
-        ({}, {"rollout__engine_kwargs": {"quantization": "fp8_per_tensor"}}, "set rollout.quantization in its place"),
+        ({}, {"rollout__engine_kwargs": {"quantization": "fp8_per_tensor"}}, "set rollout.quantization instead"),
     ],
 )
 def test_what_is_missing_is_told_in_one_line(facts, changes, message):

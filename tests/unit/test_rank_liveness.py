@@ -1,4 +1,4 @@
-"""Which trainer rank hangs, by what ranks tell of themselves; and what a thread that sleeps or computes tells."""
+"""Detection of hung trainer ranks from their pulses, and pulses of threads that sleep or compute."""
 
 import asyncio
 import threading
@@ -84,7 +84,7 @@ def test_who_hangs_is_named_and_not_who_waits(ranks, hung, earliest):
 def test_what_is_told_is_where_it_stands_or_stood():
     _, _, judge = scene(stands(REDUCES, joined=1), stands())
     assert judge.describe_hang(1).startswith(
-        "has stood still for 60.0 s (cluster.heartbeat_s=60); the last that it did: began b"
+        "has made no progress for 60.0 s (cluster.heartbeat_s=60); last activity: began b"
     )
     assert 'Its stack, innermost call first:\n  File "mine.py", line 3 in my_loss\n' in judge.describe_hang(1)
     assert judge.is_waiting_for(0, [1]) and not judge.is_waiting_for(1, [0])
@@ -141,7 +141,7 @@ class Calls:
             self.work()
 
     def at(self, work):
-        """What is told once the thread does this."""
+        """Return the pulse once the thread does this."""
         self.work, until = work, time.monotonic() + 60
         while not (told := self.progress.pulse()).stack[0].endswith(f"in {work.__name__}"):
             assert time.monotonic() < until

@@ -81,7 +81,7 @@ def test_format_is_told_apart_from_the_score():
 
 @pytest.mark.parametrize("truth", [None, "five", "-1", 5.0])
 def test_a_ground_truth_of_another_task_is_an_error_not_a_zero(truth):
-    with pytest.raises(ValueError, match=r"ground_truth: got .*whole number"):
+    with pytest.raises(ValueError, match=r"ground_truth: got .*non-negative integer"):
         score("; 5", truth)
 
 
@@ -187,7 +187,7 @@ def test_a_second_process_that_prepares_a_folder_waits_for_the_first(tmp_path, c
     with ThreadPoolExecutor(1) as other:
         with write_lock(root):
             second = other.submit(kept)
-            while "Waiting for another process that writes" not in capsys.readouterr().out:
+            while "Waiting for another process that is writing" not in capsys.readouterr().out:
                 time.sleep(0.001)
             assert not second.done()
             root.mkdir()
@@ -198,7 +198,7 @@ def test_a_second_process_that_prepares_a_folder_waits_for_the_first(tmp_path, c
 
 def test_prepare_replaces_no_folder_of_someone_else(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(ValueError, match=r"--out: got .*not written by `rlfuse prepare`"):
+    with pytest.raises(ValueError, match=r"--out: .* was not written by `rlfuse prepare`"):
         prepare(tmp_path, TINY)
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 

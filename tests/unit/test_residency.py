@@ -289,18 +289,21 @@ WRONG = {
         (*STARTED, "sleep", "acquire_device", "step", "release_device", "wake(weights)", "wake(kv_cache)", "push"),
         "slot 0: push needs parameters on the device. Resident: engine weights, KV cache, residents; the last",
     ),
-    "an engine that starts beside the ranks": (("start_ranks", "start_engine"), "start_engine finds parameters"),
+    "an engine that starts next to the ranks": (
+        ("start_ranks", "start_engine"),
+        "start_engine conflicts with parameters",
+    ),
     "ranks that take a device while the engine is awake": (
         (*STARTED, "acquire_device"),
-        "finds engine weights, KV cache",
+        "conflicts with engine weights, KV cache",
     ),
-    "a KV cache that wakes beside the ranks": (
+    "a KV cache that wakes next to the ranks": (
         (*STARTED, "sleep", "acquire_device", "wake(weights)", "push", "wake(kv_cache)"),
         "wake(kv_cache) conflicts with parameters, reference, optimizer on the device",
     ),
     "a checkpoint of ranks that are away": ((*STARTED, "save"), "save needs parameters, reference, optimizer"),
     "a step without its optimizer": ((*STARTED, "sleep", "take_weights", "step"), "step needs optimizer on the device"),
-    "an optimizer that comes beside the engine": ((*STARTED, "fetch_optimizer"), "needs parameters on the device"),
+    "an optimizer that loads next to the engine": ((*STARTED, "fetch_optimizer"), "needs parameters on the device"),
     "generation without a KV cache": (
         (*STARTED, "sleep", "acquire_device", "wake(weights)", "push", "release_device", "generate"),
         "generate needs KV cache on the device. Resident: engine weights, residents; the last call was release_device",
@@ -370,7 +373,7 @@ class EndedByRewards(ResidentWorld):
 
     async def score(self, samples):
         if self.board.purpose == "training":
-            self.fail("a process is lost for good", EngineError("rewards"))
+            self.fail("a process is lost permanently", EngineError("rewards"))
         return await super().score(samples)
 
     async def write(self, step, required=False):
@@ -389,7 +392,7 @@ class EndedByRewards(ResidentWorld):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["too many fail", "a process is lost for good", "validation"])
+@pytest.mark.parametrize("how", ["too many fail", "a process is lost permanently", "validation"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("zero", ["ZeRO 1", "pipelines"])
 def test_rewards_that_end_the_run_leave_a_checkpoint_of_the_last_complete_step(zero, policy, how):

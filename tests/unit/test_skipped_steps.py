@@ -71,7 +71,7 @@ def test_a_loss_that_is_not_finite_has_no_finite_gradient(value):
 
 
 def rank_of(kind, stage, dtype):
-    """A rank with one small model, and what its `save` is called with beside the folder."""
+    """Return a rank with one small model, and the arguments of its `save` after the folder."""
     rank = kind(Config(), 0, 1, "cpu")
     if kind is PipelineRank:
         rank.engines, rank.layout = {"actor": DeepSpeedModel(stages(dtype)[0], 1)}, {"actor": Pipelines("actor", 1)}

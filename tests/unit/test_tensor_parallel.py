@@ -1,4 +1,4 @@
-"""Which models ranks can share the layers of, what each of them then holds, and what a plan says of it."""
+"""Tensor parallelism: supported models, the shares of each rank, and their memory in plans."""
 
 import pytest
 import torch
@@ -43,9 +43,9 @@ def shared(config, width):
         (small(num_attention_heads=6), 4, "=4 must divide the 6 attention heads of a qwen2"),
         (small(num_attention_heads=12, num_key_value_heads=3), 2, "be a multiple of its 3 heads of keys and values"),
         (small(intermediate_size=50), 4, "=4 must divide the 50 numbers between a qwen2's MLPs"),
-        (small(Olmo2Config), 2, "a olmo2 has layers to be cut as colwise_gather_output, rowwise_split_input"),
-        (small(MixtralConfig), 2, "a mixtral has layers to be cut as"),
-        (GPT2Config(), 2, "transformers has no tensor-parallel plan of a gpt2"),
+        (small(Olmo2Config), 2, "plan of a olmo2 has colwise_gather_output, rowwise_split_input layers"),
+        (small(MixtralConfig), 2, "the tensor-parallel plan of a mixtral has"),
+        (GPT2Config(), 2, "transformers has no tensor-parallel plan for a gpt2"),
     ],
 )
 def test_what_ranks_cannot_share_is_told(config, width, says):

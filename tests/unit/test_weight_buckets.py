@@ -122,7 +122,7 @@ async def test_full_shared_memory_while_writing_is_explained(tmp_path):
         async def export_bucket(self, names, path):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(EngineError, match=r"needs up to 512 MiB, \d+ MiB are free.*rollout.update_weights_bucket_mb"):
+    with pytest.raises(EngineError, match=r"up to 512 MiB needed, \d+ MiB free.*rollout.update_weights_bucket_mb"):
         await push(Full([["a"]]), tmp_path).push(1)
     assert not list(tmp_path.iterdir())
 

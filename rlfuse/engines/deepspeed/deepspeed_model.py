@@ -29,12 +29,12 @@ from rlfuse.engines.trainer.tensor_parallel import TensorShares
 TAG = "deepspeed"
 # DeepSpeed's optimizer states hold these besides tensors and plain data.
 torch.serialization.add_safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address])
-# By value: before 3.11.4, Python would write that a stage is got by `getattr`, which no file of weights may ask for.
+# Pickle by value: Python before 3.11.4 uses `getattr`, which `weights_only` loading rejects.
 copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))
 
 
 class DeepSpeedModel:
-    """`engine`: DeepSpeed's, or the plain module of a frozen model that is whole on each rank."""
+    """`ShardedModel` on DeepSpeed. `engine`: a DeepSpeed engine, or the module of a frozen, unsharded model."""
 
     def __init__(self, engine: Any, copies: int):
         self.engine, self._copies = engine, copies
@@ -42,7 +42,7 @@ class DeepSpeedModel:
 
     @staticmethod
     def load_extensions(config: Config, device: str) -> str | None:
-        """DeepSpeed finds them loaded when it asks for them itself."""
+        """Load the operations ahead of DeepSpeed, which then finds them loaded."""
         needed = deepspeed_ops.builders(device, config.actor.offload_optimizer)
         builders = [get_accelerator().create_op_builder(name) for name in needed]
         return deepspeed_ops.load(lambda: [each.load() for each in builders]) if builders else None
@@ -138,19 +138,19 @@ class DeepSpeedModel:
 # Cached: models of equal degree share the groups, and every gloo group starts threads.
 @cache
 def _grid(mesh: ParallelMesh) -> PipelineParallelGrid | None:
-    """Ranks that hold parts of a model. To DeepSpeed, ranks that share a sequence are data-parallel."""
+    """Return the grid of ranks with parts of a model; sequence-parallel ranks are data-parallel to DeepSpeed."""
     if mesh.pp * mesh.tp == 1:
         return None
     return PipelineParallelGrid(ProcessTopology(["data", "pipe", "model"], [mesh.copies, mesh.pp, mesh.tp]))
 
 
 def _step_tensors(engine: Any) -> list[torch.Tensor]:
-    """Return what only its steps read: masters and moments, except those whose memory is that of weights."""
+    """Return the tensors that only steps read: masters and moments, except those that share memory with weights."""
     inner, sharded = getattr(engine, "basic_optimizer", None), "fp32_partitioned_groups_flat"
     if inner is None:
         return []
     found = [each for group in inner.param_groups for each in group["params"]]
-    found += [*inner.state, *getattr(engine.optimizer, sharded, [])]  # ZeRO 3 hands them over in a step alone
+    found += [*inner.state, *getattr(engine.optimizer, sharded, [])]  # in `inner` only during a step under ZeRO 3
     found += [value for state in inner.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
     weights = [*engine.module.buffers(), *engine.module.parameters()]
     weights += [each.ds_tensor for each in weights if hasattr(each, "ds_tensor")]
@@ -165,10 +165,10 @@ def _reachable(root: Any) -> Iterator[torch.Tensor]:
         value = waiting.pop()
         if id(value) in seen:
             continue
-        seen[id(value)] = value  # alive, or another could get its id
+        seen[id(value)] = value  # kept alive, so that its id is not reused
         if isinstance(value, torch.Tensor):
             yield value
-            waiting += [value.grad, *vars(value).values()]  # of a sharded parameter its partition
+            waiting += [value.grad, *vars(value).values()]  # attributes of a sharded parameter include its partition
         elif isinstance(value, dict):
             waiting += [*value.keys(), *value.values()]
         elif isinstance(value, list | tuple | set | deque):
@@ -179,7 +179,7 @@ def _reachable(root: Any) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def guard_writes(engine: deepspeed.DeepSpeedEngine, files: CheckpointWriter) -> Iterator[None]:
-    """Files of its `save_checkpoint` are written through `files`."""
+    """Write the files of the engine's `save_checkpoint` with `files` within the block."""
     engine.checkpoint_engine = _GuardedEngine(engine.checkpoint_engine, files)
     engine._copy_recovery_script = lambda *_: None  # unused next to huggingface/, and written unguarded
     try:

@@ -1,6 +1,6 @@
-"""Compile and load DeepSpeed's operations, one process of a machine at a time.
+"""Compile and load DeepSpeed's operations, one process per machine at a time.
 
-Role: ranks `load` before they meet, driven by `load_on_all_ranks`; `rlfuse runs clean` removes what is `stale_locks`.
+Role: ranks call `load` before they join, driven by `load_on_all_ranks`; `rlfuse runs clean` removes `stale_locks`.
 torch's file `lock` in an extension's folder names no owner and outlives a killed process, so `rlfuse.lock` (a flock
 with the owner's name) guards the whole folder: its holder knows that no run compiles, and removes torch's stale locks.
 torch writes at every load: operations in a folder of another user are copied to this user's cache folder.
@@ -30,11 +30,11 @@ from rlfuse.user_folders import cache_folder, home, is_writable
 
 LOCK = "rlfuse.lock"
 STALE_S = 60.0
-"""A lock of another program this old, in whose folder no process of this host works, is left over."""
+"""Age in seconds after which another program's lock is stale, if no process of this host uses its folder."""
 OP_FILES = {"ShareMemCommBuilder": "deepspeed_shm_comm.so", "CPUAdamBuilder": "cpu_adam.so"}
 """DeepSpeed's op builder -> the file that it compiles."""
 REPORT_AFTER_S = 5.0
-"""Seconds until a wait is reported."""
+"""Seconds after which a wait is reported."""
 
 
 def builders(device: str, offload_optimizer: bool) -> list[str]:
@@ -44,7 +44,7 @@ def builders(device: str, offload_optimizer: bool) -> list[str]:
 
 
 async def load_on_all_ranks(ranks: Sequence[ray.actor.ActorHandle], config: Config, device: str) -> None:
-    """Have every rank load its operations; EngineError if one waits for longer than cluster.timeout_s."""
+    """Load the operations on every rank. EngineError if one waits longer than cluster.timeout_s."""
     limit_s, reported = config.cluster.timeout_s, set[str]()
     until = time.monotonic() + limit_s
 
@@ -66,9 +66,9 @@ async def load_on_all_ranks(ranks: Sequence[ray.actor.ActorHandle], config: Conf
 
 
 def load(operations: Callable[[], Any], patience_s: float = REPORT_AFTER_S) -> str | None:
-    """Do `operations`, which compiles and loads, alone on its folder: None. Else what it waits for, or what it mended.
+    """Run `operations` with the folder locked; return None, or a reason to call again: a wait or a removed stale lock.
 
-    EngineError where the folder's file system has no locks.
+    EngineError if the folder's file system does not support locks.
     """
     given, root, deadline = configured_folder(), extensions_folder(), time.monotonic() + patience_s
     root.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ def load(operations: Callable[[], Any], patience_s: float = REPORT_AFTER_S) -> s
 
 
 def stale_locks() -> list[Path]:
-    """Locks of processes that were killed: what the next `load` would remove. None while a run is inside."""
+    """Return the locks of killed processes that the next `load` would remove; empty while a run holds the folder."""
     if not (root := extensions_folder()).is_dir():
         return []
     with (root / LOCK).open("a+") as own:
@@ -109,7 +109,7 @@ def stale_locks() -> list[Path]:
 
 
 def extensions_folder() -> Path:
-    """Return where torch keeps what it compiles for this user."""
+    """Return the folder in which torch stores compiled extensions for this user."""
     given = configured_folder()
     writable = all(map(is_writable, [given, *given.glob("*/")]))
     writable = writable and all(os.access(lock, os.W_OK) for lock in given.glob(LOCK))
@@ -117,25 +117,25 @@ def extensions_folder() -> Path:
 
 
 def is_compiled(file: str) -> bool:
-    """Whether one of the files in `OP_FILES` exists, for this user or to copy."""
+    """Return whether this file of `OP_FILES` exists, for this user or to copy."""
     return any(next(folder.rglob(file), None) for folder in {extensions_folder(), configured_folder()})
 
 
 def configured_folder() -> Path:
-    """Where torch looks: asking `torch.utils.cpp_extension` would cost a second of imports."""
+    """Return torch's extensions folder, without importing `torch.utils.cpp_extension`, which takes a second."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", home() / ".cache"))
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or (cache / "torch_extensions").resolve())
 
 
 def _copy_compiled(given: Path, root: Path) -> None:
-    """Copy the operations in `given` that `root` lacks, without those that are being compiled."""
+    """Copy operations missing in `root` from `given`, except those being compiled."""
     for source in {file.parent for name in OP_FILES.values() for file in given.rglob(name)}:
         if not (source / "lock").exists() and not (root / source.name).exists():
             shutil.copytree(source, root / source.name)
 
 
 def _locks(root: Path) -> list[Path]:
-    """torch's."""
+    """Return torch's lock files."""
     return [*root.glob("*/lock"), *root.glob("*/*/lock")]
 
 
@@ -146,19 +146,19 @@ def _locked(own: TextIO) -> bool:
         return False
     except OSError as error:
         raise EngineError(
-            f"{own.name} can't be locked ({error.strerror}): set TORCH_EXTENSIONS_DIR to a folder of a local disk"
+            f"{own.name} cannot be locked ({error.strerror}). Set TORCH_EXTENSIONS_DIR to a folder on a local disk"
         ) from error
     return True
 
 
 def _owner(own: TextIO) -> str:
-    """As the process that is inside, or was killed inside, wrote it down; empty if none is."""
+    """Return the process that holds the lock, or was killed while holding it; empty if none."""
     own.seek(0)
     return own.read()
 
 
 def _waits_for(lock: Path, killed: str) -> str | None:
-    """Why the lock still counts; None if it does not, or is gone."""
+    """Return why a lock is still valid; None if it is stale or gone."""
     try:
         age = time.time() - lock.stat().st_mtime
     except FileNotFoundError:
@@ -167,11 +167,11 @@ def _waits_for(lock: Path, killed: str) -> str | None:
         return f"process {process} compiles or loads in {lock.parent}"
     if killed or age > STALE_S:
         return None
-    return f"{lock} may be of another host; it counts until it is {STALE_S:g} s old. Remove it if nobody compiles"
+    return f"{lock} may belong to another host; waiting until it is {STALE_S:g} s old. Remove it if no process compiles"
 
 
 def _worker(lock: Path) -> int | None:
-    """A process of this host that has the lock open, as its owner does, or works in its folder, as compilers do."""
+    """Return a process of this host that has the lock open (its owner) or runs in its folder (a compiler)."""
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             if os.path.realpath(f"/proc/{process.pid}/cwd") == str(lock.parent.resolve()):

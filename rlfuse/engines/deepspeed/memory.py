@@ -5,7 +5,7 @@ parameters                                              2        2             2
 gradients, summed in float32, from the first
   backward to the step                                  4        4        4 / copies     4 / copies, always
 masters and moments (none with offload_optimizer)      12    12 / copies   12 / copies   12 / copies
-after `trainer.offloading.to_host`: nothing of all that, trained or frozen, under any stage
+after `trainer.offloading.to_host` all are 0, trained or frozen, for any stage
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from rlfuse.engines.memory.model_sizes import Shape
 from rlfuse.engines.memory.residency import Item
 
 REDUCE_BUCKET_ELEMENTS = 50_000_000
-"""Gradient elements that are reduced at a time; DeepSpeed's own 500 million would take 2 GB in float32."""
+"""Gradient elements per reduction; DeepSpeed's default of 500 million takes 2 GB in float32."""
 ZERO0_BUCKET_ELEMENTS = 500_000_000
-"""Gradient elements that DeepSpeed reduces at a time without ZeRO."""
+"""Gradient elements per reduction in DeepSpeed without ZeRO."""
 MAX_GATHERED_PARAMETERS = 1_000_000_000
 """Parameters that ZeRO 3 gathers at a time, at most."""
 
 
 class ZeroMemory:
-    """A `ModelMemory`."""
+    """`ModelMemory` of DeepSpeed."""
 
     choices: ClassVar[Mapping[str, tuple[object, ...]]] = {"actor.zero_stage": (0, 1, 2, 3)}
 
@@ -35,7 +35,7 @@ class ZeroMemory:
         self._config, self._copies, self._device = config, copies, device
         self._stage, self._item = config.actor.zero_stage, ITEM[config.model.dtype]
         self._sum = gradient_item(config)
-        # ZeRO 3 has room for gradients from its start on; under the other stages they begin with a backward.
+        # ZeRO 3 allocates gradients at its start, the other stages in a backward pass.
         self._of_gradients = Item.PARAMETERS if self._stage == 3 else Item.GRADIENTS
 
     def parameters(self, held: float) -> float:
@@ -57,13 +57,13 @@ class ZeroMemory:
 
     def in_step(self, role: str, held: float) -> list[list[Part]]:
         if self._stage == 0:
-            again = 4 * held if self._config.actor.grad_accum_dtype == "bfloat16" and self._item == 2 else 0
-            size = again + 4 * min(held, ZERO0_BUCKET_ELEMENTS)
+            copy = 4 * held if self._config.actor.grad_accum_dtype == "bfloat16" and self._item == 2 else 0
+            size = copy + 4 * min(held, ZERO0_BUCKET_ELEMENTS)
             return [[Part(role, "gradients in a step", size, Item.ACTIVATIONS)]]
         step = [Part(role, "gradients in a step", 4 * held / self._copies, Item.ACTIVATIONS)]
         if self._device != "cpu":
             return [step]
-        # Taken where it is used, while activations go.
+        # Allocated on use, while activations are freed.
         return [[Part(role, "reduction buffer", min(REDUCE_BUCKET_ELEMENTS, held) * self._sum, Item.ACTIVATIONS)], step]
 
     def in_passes(self, shapes: Mapping[str, Shape]) -> list[Part]:

@@ -1,8 +1,7 @@
 """DeepSpeed engines from our configuration: ZeRO stage, optimizer, clipping, and their step.
 
-Role: used by `DeepSpeedModel`. Between steps an engine holds sums: gradients that nothing has divided yet. Only
-`take_step` scales them, so that micro-batches can be accumulated before their number is known. `memory`
-says what the sums cost.
+Role: used by `DeepSpeedModel`. Between steps an engine accumulates unscaled sums of gradients; only `take_step` scales
+them, so micro-batches can be accumulated before their number is known. `memory` has the size of the sums.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from rlfuse.engines.trainer.tensor_parallel import is_share
 
 
 def trainable(model: Any, settings: ActorConfig, lr: float, device: str, grid: Any = None) -> deepspeed.DeepSpeedEngine:
-    """`model` under AdamW with the full learning rate `lr` (`set_lr`), clipping and ZeRO.
+    """Return a DeepSpeed engine for `model` with AdamW at the full learning rate `lr` (`set_lr`), clipping and ZeRO.
 
-    `grid`: of ranks with parts of a model, stages or shares of layers; `model` is then this rank's part, and the norm
-    that is clipped is that of all parts.
+    `grid`: ranks with parts of a model (stages or shares of layers); `model` is then this rank's part, and gradients
+    are clipped by the norm over all parts.
     """
     optimizer = _optimizer(model, settings, lr, device)
     config = _config(settings, model.dtype)
     own = settings.zero_stage == 0 and (model.dtype == torch.float32 or grid is not None)
-    if own:  # here DeepSpeed clips without telling the norm or looking at it, or by one that lacks parts of the model
+    if own:  # DeepSpeed would not report or check the norm here, or omit parts of the model
         config["gradient_clipping"] = 0.0
     engine = _initialized(model, config, grid, optimizer)
     if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
@@ -55,9 +54,9 @@ def _initialized(
 
 
 def _undo_step(wrapper: FP16_UnfusedOptimizer) -> None:
-    """Undo the step with zero gradients by which DeepSpeed's optimizer of bfloat16 without ZeRO begins.
+    """Undo the initial step with zero gradients of DeepSpeed's bfloat16 optimizer without ZeRO.
 
-    AdamW counted it, so that its first bias corrections would be one step ahead, and decayed the masters.
+    AdamW would count it in its bias corrections, and it has decayed the masters.
     """
     for weights, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
         for weight, master in zip(weights, masters, strict=True):
@@ -68,15 +67,15 @@ def _undo_step(wrapper: FP16_UnfusedOptimizer) -> None:
 def _clip_before_steps(
     engine: deepspeed.DeepSpeedEngine, optimizer: torch.optim.Optimizer, limit: float, grid: Any
 ) -> None:
-    """Before every step gradients with a norm beyond `limit` are scaled down to it; without a finite one none is made.
+    """Clip gradients to norm `limit` before every step, and skip the step if the norm is not finite.
 
-    The norm is over all parts of the model, and stands in `engine.optimizer`: `optimizer` itself or, of other weights
-    than float32, what has it step on a copy of them.
+    The norm is over all parts of the model, and stored in `engine.optimizer`: `optimizer` itself or, for other dtypes
+    than float32, its wrapper with float32 masters.
     """
     wrapper = engine.optimizer
     stepped = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
     trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
-    first = grid is None or grid.get_model_parallel_rank() == 0  # counts what is whole on several ranks
+    first = grid is None or grid.get_model_parallel_rank() == 0  # counts parameters that several ranks replicate
     mine = [each for each, parameter in zip(stepped, trained, strict=True) if first or is_share(parameter)]
 
     def clip(*_: Any) -> None:
@@ -87,7 +86,7 @@ def _clip_before_steps(
             norm = square.sqrt()
         torch.nn.utils.clip_grads_with_norm_(stepped, limit, norm)
         wrapper._global_grad_norm = float(norm)
-        # What DeepSpeed's own optimizers call a step to skip; AdamW leaves parameters without a gradient alone.
+        # DeepSpeed's flag of a skipped step; AdamW ignores parameters without a gradient.
         wrapper.overflow = not math.isfinite(wrapper._global_grad_norm)
         if wrapper.overflow:
             optimizer.zero_grad()
@@ -96,10 +95,10 @@ def _clip_before_steps(
 
 
 def _sum_in_float32(engine: deepspeed.DeepSpeedEngine) -> None:
-    """Under ZeRO 0 and 1, which reduce in the step, parameters of any dtype accumulate float32 gradients.
+    """Accumulate float32 gradients for parameters of any dtype under ZeRO 0 and 1, which reduce in the step.
 
-    Asked for that, DeepSpeed refuses stage 0, and keeps another copy of all gradients for good under stage 1; autograd
-    does it by itself, and the optimizer only has to be told what it finds. It reads both for gradients alone.
+    DeepSpeed's own option rejects stage 0 and permanently keeps another copy of all gradients under stage 1. Autograd
+    accumulates in `grad_dtype`, and the optimizer uses the two dtypes set here only for gradients.
     """
     for parameter in engine.module.parameters():
         if parameter.requires_grad:
@@ -109,23 +108,23 @@ def _sum_in_float32(engine: deepspeed.DeepSpeedEngine) -> None:
 
 
 def _sums(settings: ActorConfig, dtype: torch.dtype) -> torch.dtype:
-    """What gradients of weights of this dtype are added up in, over micro-batches and ranks."""
+    """Return the dtype in which gradients are summed over micro-batches and ranks."""
     return torch.float32 if settings.grad_accum_dtype == "float32" else dtype
 
 
 def restore_run_settings(engine: deepspeed.DeepSpeedEngine) -> None:
-    """Restore this run's weight decay and clipping after a checkpoint was loaded, which brings those of its own run.
+    """Restore this run's weight decay and clipping, which loading a checkpoint has replaced.
 
     The learning rate is set before every step.
     """
     for group in engine.basic_optimizer.param_groups:
         group["weight_decay"] = engine.basic_optimizer.defaults["weight_decay"]
-    if hasattr(engine.optimizer, "clip_grad"):  # else the hook above clips
+    if hasattr(engine.optimizer, "clip_grad"):  # otherwise the hook of `_clip_before_steps` clips
         engine.optimizer.clip_grad = engine.gradient_clipping()
 
 
 def set_lr(engine: deepspeed.DeepSpeedEngine, factor: float) -> float:
-    """Set the learning rate of the next step to this share of the full rate, and return it."""
+    """Set the learning rate of the next step to `factor` times the full rate, and return it."""
     lr = factor * engine.basic_optimizer.defaults["lr"]
     for group in engine.basic_optimizer.param_groups:
         group["lr"] = lr
@@ -133,7 +132,7 @@ def set_lr(engine: deepspeed.DeepSpeedEngine, factor: float) -> float:
 
 
 def freeze(model: PreTrainedModel, settings: ActorConfig, device: str) -> Any:
-    """A model for inference: sharded over the ranks under ZeRO-3, whole on each otherwise."""
+    """Return a model for inference: sharded over the ranks under ZeRO-3, replicated otherwise."""
     model.requires_grad_(False)
     if settings.zero_stage < 3:
         return model.to(device)
@@ -142,35 +141,35 @@ def freeze(model: PreTrainedModel, settings: ActorConfig, device: str) -> Any:
 
 
 def take_step(engine: deepspeed.DeepSpeedEngine, count: float, world: int) -> float:
-    """Update by the gradients that all ranks accumulated, divided by `count`; every rank calls, also one without any.
+    """Update with the gradients of all ranks divided by `count`; every rank calls, also one without gradients.
 
-    Returns the global norm of the divided gradient before clipping. Where that is not finite, which it then is on every
-    rank, weights and moments stay as they were, and only the gradients are gone. DeepSpeed averages over
-    the `world` ranks that hold the same parameters; the factor undoes that.
+    Returns the global norm of the divided gradient before clipping. If it is not finite, on every rank weights and
+    moments stay unchanged and gradients are cleared. DeepSpeed averages over the `world` ranks with the same
+    parameters; the factor undoes that.
     """
     factor, stage = world / count, engine.zero_optimization_stage()
     parameters = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
     if stage < 2 and (missing := [parameter for parameter in parameters if parameter.grad is None]):
-        # Ranks reduce the same tensors: a backward of nothing gives zeros, and DeepSpeed's buffers with them.
+        # Ranks must reduce the same tensors: a backward of zero creates gradients and DeepSpeed's buffers.
         engine.backward(0.0 * sum(parameter.sum() for parameter in missing), scale_wrt_gas=False)
     if stage == 1:
-        engine.optimizer.setup_buckets()  # gradients that came without engine.backward find none
+        engine.optimizer.setup_buckets()  # needed by gradients that did not come from engine.backward
     if stage == 0:
         for parameter in parameters:
             parameter.grad.mul_(factor)
         engine.step()
-    else:  # what the gradients are divided by in float32, after reduction and before norm and clipping
+    else:  # divides float32 gradients after reduction, before norm and clipping
         engine.optimizer.loss_scale = 1 / factor
         try:
             engine.step()
         finally:
-            engine.optimizer.loss_scale = 1.0  # else the next backward would multiply by it
+            engine.optimizer.loss_scale = 1.0  # otherwise the next backward would multiply by it
     return float(engine.get_global_grad_norm())
 
 
 @torch.no_grad()
 def not_finite(module: torch.nn.Module) -> str | None:
-    """Name of a parameter that is not finite on this rank, be it a shard."""
+    """Return the name of a parameter, or shard of one, that is not finite on this rank; else None."""
     for name, parameter in module.named_parameters():
         shard = getattr(parameter, "ds_tensor", parameter)
         if shard.numel() and not all(end.isfinite() for end in shard.aminmax()):  # NaN would be both
@@ -179,9 +178,9 @@ def not_finite(module: torch.nn.Module) -> str | None:
 
 
 class _ParameterShards(deepspeed.zero.Init):
-    """Shards parameters over the ranks as modules are built, in the model's dtype.
+    """Context that shards parameters over the ranks as modules are built, in the model's dtype.
 
-    DeepSpeed's own casts every tensor that a module builds, and would round rotary frequencies to bfloat16.
+    DeepSpeed's class casts every tensor that a module creates, and would round rotary frequencies to bfloat16.
     """
 
     def __init__(self, **options: Any):
@@ -196,7 +195,7 @@ class _ParameterShards(deepspeed.zero.Init):
 
 @contextmanager
 def sharded_loading(settings: ActorConfig, dtype: str) -> Iterator[None]:
-    """Under ZeRO 3, have `from_pretrained` shard a model while it loads, so that no rank ever holds a whole one.
+    """Shard models while `from_pretrained` loads them under ZeRO 3, so that no rank holds a whole one.
 
     `dtype`: `model.dtype`.
     """
@@ -204,7 +203,7 @@ def sharded_loading(settings: ActorConfig, dtype: str) -> Iterator[None]:
         yield
         return
     config = HfDeepSpeedConfig(_config(settings, getattr(torch, dtype)))  # transformers keeps a weak reference
-    original, deepspeed.zero.Init = deepspeed.zero.Init, _ParameterShards  # transformers looks it up by this name
+    original, deepspeed.zero.Init = deepspeed.zero.Init, _ParameterShards  # transformers uses this name
     try:
         yield
     finally:
@@ -225,12 +224,12 @@ def _config(settings: ActorConfig, dtype: torch.dtype) -> dict[str, Any]:
     summed: dict[str, Any] = {}
     if _sums(settings, dtype) != dtype:
         summed["communication_data_type"] = "fp32"
-        if settings.zero_stage > 1:  # reduced micro-batch by micro-batch, so DeepSpeed adds them up
+        if settings.zero_stage > 1:  # reduced per micro-batch, so DeepSpeed accumulates
             summed["data_types"] = {"grad_accum_dtype": "fp32"}
     return summed | {
-        "train_micro_batch_size_per_gpu": 1,  # nominal: micro-batches are ours, and vary
+        "train_micro_batch_size_per_gpu": 1,  # nominal: rlfuse forms micro-batches of varying size
         "gradient_accumulation_steps": 1,
-        "managed_gradient_accumulation": False,  # step() is the boundary, however many backward() came before
+        "managed_gradient_accumulation": False,  # step() is the boundary for any number of backward()
         "gradient_clipping": settings.grad_clip,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,

@@ -1,7 +1,7 @@
-"""Training state of pipeline ranks by parameter name, so that it can be continued with other stages.
+"""Training state of pipeline ranks by parameter name, loadable under another split into stages.
 
-Role: `DeepSpeedModel` of pipeline ranks; every rank calls, one pipeline's ranks write. Weights are DeepSpeed's float32
-masters. Files: `rank_<i>.safetensors` with tensors `<field>/<parameter>`, and `optimizer.json`.
+Role: used by `DeepSpeedModel` of pipeline ranks; every rank calls, the ranks of one pipeline write. Weights are
+DeepSpeed's float32 masters. Files: `rank_<i>.safetensors` with tensors `<field>/<parameter>`, and `optimizer.json`.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 def save(
     engine: Any, folder: Path, rank: int | None, files: CheckpointWriter, shares: TensorShares | None = None
 ) -> None:
-    """Gather this rank's parameters with their moments; written if `rank` is given, as that rank's file.
+    """Gather this rank's parameters and moments; write them as the file of `rank`, if given.
 
-    What ranks have shares of (`shares`) is written whole: layers by the first of their ranks, a head that stages share
-    by the last stage's, or as the embedding if it is tied.
+    Parameters of which ranks have shares (`shares`) are written whole: layers by the first rank of their group, a head
+    shared by stages by the last stage, or as the embedding if it is tied.
     """
     stepped = bool(engine.optimizer.optimizer.state)
     tensors = {}
@@ -51,7 +51,7 @@ def save(
             dim = parameter.partition_dim
             writes = writes and shares.is_writer
             gathered = ((field, shares.gather_whole(tensor, dim)) for field, tensor in whole.items() if not tied)
-            whole = {field: tensor.cpu() for field, tensor in gathered if writes}  # all ranks come to each
+            whole = {field: tensor.cpu() for field, tensor in gathered if writes}  # gathering is collective
         if writes:
             tensors |= {f"{field}/{name}": tensor.cpu().contiguous() for field, tensor in whole.items()}
     if rank is not None:
@@ -63,13 +63,15 @@ def save(
 
 
 def load(engine: Any, folder: Path, shares: TensorShares | None = None) -> None:
-    """Put back what `save` wrote for the parameters on this rank, or its shares of them.
+    """Load what `save` wrote for the parameters on this rank, or its shares of them.
 
-    FileNotFoundError if there is nothing.
+    FileNotFoundError if there is no state.
     """
     files = sorted(folder.glob("rank_*.safetensors"))
     if not files or not (folder / "optimizer.json").is_file():
-        raise FileNotFoundError(f"{folder}: no pipeline state to resume from; was it saved by pipeline ranks?")
+        raise FileNotFoundError(
+            f"{folder} has no pipeline state to resume from. Use a checkpoint saved by pipeline ranks."
+        )
     where: dict[str, Path] = {}
     for file in files:
         with safe_open(file, "pt") as tensors:
@@ -87,13 +89,13 @@ def load(engine: Any, folder: Path, shares: TensorShares | None = None) -> None:
 
 
 def _named(engine: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parameters under the whole model's names: without the number of the stage."""
+    """Yield parameters under the whole model's names, without the stage index."""
     for name, parameter in engine.module.named_parameters():
         yield name.split(".", 1)[1], parameter
 
 
 def _share(parameter: torch.nn.Parameter, shares: TensorShares | None) -> tuple[slice, ...]:
-    """Where this rank's share lies in the whole tensor."""
+    """Return the index of this rank's share in the whole tensor."""
     if not is_share(parameter):
         return (slice(None),)
     size = parameter.shape[parameter.partition_dim]
@@ -102,19 +104,16 @@ def _share(parameter: torch.nn.Parameter, shares: TensorShares | None) -> tuple[
 
 def _read(where: dict[str, Path], field: str, name: str, folder: Path, own: tuple[slice, ...]) -> torch.Tensor:
     key = f"{field}/{name}"
-    if key not in where:  # saved where head and embedding were one parameter on one device
+    if key not in where:  # saved when head and embedding were one parameter
         key = f"{field}/{_TIED.get(name, name)}"
     if key not in where:
-        raise FileNotFoundError(f"{folder} has no {field} of {name}: it was saved from another model.")
+        raise FileNotFoundError(f"{folder} has no {field} of {name}. Use a checkpoint of the same model.")
     with safe_open(where[key], "pt") as tensors:
         return tensors.get_slice(key)[own]
 
 
 def _make_moments(engine: Any, steps: int) -> None:
-    """AdamW makes its state in its first step; to be filled before, it has to be there.
-
-    So it takes a step that changes nothing, and everything is of the kind and in the place that it wants.
-    """
+    """Create AdamW's state, so that it can be filled: take a step that changes nothing, if there is no state yet."""
     if not steps:
         return
     optimizer = engine.optimizer.optimizer
@@ -128,7 +127,7 @@ def _make_moments(engine: Any, steps: int) -> None:
 
 @contextmanager
 def _at_rest(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Zero gradients and rates for the length of the block."""
+    """Set gradients and learning rates to zero within the block."""
     kept = [(group, group["lr"], [flat.grad for flat in group["params"]]) for group in optimizer.param_groups]
     for group, _, _ in kept:
         group["lr"] = 0.0

@@ -28,11 +28,11 @@ from rlfuse.errors import EngineError
 
 
 class Fsdp2Model:
-    """`model` is sharded in place."""
+    """`ShardedModel` on FSDP2; `model` is sharded in place."""
 
     def __init__(self, model: PreTrainedModel, config: Config, device: str):
-        if device != "cpu":  # moves between GPU and host (`offloading`) were not run with its shards
-            raise EngineError("actor.strategy=fsdp2: runs on CPUs only; set actor.strategy=deepspeed")
+        if device != "cpu":  # offloading is not tested with its shards
+            raise EngineError("actor.strategy=fsdp2 runs on CPUs only. Set actor.strategy=deepspeed")
         self.module = model
         self._clip, self._lr, self.steps = config.actor.grad_clip or math.inf, 0.0, 0
         self.optimizer: torch.optim.Optimizer | None = None
@@ -42,7 +42,7 @@ class Fsdp2Model:
         dtypes = {name: each.dtype for name, each in (*model.named_parameters(), *model.named_buffers())}
         for part in [*(each for each in model.modules() if type(each).__name__ in layers), model.float().to(device)]:
             sharded: FSDPModule = fully_shard(part, mesh=devices, mp_policy=policy, reshard_after_forward=True)
-            sharded.set_gradient_divide_factor(1.0)  # sums over ranks; gloo has no other reduction
+            sharded.set_gradient_divide_factor(1.0)  # sum over ranks; gloo supports no other reduction
             sharded.set_force_sum_reduction_for_comms(True)
             sharded.set_reduce_scatter_unused_params(True)  # experts that only some ranks' tokens reach
         tensors = (*model.named_parameters(), *model.named_buffers())
@@ -93,7 +93,7 @@ class Fsdp2Model:
         for gradient in gradients:
             gradient.div_(count)
         norm = torch.nn.utils.get_total_norm(gradients)
-        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)  # not one without gradients
+        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)  # a plain tensor without gradients
         self.optimizer.param_groups[0]["lr"] = lr_factor * self._lr
         if math.isfinite(grad_norm):
             torch.nn.utils.clip_grads_with_norm_(parameters, self._clip, norm)
@@ -125,7 +125,7 @@ class Fsdp2Model:
     def _local(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, each.detach().to_local()) for name, each in self.module.named_parameters())
 
-    # Every rank has a file of its own.
+    # Each rank has its own file.
 
     def save(self, folder: Path, files: CheckpointWriter) -> None:
         files.write(folder, lambda: folder.mkdir(parents=True, exist_ok=True))
@@ -143,7 +143,7 @@ class Fsdp2Model:
         self.steps = saved["steps"]
 
     def _state(self) -> dict[str, Any]:
-        """This rank's shards, by name, not copied."""
+        """Return this rank's shards by name, without a copy."""
         moments = {}
         for name, parameter in self.module.named_parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
@@ -151,7 +151,7 @@ class Fsdp2Model:
         return {"weights": dict(self._local()), "moments": moments, "steps": self.steps}
 
     def _make_moments(self, names: set[str]) -> None:
-        """By a step with zero gradients and no rate, as AdamW makes them in a parameter's first step."""
+        """Create the moments of parameters `names` by a step with zero gradients and learning rate."""
         group = self.optimizer.param_groups[0]
         lr, group["lr"] = group["lr"], 0.0
         for name, parameter in self.module.named_parameters():

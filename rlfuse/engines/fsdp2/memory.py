@@ -1,4 +1,4 @@
-"""What a model takes on a rank under PyTorch's FSDP2, as `fsdp2_model` uses it. Imports no torch.
+"""Memory of a model on a rank under PyTorch's FSDP2, as `fsdp2_model` uses it. Does not import torch.
 
 Float32 weights, trained or frozen, and their gradients and moments are divided over all ranks. On two ranks (torch
 2.13, 109 million parameters, float32 and bfloat16) the peak of a pass was within 7 % of the sizes below; a step took
@@ -19,7 +19,7 @@ FLOAT32 = ITEM["float32"]
 
 
 class Fsdp2Memory:
-    """A `ModelMemory`."""
+    """`ModelMemory` of FSDP2."""
 
     choices: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 
@@ -42,7 +42,7 @@ class Fsdp2Memory:
         return []
 
     def in_passes(self, shapes: Mapping[str, Shape]) -> list[Part]:
-        """Return what is gathered when a forward pass begins, or exchanged when a backward pass ends."""
+        """Return the memory gathered at the start of a forward pass, or reduced at the end of a backward pass."""
         found = []
         for role, shape in shapes.items():
             layer, outside = max(shape.layers), shape.parameters - sum(shape.layers)

@@ -1,10 +1,11 @@
-"""Activations of long micro-batches wait off the device until their backward pass, or are recomputed.
+"""Offloading of activations of long micro-batches to host memory or disk, or their recomputation.
 
-Role: a trainer rank runs forward passes with gradients in `RankActivations.leaving`; autograd's saved tensors go to a
-tier and come back with the next ones needed. `activation_places` decides, `activation_stores` holds the bytes.
-Invariants: gradients are bitwise those of activations that stay. Parameters, small storages and what embedding, head
-and loss save stay. Ranks that exchange anything while a layer is recomputed decide alike, by the maximum of their
-needs. A layer's size is measured on the last layer, which stays; in the first micro-batch layers are recomputed.
+Role: a trainer rank runs forward passes with gradients in `RankActivations.offloaded`; autograd's saved tensors are
+moved to a tier and prefetched in the backward pass. `activation_placement` decides, `activation_stores` stores the
+bytes. Invariants: gradients are bitwise equal to those without offloading. Parameters, small storages and tensors saved
+by embedding, head and loss stay on the device. Ranks that communicate while a layer is recomputed use the same
+placement, for the maximum of their sizes. A layer's size is measured on the last layer, which stays on the device; in
+the first micro-batch layers are recomputed.
 """
 
 from __future__ import annotations
@@ -40,23 +41,23 @@ from rlfuse.events import Span
 MIB, GIB = 1 << 20, 1 << 30
 TIER_NAMES = {Place.HOST: "host memory", Place.DISK: "disk"}
 LAYER_EFFICIENCY = 0.5
-"""Of the rate of large products, what layers reach."""
+"""Fraction of the rate of large matrix products that layers reach."""
 MIN_STORAGE_BYTES = 1 << 20
-"""Bytes of a storage from which on it is worth a copy."""
+"""Minimum bytes of a storage that is offloaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What activations of a rank's models may take where, one model at a time."""
+    """Memory for the activations of a rank's models, of one model at a time."""
 
     device: float
-    """Bytes that layers may leave on the device."""
+    """Bytes of activations that may stay on the device."""
     tiers: Mapping[Place, TierCapacity]
     stores: Mapping[Place, HostMemory | Disk]
 
 
 class RankActivations:
-    """Of all models that a rank trains, by name; every rank makes one at the same time."""
+    """Activation offloading of all models that a rank trains; all ranks create it at the same time."""
 
     def __init__(self, config: Config, models: Mapping[str, ShardedModel], device: str):
         self._sync_placement, recompute_all = config.sharded_weights, config.model.enable_gradient_checkpointing
@@ -69,7 +70,7 @@ class RankActivations:
 
     @contextmanager
     def offloaded(self, name: str, batch: Batch, span: Span) -> Iterator[None]:
-        """A forward pass of a model, to go backward from; `span` is told how many layers' activations are where."""
+        """Offload activations of a forward pass in the block; `span` gets the number of layers per place, and bytes."""
         model, part = self._models[name], batch.part.group if batch.part else None
         before = {place: store.written for place, store in self._budget.stores.items()}
         with model.offloaded(batch, dist.group.WORLD if self._sync_placement else part):
@@ -80,17 +81,17 @@ class RankActivations:
             span.attributes[f"{place}_bytes"] = store.written - before[place]
 
     def __str__(self) -> str:
-        """What a rank's activations may take where, and how fast each tier was measured to be."""
+        """Return a line for the log with the capacity and measured speed of each tier."""
         tiers = [
             f"{room.bytes / GIB:.1f} GiB of {TIER_NAMES[place]} at {room.bytes_per_s / GIB:.1f} GiB/s"
             for place, room in self._budget.tiers.items()
         ]
         places = ", ".join([f"{self._budget.device / GIB:.1f} GiB of the device", *tiers])
-        return f"activation offload, per rank: {places}; what exceeds these is recomputed"
+        return f"activation offload, per rank: {places}; the rest is recomputed"
 
 
 def _budget(config: Config, device: str) -> Budget:
-    """What all ranks have; EngineError for a disk that can't be written to."""
+    """Return the budget that all ranks can provide; EngineError if the disk is not writable."""
     model, cuda, stores = config.model, device != "cpu", {}
     host = model.activation_host_mb
     host = free_bytes() // 4 // config.trainer.n_gpus_per_node if host is None else host * MIB
@@ -110,9 +111,10 @@ def _budget(config: Config, device: str) -> Budget:
 
 
 class ActivationOffloading:
-    """Of one model; `flops`: what a rank computes in a second, `recompute_all`: every layer is run again in any case.
+    """Activation offloading of one model.
 
-    `nbytes`: of a parameter, whole.
+    `flops`: FLOP/s of a rank; `recompute_all`: recompute every layer; `nbytes`: returns the unsharded bytes of a
+    parameter.
     """
 
     def __init__(
@@ -134,15 +136,15 @@ class ActivationOffloading:
         self._next, self._stored = 0, weakref.WeakValueDictionary[tuple[int, int, int], _Stored]()
         self._last: weakref.ref[_Stored] | None = None
         self.places = Placement((Place.DEVICE,) * len(self._layers))
-        """Of the last micro-batch."""
+        """Placement of the last micro-batch."""
         for layer in self._layers:
             layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 
     @contextmanager
     def offloaded(self, batch: Batch, sync_group: dist.ProcessGroup | None) -> Iterator[None]:
-        """A forward pass of this batch; its backward pass may come whenever it likes.
+        """Offload activations of this batch's forward pass in the block; its backward pass may run at any later time.
 
-        `sync_group`: ranks that run layers again at the same time, and all call.
+        `sync_group`: ranks that recompute layers at the same time; all of them call.
         """
         self.places = self._places(batch, sync_group)
         usual = Place.RECOMPUTE if self._recompute_all else Place.DEVICE
@@ -168,7 +170,7 @@ class ActivationOffloading:
             self._activations = counter.bytes / self._longest
 
     def _settle_stores(self) -> None:
-        """What left is gone a layer later, and before head and loss, which take the most."""
+        """Free offloaded memory: after the next layer, and before head and loss, which need the most."""
         for store in self._budget.stores.values():
             store.settle()
 
@@ -185,7 +187,8 @@ class ActivationOffloading:
         )
 
     def _layer_hooks(self, number: int, layer: nn.Module, counter: _SizeCounter) -> Iterator[Any]:
-        """What is saved before a layer has ended is its own: of one that is run again, its inputs."""
+        """Register hooks by which saved tensors are attributed to layers; of a recomputed layer only its inputs are
+        saved."""
 
         def ended(*_: Any) -> None:
             self._next = number + 1
@@ -202,7 +205,7 @@ class ActivationOffloading:
             return tensor.detach()
         storage, place = tensor.untyped_storage(), self.places.layers[number]
         if owners := [p for p in self._parameters[number] if p.untyped_storage().data_ptr() == storage.data_ptr()]:
-            return next((p for p in owners if _is_whole(p, tensor)), tensor.detach())  # ZeRO 3 gives it other memory
+            return next((p for p in owners if _is_whole(p, tensor)), tensor.detach())  # ZeRO 3 changes its memory
         if number == len(self._layers) - 1:
             counter.add(storage)
         place = self.places.inputs if place is Place.RECOMPUTE else place
@@ -212,7 +215,7 @@ class ActivationOffloading:
         return tensor.detach() if stored is None else _View(stored, tensor)
 
     def _stored_at(self, place: Place, tensor: Tensor, storage: torch.UntypedStorage) -> _Stored | None:
-        """None where there is no room for it, at its tier and below."""
+        """Store a tensor's storage at its tier or a slower one; None if there is no capacity."""
         key = (storage.data_ptr(), storage.nbytes(), tensor._version)
         stored = self._stored.get(key)
         if stored is not None and stored.source() is storage:
@@ -232,7 +235,7 @@ class ActivationOffloading:
 
 
 class _Stored:
-    """A storage that is off its device, and comes back once."""
+    """Offloaded storage, loaded back once."""
 
     def __init__(
         self,
@@ -249,13 +252,13 @@ class _Stored:
         self._key = store.write(_bytes(storage))
 
     def fetch(self) -> None:
-        """Start to bring it back, unless it is there or on its way."""
+        """Start loading it back, unless that has been done."""
         if self._back is None:
             self._back = torch.empty(self._size, dtype=torch.uint8, device=self._device)
             self._wait = self._store.read(self._key, self._back)
 
     def storage(self) -> torch.UntypedStorage:
-        """On the device; those that were written before it, and are needed after it, are on their way."""
+        """Return the storage on the device; prefetch those stored before it, which are needed next."""
         self.fetch()
         if self._wait is not None:
             self._wait()
@@ -270,14 +273,14 @@ class _Stored:
         return self._back.untyped_storage()
 
     def __del__(self) -> None:
-        if self._wait is not None:  # of a pass that was given up
+        if self._wait is not None:  # of an aborted pass
             self._wait()
         if self._key is not None:
             self._store.free(self._key)
 
 
 class _View:
-    """What autograd keeps in the place of a tensor."""
+    """Placeholder that autograd keeps for an offloaded tensor."""
 
     def __init__(self, stored: _Stored, tensor: Tensor):
         self._stored, self._dtype = stored, tensor.dtype
@@ -289,7 +292,7 @@ class _View:
 
 
 class _SizeCounter:
-    """Bytes that a layer leaves, each storage once."""
+    """Counter of the bytes that a layer saves, each storage once."""
 
     def __init__(self) -> None:
         self.bytes, self._seen = 0, set[int]()
@@ -305,27 +308,27 @@ class _SizeCounter:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
-    """The model's decoder layers. EngineError for a family whose layers can't be run again one by one."""
+    """Return the model's decoder layers. EngineError if transformers cannot recompute them individually."""
     count = model.config.get_text_config().num_hidden_layers
     for module in model.modules():
         layers = list(module) if isinstance(module, nn.ModuleList) else []
         if len(layers) == count and all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
             return layers
     raise EngineError(
-        f"model.enable_activation_offload=true: a {type(model).__name__} has no {count} layers that transformers can "
-        "run again one by one (GradientCheckpointingLayer); set it to false, and "
-        "model.enable_gradient_checkpointing=true where memory is short"
+        f"model.enable_activation_offload=true: a {type(model).__name__} has no {count} layers of type "
+        "GradientCheckpointingLayer, which transformers can recompute individually. Set it to false, and "
+        "model.enable_gradient_checkpointing=true if memory is short"
     )
 
 
 def _is_whole(parameter: nn.Parameter, tensor: Tensor) -> bool:
-    """Whether one is the other, and no view of it."""
+    """Return whether `tensor` is all of `parameter` and not a view of part of it."""
     alike = parameter.data_ptr() == tensor.data_ptr() and parameter.shape == tensor.shape
     return alike and parameter.stride() == tensor.stride() and parameter.dtype == tensor.dtype
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether its storage, shape and strides say all of it."""
+    """Return whether storage, shape and strides define the tensor completely."""
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_conj()
 
 
@@ -338,7 +341,7 @@ def _tokens(batch: Batch) -> int:
 
 
 def _pairs(batch: Batch) -> float:
-    """Of tokens that attention looks at, this rank's share."""
+    """Return this rank's share of the token pairs in attention."""
     own = [(each.stop - each.start, each.prefix or (0, 0)) for each in batch.inputs["layout"].segments]
     pairs = sum(size * (size / 2 + stop - start) for size, (start, stop) in own)
     return pairs / (batch.part.degree if batch.part else 1)

@@ -1,9 +1,9 @@
-"""Where each layer's activations wait for their backward pass: a pure decision for every micro-batch, by its tokens.
+"""Placement of each layer's activations until the backward pass, decided per micro-batch from its tokens.
 
-Role: asked by `activation_offloading` and the memory plan. If all fit on the device, nothing is done. Otherwise the
-last layers stay as far as they fit; of the others as many as can be copied while layers compute go to host memory, then
-to disk, evenly spread; the rest are recomputed (MEMO, Zhao et al. 2024, arXiv 2407.12117; SSDTrain, arXiv 2408.10013).
-Invariants: no tier gets more than it has room for; the last layer stays unless all are recomputed.
+Role: used by `activation_offloading` and the memory plan; pure. If all fit on the device, they stay. Otherwise the last
+layers stay as far as they fit; of the others, as many as can be copied during compute go to host memory, then to disk,
+evenly spaced; the rest are recomputed (MEMO, Zhao et al. 2024, arXiv 2407.12117; SSDTrain, arXiv 2408.10013).
+Invariants: no tier exceeds its capacity; the last layer stays unless all are recomputed.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 MAX_COPY_RATIO = 1.5
-"""A copy may take so many times as long as its layer: late by half of it on either way, which is what running it again
-takes."""
+"""Maximum time of a copy relative to its layer's forward pass: the delay of half a layer in each direction costs as
+much as recomputation."""
 
 
 class Place(StrEnum):
-    """Where what a layer leaves waits; AGAIN: nowhere, it is run again."""
+    """Place of a layer's activations; RECOMPUTE: nowhere, the layer is recomputed."""
 
     DEVICE = "device"
     HOST = "host"
@@ -27,33 +27,33 @@ class Place(StrEnum):
 
 
 TIERS = (Place.HOST, Place.DISK)
-"""The faster first."""
+"""Tiers off the device, fastest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A decoder layer's part of a micro-batch."""
+    """Size and time of a decoder layer for a micro-batch."""
 
     activations: float
-    """Bytes that it leaves; infinite while nobody knows."""
+    """Bytes of its activations; infinite if unknown."""
     inputs: float
-    """Bytes from which it can be run again."""
+    """Bytes of the inputs needed to recompute it."""
     seconds: float
-    """Of its forward pass."""
+    """Seconds of its forward pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierCapacity:
-    """Of a tier, for one rank."""
+    """Capacity and speed of a tier for one rank."""
 
     bytes: float = 0.0
     bytes_per_s: float = 0.0
-    """Either way."""
+    """Speed in either direction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Of the layers in their order, and of the inputs of those that are run again."""
+    """Places of the layers' activations in order, and of the inputs of recomputed layers."""
 
     layers: tuple[Place, ...]
     inputs: Place = Place.DEVICE
@@ -62,9 +62,10 @@ class Placement:
 def place_activations(
     count: int, layer: Layer, device: float, tiers: Mapping[Place, TierCapacity], recompute_all: bool = False
 ) -> Placement:
-    """Of `count` layers, where `device` bytes may stay; `recompute_all`: all are run again, whatever there is room for.
+    """Place the activations of `count` layers; `device` bytes may stay, and with `recompute_all` all layers are
+    recomputed.
 
-    Example: 4 layers of 10 bytes in 20 with a disk of 100 that keeps up -> disk, disk, device, device.
+    Example: 4 layers of 10 bytes in 20, with a disk of 100 that is fast enough -> disk, disk, device, device.
     """
     if not recompute_all and count * layer.activations <= device:
         return Placement((Place.DEVICE,) * count)
@@ -81,7 +82,7 @@ def place_activations(
 
 
 def _kept_up_with(layer: Layer, room: TierCapacity) -> float:
-    """Share of the layers that can be copied while all of them compute."""
+    """Return the fraction of layers that can be copied while all of them compute."""
     if not room.bytes_per_s or layer.activations == float("inf"):
         return 0.0
     copy = layer.activations / room.bytes_per_s
@@ -89,7 +90,7 @@ def _kept_up_with(layer: Layer, room: TierCapacity) -> float:
 
 
 def _spread(count: int, size: float, shares: Mapping[Place, float], left: dict[Place, float]) -> list[Place]:
-    """Of `count` layers so large: to tiers in these shares while there is room, in between run again."""
+    """Distribute `count` layers of `size` bytes over tiers by `shares` and capacity `left`; recompute the others."""
     chosen, due = [], dict.fromkeys(shares, 0.0)
     for _ in range(count):
         due = {tier: min(due[tier] + shares[tier], 1.0) for tier in due}

@@ -1,8 +1,8 @@
-"""Memory off a device in which activations wait: pinned host memory, and a file on a disk.
+"""Stores of offloaded activations: pinned host memory, and a file on disk.
 
-Role: `activation_offloading` writes and reads back in the order of the backward pass. On CPU hosts only the disk is
-another place. Invariants: neither holds more than it has room for; copies are ordered by events; the file has no name,
-so it ends with its process, and shrinks as it is read. Waits for copies, with more than AHEAD of them for the oldest.
+Role: `activation_offloading` writes, and reads in the order of the backward pass. On CPU hosts only the disk is used.
+Invariants: no store exceeds its capacity; copies are ordered by events; the file has no name, so it is removed with its
+process, and shrinks as it is read. Waits for the oldest copy if more than `MAX_PENDING_COPIES` are pending.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from rlfuse.engines.trainer.offloading import pinned
 from rlfuse.errors import EngineError
 
 MAX_PENDING_COPIES = 2
-"""Copies under way, either way: what they hold on the device comes on top of a layer's own."""
+"""Maximum pending copies per direction; their device memory adds to that of a layer."""
 PIECE_BYTES = 1 << 22
-"""Bytes of pinned memory that are handed out at a time: what waits is of any size, and its memory is used again."""
+"""Bytes of a piece of pinned memory; storages of any size use several, which are reused."""
 PIECES_PER_ALLOCATION = 16
-"""Pieces that are pinned at once, a power of two as torch has it: a call for each would take seconds in all."""
+"""Pieces pinned in one call, a power of two like torch's allocations; one call per piece would take seconds in
+total."""
 PROBE_BYTES = 1 << 26
-"""Bytes of the copy that is timed."""
+"""Bytes of the timed copy, and of the pinned buffer between GPU and disk."""
 Wait = Callable[[], None]
-"""Returns when a copy is through, as far as what is computed next is concerned."""
+"""Function that makes later computation wait for a copy."""
 
 
 class HostMemory:
-    """Of the host of a GPU, pinned; bytes are copied on a stream of their own while others compute."""
+    """Pinned host memory; bytes are copied on a separate stream during compute."""
 
     def __init__(self, room: int, cuda: bool):
         self._left = self._unmade = room // PIECE_BYTES
@@ -46,13 +47,13 @@ class HostMemory:
         self._stream = torch.cuda.Stream() if cuda else None
         self._leaving: deque[tuple[Any, Tensor]] = deque()
         self.written = 0
-        """Bytes since the start."""
+        """Total bytes written."""
 
     def has_room(self, size: int) -> bool:
         return _pieces(size) <= self._left
 
     def write(self, source: Tensor) -> list[Tensor]:
-        """Start to copy uint8 bytes of the device; they are kept until they are copied."""
+        """Start copying uint8 bytes from the device; `source` stays allocated until they are copied."""
         pieces = self._taken(_pieces(len(source)))
         self.written += len(source)
         with self._copying():
@@ -72,13 +73,13 @@ class HostMemory:
         return pieces
 
     def settle(self, under_way: int = 0) -> None:
-        """Let go of what was to be copied, but for the last; its memory is used again only behind the copies."""
+        """Release the sources of all but `under_way` pending copies; their memory is reused only after the copies."""
         while len(self._leaving) > under_way:
             event, _ = self._leaving.popleft()
             self._after(event)
 
     def read(self, pieces: list[Tensor], target: Tensor) -> Wait:
-        """Start to copy what was written to uint8 bytes on the device."""
+        """Start copying written bytes to uint8 `target` on the device."""
         with self._copying():
             for part, piece in zip(target.split(PIECE_BYTES), pieces, strict=True):
                 part.copy_(piece[: len(part)], non_blocking=True)
@@ -86,7 +87,7 @@ class HostMemory:
         return lambda: self._after(event)
 
     def free(self, pieces: list[Tensor]) -> None:
-        """Later copies into them come behind this one's, on the same stream."""
+        """Return pieces for reuse; later copies into them follow on the same stream."""
         self._free += pieces
         self._left += len(pieces)
 
@@ -109,17 +110,17 @@ def _pieces(size: int) -> int:
 
 
 class Disk:
-    """A file below `folder`; a thread writes and reads it, from and to a GPU by way of PROBE pinned bytes."""
+    """File below `folder`, written and read by a thread; GPU data passes through `PROBE_BYTES` of pinned memory."""
 
     def __init__(self, room: int, cuda: bool, folder: Path):
         self._room, self._folder = room, folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115, as long as the rank
+            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115, open for the life of the rank
         except OSError as error:
             raise EngineError(
-                f"model.activation_disk_mb: no file for activations can be made below {folder} ({error.strerror}); "
-                "give a trainer.default_local_dir that ranks can write to, or 0"
+                f"model.activation_disk_mb: cannot create a file for activations below {folder} ({error.strerror}). "
+                "Set trainer.default_local_dir to a folder that ranks can write to, or model.activation_disk_mb=0"
             ) from error
         self._thread = ThreadPoolExecutor(1, "activations")
         self._stream = torch.cuda.Stream() if cuda else None
@@ -127,18 +128,19 @@ class Disk:
         self._held: dict[int, int] = {}
         self._leaving: deque[tuple[Future, Tensor]] = deque()
         self.written = 0
-        """Bytes since the start: disks wear out by them."""
+        """Total bytes written; they wear out a disk."""
 
     def has_room(self, size: int) -> bool:
         return self._end + size <= self._room
 
     @property
     def _end(self) -> int:
-        """Of what is held; what goes back first was written last."""
+        """End of the stored bytes; they are read last in, first out."""
         return max((at + size for at, size in self._held.items()), default=0)
 
     def write(self, source: Tensor) -> tuple[int, Future]:
-        """Start to write uint8 bytes; they are kept until they are written. EngineError for an earlier failure."""
+        """Start writing uint8 bytes; `source` stays allocated until they are written. EngineError for an earlier
+        failure."""
         at, ready = self._end, self._now()
         self._held[at] = len(source)
         self.written += len(source)
@@ -148,29 +150,29 @@ class Disk:
         return at, writing
 
     def settle(self, under_way: int = 0) -> None:
-        """Wait for what was to be written, but for the last. EngineError where something could not be."""
+        """Wait for all but `under_way` pending writes. EngineError if a write failed."""
         while len(self._leaving) > under_way:
             writing, _ = self._leaving.popleft()
             writing.result()
 
     def read(self, key: tuple[int, Future], target: Tensor) -> Wait:
-        """Start to read what was written into uint8 bytes of the device."""
+        """Start reading written bytes into uint8 `target` on the device."""
         return self._thread.submit(self._read, [target], key[0], self._now(), key[1]).result
 
     def free(self, key: tuple[int, Future]) -> None:
-        """The file becomes shorter by what is at its end."""
+        """Free stored bytes and truncate the file to the rest."""
         at, writing = key
-        if not writing.done():  # of a pass that was given up
+        if not writing.done():  # of an aborted pass
             self._thread.submit(int).result()
         del self._held[at]
         os.ftruncate(self._file.fileno(), self._end)
 
     def _now(self) -> Any:
-        """What the stream that computes has been given so far."""
+        """Return an event after the work queued on the compute stream so far; None on CPUs."""
         return None if self._stream is None else torch.cuda.current_stream().record_event()
 
     def _write(self, given: list[Tensor], at: int, ready: Any) -> None:
-        source = given.pop()  # nobody else's here: the thread keeps what it was given for longer than its answer
+        source = given.pop()  # popped, as the executor keeps arguments alive after the result
         size = len(source)
         try:
             for start, part in self._parts(source):
@@ -182,9 +184,9 @@ class Disk:
         except OSError as error:
             free = shutil.disk_usage(self._folder).free
             raise EngineError(
-                f"{size:,} bytes of activations could not be written below {self._folder} ({error.strerror}), where "
-                f"{at:,} wait already; {free:,} are free there. Make room, lower model.activation_disk_mb, or give "
-                "trainer.default_local_dir on a larger disk; 0 has layers run again instead."
+                f"{size:,} bytes of activations could not be written below {self._folder} ({error.strerror}): {at:,} "
+                f"bytes are stored and {free:,} are free. Free disk space, set trainer.default_local_dir to a larger "
+                "disk, or lower model.activation_disk_mb (0: recompute instead)."
             ) from error
 
     def _read(self, given: list[Tensor], at: int, ready: Any, writing: Future) -> None:
@@ -196,7 +198,9 @@ class Disk:
             while found < len(bytes_):
                 count = os.preadv(self._file.fileno(), [bytes_[found:]], at + start + found)
                 if not count:
-                    raise EngineError(f"activations below {self._folder} end before byte {at + start + found:,}")
+                    raise EngineError(
+                        f"The file of activations below {self._folder} ends before byte {at + start + found:,}"
+                    )
                 found += count
             if self._stream is not None:
                 self._through(part, host, ready)
@@ -206,7 +210,7 @@ class Disk:
         return [(start, whole[start : start + step]) for start in range(0, len(whole), step)]
 
     def _through(self, target: Tensor, source: Tensor, ready: Any) -> Tensor:
-        """Between the device and the pinned bytes, behind what was computed up to `ready`; returns when it is done."""
+        """Copy between device and pinned memory after the event `ready`, and wait for the copy."""
         self._stream.wait_event(ready)
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
@@ -215,9 +219,9 @@ class Disk:
 
 
 def measure_speed(store: HostMemory | Disk, room: int, device: str) -> float:
-    """Bytes per second, in the mean of both ways."""
+    """Return the measured bytes per second, averaged over both directions."""
     probe, seconds = torch.ones(min(PROBE_BYTES, room // 2), dtype=torch.uint8, device=device), []
-    for _ in range(2):  # the first takes the memory
+    for _ in range(2):  # the first run allocates memory
         began = time.perf_counter()
         key = store.write(probe)
         store.read(key, torch.empty_like(probe))()

@@ -1,11 +1,11 @@
-"""The attention of trained and scored models: a layout says who sees whom, never a mask of all token pairs.
+"""Attention of trained and scored models, defined by a layout of segments instead of a mask of all token pairs.
 
 Role: `attend_by_layout` gives a Hugging Face model this attention; `model_inputs.collate` adds a `Layout` to the
-inputs. A layout cuts a batch into segments, causal within and possibly behind a prefix that several share: packed rows
-cost no work across rows, one prompt serves all its answers. Scale, window (also from a mask alone: Qwen2-MoE, Phi-MoE),
-softcap (Gemma-2) and sinks (GPT-OSS) are used or refused, never dropped. Models without attention interface (Bloom,
-Falcon, MPT, GPT-J) or with chunked or linear attention (Llama-4, Qwen3-Next) keep transformers' attention and never see
-a layout. Invariants: the segments cover all tokens in order; memory is linear in the tokens.
+inputs. A layout splits a batch into causal segments, each optionally with a shared prefix: packed rows compute nothing
+across rows, and one prompt serves all its responses. Scale, window (also from a mask alone: Qwen2-MoE, Phi-MoE),
+softcap (Gemma-2) and sinks (GPT-OSS) are applied or rejected, never ignored. Models without attention interface (Bloom,
+Falcon, MPT, GPT-J) or with chunked or linear attention (Llama-4, Qwen3-Next) keep transformers' attention and get no
+layout. Invariants: the segments cover all tokens in order; memory is linear in the tokens.
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from rlfuse.engines.trainer.transfers import send
 
 NAME = "rlfuse"
-_BLOCK = 512  # queries per masked call: a block's mask has this many rows, however long the prefix is
+_BLOCK = 512  # queries per masked call, which bounds the rows of a mask
 _KINDS = {"full_attention", "sliding_attention"}
 _NO_LAYOUT = {"doge", "nemotron"}
-"""Model types with an attention interface that mask by themselves, or hand no layout down to their layers."""
+"""Model types whose attention interface builds its own masks or does not pass the layout to the layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens [start, stop) of the flattened batch; each sees those before it here, and all of `prefix`."""
+    """Tokens [start, stop) of the flattened batch; each attends to itself, earlier ones here, and all of `prefix`."""
 
     start: int
     stop: int
     prefix: tuple[int, int] | None = None
-    """[start, stop) of an earlier segment, whose tokens stand before this one's first."""
+    """[start, stop) of an earlier segment that precedes this one in its sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Stands for the mask in layers where a token sees `size` tokens, itself included."""
+    """Replaces the mask of layers with sliding-window attention over `size` tokens, including the token itself."""
 
     size: int
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Some queries of a segment and the keys that they may see; masks are made where they are needed, and not kept."""
+    """Block of queries of a segment and the keys they may attend to; its mask is built on use and not kept."""
 
     row: int
     """Position of the first query."""
     column: int
-    """Of the first key."""
+    """Position of the first key."""
     window: int | None
 
     def mask(self, query: Tensor, key: Tensor) -> Tensor:
-        """[queries, keys], true where a key is seen."""
+        """Return the mask [queries, keys], True where a query attends to a key."""
         rows = torch.arange(self.row, self.row + len(query), device=query.device)[:, None]
         columns = torch.arange(self.column, self.column + len(key), device=query.device)[None]
         seen = columns <= rows
@@ -68,21 +68,21 @@ class Block:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SegmentTable:
-    """Segments as one tensor whose shape depends on the number of tokens alone; passes with it can be recorded."""
+    """Segments as a tensor whose shape depends only on the number of tokens, as CUDA graphs require."""
 
     rows: Tensor
     """int64 [3, tokens]: each token's segment, the segment of its prefix (-1: none), its position in its sequence."""
     window: int | None = None
 
     def mask(self, *_: Tensor) -> Tensor:
-        """[tokens, tokens], true where a key is seen; quadratic in the tokens of the batch."""
+        """Return the mask [tokens, tokens], True where a query attends to a key; quadratic in the batch's tokens."""
         segment, prefix, position = self.rows
         seen = ((segment[:, None] == segment) | (prefix[:, None] == segment)).tril()
         return seen if self.window is None else seen & (position > position[:, None] - self.window)
 
     @staticmethod
     def of(segments: tuple[Segment, ...], positions: np.ndarray) -> np.ndarray:
-        """`rows` of these segments; `positions`: of the tokens."""
+        """Return `rows` for these segments; `positions`: position of each token in its sequence."""
         place = {(segment.start, segment.stop): number for number, segment in enumerate(segments)}
         prefixes = [place.get(segment.prefix, -1) for segment in segments]
         lengths = [segment.stop - segment.start for segment in segments]
@@ -91,15 +91,16 @@ class SegmentTable:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Who sees whom in one batch."""
+    """Attention pattern of one batch."""
 
     segments: tuple[Segment, ...] | SegmentTable
     spread: Callable[..., Tensor] | None = None
-    """Where this rank holds a slice of the tokens: `attend` over all ranks of the slices."""
+    """`attend` over all ranks with slices of the tokens; None if this rank has all tokens."""
 
 
 def attend_by_layout(model: PreTrainedModel) -> PreTrainedModel:
-    """Have `model` attend by layouts; where it can't, it keeps its attention and a layout is kept from it."""
+    """Make `model` attend by layouts; an unsupported model keeps its attention and layouts are removed from its
+    inputs."""
     text = model.config.get_text_config()
     plain = set(getattr(text, "layer_types", None) or _KINDS) <= _KINDS and text.model_type not in _NO_LAYOUT
     if model.is_backend_compatible() and plain:
@@ -111,7 +112,7 @@ def attend_by_layout(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def attends_by_layout(model: PreTrainedModel) -> bool:
-    """Whether `model` attends by layouts."""
+    """Return whether `model` attends by layouts."""
     return model.config.get_text_config()._attn_implementation == NAME
 
 
@@ -132,10 +133,11 @@ def _forward(
     layout: Layout | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every layer: [B, heads, tokens, d] each -> [B, tokens, heads, d]."""
+    """Attention function that transformers calls in every layer: [B, heads, tokens, d] each -> [B, tokens, heads,
+    d]."""
     layout = layout or _whole_rows(query.shape, others.get("position_ids"))
     if isinstance(attention_mask, Tensor) or others.get("position_bias") is not None:
-        raise NotImplementedError(f"{type(module).__name__} makes a mask or a bias of its own, which no layout knows.")
+        raise NotImplementedError(f"{type(module).__name__} builds its own mask or bias, which layouts do not support.")
     window = attention_mask.size if attention_mask else sliding_window
     over = layout.spread or attend
     inputs = (x.transpose(1, 2) for x in (query, key, value))
@@ -143,9 +145,9 @@ def _forward(
 
 
 def _whole_rows(shape: torch.Size, positions: Tensor | None) -> Layout:
-    """Of inputs that no one collated: every row of [B, heads, tokens, d] is one sequence."""
+    """Return the layout of inputs without one: every row of [B, heads, tokens, d] is one sequence."""
     if positions is not None and (positions.diff() != 1).any():
-        raise ValueError("Positions restart within a row, but no `layout` says who sees whom: collate the batch.")
+        raise ValueError("Positions restart within a row, but no `layout` is given. Use `collate` to build the batch.")
     rows, tokens = shape[0], shape[2]
     return Layout(tuple(Segment(row * tokens, (row + 1) * tokens) for row in range(rows)))
 
@@ -157,11 +159,11 @@ def _mask(
     use_vmap: bool = False,
     **__: object,
 ) -> Window | None:
-    """What the layers get as their mask. `use_vmap`: transformers would mask by a function of the model's own."""
+    """Return the `attention_mask` of the layers. `use_vmap`: the model defines its own mask function."""
     if attention_mask is not None:
-        raise ValueError("This model attends by a layout, an would ignore an attention mask: leave it out.")
+        raise ValueError("This model attends by a layout and would ignore an attention mask. Remove it.")
     if use_vmap:
-        raise NotImplementedError("This model masks by a function of its own, which no layout knows.")
+        raise NotImplementedError("This model defines its own mask function, which layouts do not support.")
     return Window(local_size) if local_size else None
 
 
@@ -174,9 +176,9 @@ def _mask_arguments(
     *others: Any,
     **named: Any,
 ) -> tuple:
-    """transformers' own, without its search for restarting positions, which waits for the device in every pass.
+    """Call transformers' function without its search for restarting positions, which waits for the device in each pass.
 
-    `_mask` ignores what it finds: layouts say who sees whom.
+    `_mask` would ignore the result, as layouts define attention.
     """
     if config._attn_implementation == NAME:
         position_ids = None
@@ -199,10 +201,10 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """[B, tokens, heads, d] each, tokens flattened as the segments count them -> the same shape as `query`.
+    """Compute attention of [B, tokens, heads, d] inputs within segments; returns the shape of `query`.
 
-    `window`: a token sees so many tokens, itself included; None: all. Heads of `key` divide those of `query`.
-    `softcap`: what no score exceeds. `sinks`: a score of each head that takes its share and gives nothing.
+    `window`: tokens that a token attends to, including itself; None: all. Heads of `key` divide those of `query`.
+    `softcap`: bound of the scores. `sinks`: per head, a score that takes part in the softmax but has no value.
     """
     flat = [x.flatten(0, 1) for x in (query, key, value)]
     scored = partial(_recomputed, scale, softcap, sinks) if softcap is not None or sinks is not None else None
@@ -227,8 +229,8 @@ def _by_segment(
     run: Callable[[Tensor, Tensor, Tensor, Block | None], Tensor],
     whole: bool = True,
 ) -> Tensor:
-    """`whole`: `run` takes no block, which means causal, where a segment needs no other."""
-    # By one cut, whose gradient is one copy: that of a slice has the size of all tokens, for each segment.
+    """Call `run` for each segment in blocks; with `whole`, with None (plain causal) for segments that need no block."""
+    # One split has one copy as its gradient; each slice would have a gradient of the size of all tokens.
     lengths = [segment.stop - segment.start for segment in segments]
     queries, keys, values = (x.split(lengths) for x in (query, key, value))
     place = {(segment.start, segment.stop): number for number, segment in enumerate(segments)}
@@ -251,7 +253,7 @@ def _by_segment(
 def _attention(
     scale: float | None, query: Tensor, key: Tensor, value: Tensor, block: Block | SegmentTable | None
 ) -> Tensor:
-    """Causal unless it is a block of a segment or a whole batch; [tokens, heads, d]."""
+    """Compute attention of [tokens, heads, d] inputs; causal unless `block` is given."""
     mask = None if block is None else block.mask(query, key)
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
     result = scaled_dot_product_attention(
@@ -261,7 +263,7 @@ def _attention(
 
 
 def _recomputed(*arguments: Any) -> Tensor:
-    """`_scored`, whose scores are computed again for the gradient: all blocks' would be quadratic in the tokens."""
+    """Call `_scored`, recomputing scores in the backward pass: those of all blocks would be quadratic in the tokens."""
     return checkpoint(_scored, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -274,7 +276,7 @@ def _scored(
     value: Tensor,
     block: Block | SegmentTable,
 ) -> Tensor:
-    """What no kernel of torch's computes: capped scores, or sinks among them; [tokens, heads, d]."""
+    """Compute attention of [tokens, heads, d] inputs with softcap or sinks, which torch's kernels do not support."""
     tokens, heads, width = query.shape
     key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query.float(), key.float()) * (width**-0.5 if scale is None else scale)
@@ -290,7 +292,7 @@ def _scored(
 def _varlen(
     query: Tensor, key: Tensor, value: Tensor, segments: tuple[Segment, ...], scale: float | None, window: int | None
 ) -> Tensor:
-    """All segments in one call of flash attention, which aligns its causal mask to the last query and the last key."""
+    """Compute all segments in one call of flash attention, which aligns its causal mask to the last query and key."""
     from torch.nn.attention.varlen import varlen_attn
 
     queries, keys, longest, seen, columns = _offsets(segments, query.device)
@@ -302,7 +304,8 @@ def _varlen(
 
 @lru_cache(maxsize=4)
 def _offsets(segments: tuple[Segment, ...], device: torch.device) -> tuple[Tensor, Tensor, int, int, Tensor | None]:
-    """Cumulative queries and keys, their longest, and with prefixes which token each key is. Once for all layers."""
+    """Return cumulative numbers of queries and keys, their maxima, and with prefixes the token of each key; cached for
+    all layers."""
     own = torch.tensor([segment.stop - segment.start for segment in segments])
     prefixes = torch.tensor([s.prefix[1] - s.prefix[0] if s.prefix else 0 for s in segments])
     columns = None

@@ -1,4 +1,4 @@
-"""The trainer backends that `actor.strategy` selects, by name: none of them is imported before it is used."""
+"""Registry of the trainer backends that `actor.strategy` selects; a backend is imported on first use."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rlfuse.engines.memory.model_memory import ModelMemory
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """Dotted names, as `module:name`."""
+    """Import paths of a backend, each `module:name`."""
 
     model: str
-    """A `ShardedModel`."""
+    """The `ShardedModel` class."""
     memory: str
-    """A `ModelMemory`, whose module imports no library of the backend."""
+    """The `ModelMemory` class; its module must not import the backend's libraries."""
     compile_operations: str | None = None
-    """A coroutine function of (ranks, config, device) that has ranks compile and load operations before they meet."""
+    """Coroutine function of (ranks, config, device): compiles and loads operations on all ranks before they join."""
     wait_patterns: tuple[str, ...] = ()
-    """Regular expressions of stack frames in which a rank waits for others, besides torch's."""
+    """Regular expressions of stack frames in which a rank waits for other ranks, in addition to torch's."""
 
 
 BACKENDS = {

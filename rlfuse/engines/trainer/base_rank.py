@@ -1,6 +1,6 @@
-"""What every kind of trainer rank is: a process on a device that meets the others and records what it does.
+"""Base class of `TrainerRank` and `PipelineRank`: process group, device moves, events and liveness of one rank.
 
-Role: the part that `TrainerRank` and `PipelineRank` have in common; Ray makes an actor of either.
+Each subclass runs as a Ray actor.
 """
 
 from __future__ import annotations
@@ -44,50 +44,55 @@ from rlfuse.events import Recorder, Span
 from rlfuse.protocols import DeviceSharing
 
 FREE_TIMEOUT_S = 30.0
-"""For a killed process to give its device memory back."""
+"""Seconds to wait for a killed process to release its device memory."""
 
 
 def requires_models(method: Callable) -> Callable:
-    """A rank's call that reads or changes models: an EngineError while they are away from the device."""
+    """Decorate a rank method that uses its models: raise EngineError while they are offloaded from the device."""
 
     @wraps(method)
     def checked(self: Rank, *arguments: Any, **named: Any) -> Any:
         if self.is_offloaded:
-            raise EngineError(f"trainer/{self.rank} can't {method.__name__}: its models are offloaded first")
+            raise EngineError(
+                f"trainer/{self.rank} cannot run {method.__name__}: its models are offloaded. Acquire the device first."
+            )
         return method(self, *arguments, **named)
 
     return checked
 
 
 class Rank(StoreServer):
-    """One of `world` processes, bound to `core` if given: `load_extensions`, then `join` meets the others."""
+    """One of `world` trainer processes, bound to CPU core `core` if given.
+
+    Call `load_extensions`, then `join`, before anything else.
+    """
 
     graphs: PassGraphs | None = None
-    """Where passes are recorded."""
+    """CUDA graphs of the decoder passes; None where they are off."""
 
     def __init__(self, config: Config, rank: int, world: int, device: str, core: int | None = None):
         self.config, self.rank, self.world, self.device = config, rank, world, device
         self.recorder = Recorder(f"trainer/{rank}")
-        os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # libraries would unpickle whatever checkpoints hold
+        os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # else libraries unpickle any object from checkpoints
         watchdog.register(self.recorder.where, self.recorder)
         self.garbage = GarbageCollector(self.recorder, self._used_mib)
         self.progress = Progress(device, collectives)
         self.recorder.listeners.append(self.progress.record_activity)
         if config.trainer.deterministic:  # operations without a deterministic implementation raise
             torch.use_deterministic_algorithms(True)
-            torch.utils.deterministic.fill_uninitialized_memory = False  # buffers of 2 GB, each time
+            torch.utils.deterministic.fill_uninitialized_memory = False  # would fill buffers of 2 GB on every call
         self.engines: dict[str, Any] = {}
         self.extra_modules: list[torch.nn.Module] = []
         self.is_offloaded, self.sharing = False, DeviceSharing()
-        bind(core)  # Ray's threads run already; later ones inherit
+        bind(core)  # threads started later inherit the binding; Ray's already run
 
     @property
     def limit_s(self) -> float:
-        """The longest wait for another rank. On GPUs one ends the process, so it comes before the driver gives up."""
+        """Time limit of a collective. On GPUs a timeout ends the process, so it is shorter than the driver's limit."""
         return self.config.cluster.timeout_s if self.device == "cpu" else collective_limit_s(self.config)
 
     def load_extensions(self) -> str | None:
-        """Load the backend's operations, compiled where they are not yet; return what prevents it for now."""
+        """Load the backend's operations, compiling them if needed; return the reason if this has to be retried."""
         return self.backend.load_extensions(self.config, self.device)
 
     @property
@@ -95,13 +100,13 @@ class Rank(StoreServer):
         return sharded_model(self.config.actor.strategy)
 
     def _used_mib(self) -> int:
-        """Of the host's memory and the device's."""
+        """Return the MiB of host and device memory that this process uses."""
         return resident_mib() + (0 if self.device == "cpu" else torch.cuda.memory_allocated() >> 20)
 
     def meeting_place(self) -> str | None:
-        """Return the file in which the ranks of one machine find one another; None where they meet in rank 0's memory.
+        """Return the rendezvous file of the ranks on one machine; None if they use a store in rank 0's memory.
 
-        Other users can change neither: by these ranks learn whom to connect to and unpickle from.
+        Other users can modify neither, because ranks connect to and unpickle from the addresses found there.
         """
         if self.config.cluster.ray_address is None:
             return f"{tempfile.mkdtemp()}/ranks"
@@ -109,18 +114,18 @@ class Rank(StoreServer):
         return None
 
     def join(self, place: str | ray.actor.ActorHandle) -> None:
-        """Meet the other ranks in a file, or in the memory of rank 0's actor; waits for them, at most `limit_s`."""
-        self.garbage.freeze()  # imports: backends may collect all garbage for each model
+        """Initialise the process group through a file or rank 0's store; wait for the other ranks at most `limit_s`."""
+        self.garbage.freeze()  # freezes imported objects: backends may run a full collection for each model
         self.progress.set_call_thread()
         os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(self.world)}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # else libraries ask MPI
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # otherwise libraries query MPI
         if interface := interface_of(ray.util.get_node_ip_address()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         limit = timedelta(seconds=self.limit_s)
         if self.device == "cpu":
-            os.environ["TORCH_FR_BUFFER_SIZE"] = "0"  # else torch keeps the Python stacks of the last 2,000 collectives
+            os.environ["TORCH_FR_BUFFER_SIZE"] = "0"  # otherwise torch keeps 2,000 Python stacks
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        # Groups that backends make later take these: their collectives would wait 30 minutes (gloo) or 10 (nccl).
+        # Defaults of groups that backends create later; torch's are 30 minutes (gloo) and 10 minutes (nccl).
         distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = limit
         backend = "gloo" if self.device == "cpu" else "nccl"
         if isinstance(place, str):
@@ -133,15 +138,16 @@ class Rank(StoreServer):
         self.backend.join(backend, limit)
 
     def switch(self, role: str) -> float:
-        """Have the device (`trainer`) or be without it (`rollout`). On CPU hosts there is nothing to move.
+        """Load models to the device (`trainer`) or offload them to the host (`rollout`). No-op on CPU hosts.
 
-        Returns seconds that optimizers which are to be fetched would take to come, as fast as the weights came.
+        Returns the estimated seconds to load the optimizer states that stay offloaded, at the speed of the weights; 0
+        if none do.
         """
         offload = role != "trainer" and self.device != "cpu"
         with self.recorder.span("switch", cause="role", attributes={"to": role}):
             if offload == self.is_offloaded:
                 return 0.0
-            self.is_offloaded = True  # also where a move fails halfway
+            self.is_offloaded = True  # also if the move fails halfway
             models = [*self.engines.values(), *self.extra_modules]
             before, began = sum(map(offloaded_bytes, models)), time.monotonic()
             for model in models:
@@ -158,16 +164,16 @@ class Rank(StoreServer):
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
 
     def share(self, sharing: DeviceSharing) -> None:
-        """Share the device like this from now on. Where the engine stays, this rank can't take its memory."""
+        """Apply `sharing` from now on; limits this rank's memory if the engine stays resident."""
         self.sharing = sharing
         if sharing.alternates and self.graphs:
-            self.graphs.stop("models are offloaded for the engine to the engine, and come back at other addresses")
+            self.graphs.stop("models are offloaded for the engine and return to other addresses")
         if sharing.max_rank_bytes is not None:
             torch.cuda.set_per_process_memory_fraction(min(1.0, sharing.max_rank_bytes / self.device_bytes()))
         if self.config.actor.optimizer_residency == "step":
             for engine in self.engines.values():
                 to_host(engine, optimizer_alone=True)
-        torch.cuda.empty_cache()  # what loading and optimizers leave: the engine that starts next measures free memory
+        torch.cuda.empty_cache()  # the engine that starts next measures free memory
 
     def make_room(self) -> None:
         """Release cached memory that the engine's weights need during a push."""
@@ -176,20 +182,21 @@ class Rank(StoreServer):
 
     @ray.method(concurrency_group=WATCH)
     def fetch_optimizers(self) -> None:
-        """Begin to bring back what only steps read, while another call is under way; critics step before actors."""
+        """Start loading optimizer states while another call runs, the critic's first: it steps before the actor."""
         for engine in reversed([*self.engines.values()]):
             fetch_optimizer(engine, self.limit_s)
 
     @contextmanager
     def stepping(self, model: str) -> Iterator[Span]:
-        """An optimizer step of the model, and its span."""
+        """Record the span of an optimizer step, with the optimizer states of `model` on the device."""
         with self.optimizer_on_device(model), self.recorder.span("optimizer", cause=f"update_{model}") as span:
             span.attributes["model"] = model
             yield span
 
     @contextmanager
     def optimizer_on_device(self, model: str) -> Iterator[None]:
-        """What only steps of the model read is on the device for the length of the block, and stays where it may."""
+        """Keep the optimizer states of `model` on the device for the block, and afterwards where the residency
+        allows."""
         engine = self.engines[model]
         if size := offloaded_bytes(engine):
             attributes = {"model": model, "bytes": size}
@@ -200,7 +207,7 @@ class Rank(StoreServer):
             to_host(engine, optimizer_alone=True)
 
     def _load_to_device(self, model: Any) -> None:
-        """Onto the device; the memory of an engine that was killed a moment ago may not be free yet."""
+        """Load `model` to the device; retry while the memory of a killed engine is not yet free."""
         until = time.monotonic() + FREE_TIMEOUT_S
         while True:
             try:
@@ -213,17 +220,17 @@ class Rank(StoreServer):
 
     @ray.method(concurrency_group=WATCH)
     def pulse(self) -> Pulse:
-        """Answers while another call is under way."""
+        """Return this rank's liveness; answered while another call runs."""
         return self.progress.pulse()
 
     def probe(self) -> float | None:
-        """FLOP/s of large matrix products in the model's type; None where the device has no room for them now."""
+        """Return FLOP/s of large matrix products in the model's dtype; None if the device lacks the memory now."""
         try:
             return matmul_rate(getattr(torch, self.config.model.dtype), self.device)
         except torch.OutOfMemoryError:
             return None
         finally:
-            if self.is_offloaded:  # nothing stays where the engine is
+            if self.is_offloaded:  # the engine needs the memory
                 torch.cuda.empty_cache()
 
     def drain(self, collect: bool = False) -> list[Span]:
@@ -233,7 +240,7 @@ class Rank(StoreServer):
 
 
 def collectives() -> dict[str, int]:
-    """Process group -> collectives of it that this rank has joined, of groups that count them."""
+    """Return process group -> number of collectives this rank has joined, for groups that count them."""
     names, found = distributed_c10d._world.pg_names, {}
     for group in list(names):
         with suppress(RuntimeError):
@@ -242,7 +249,7 @@ def collectives() -> dict[str, int]:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface of this host that has the address; None if there is none."""
+    """Return this host's network interface with the address; None if there is none."""
     for name, own in psutil.net_if_addrs().items():
         if any(each.address == address for each in own):
             return name

@@ -1,8 +1,8 @@
-"""What sequence parallelism costs on these ranks, and their speed: passes of the real model, timed at start-up.
+"""Measurement of the costs of sequence parallelism and of rank speeds, with passes of the real model at startup.
 
-Role: every trainer rank calls `measure_costs` at the same time; the driver plans with one rank's result. Passes are
-timed while all ranks run one and while only some do, as ranks on CPU hosts may share cores; the minimum counts.
-Waits: for the other ranks in every measurement, at most the process group's time-out.
+Role: all trainer ranks call `measure_costs` concurrently; the driver plans with one rank's result. Passes are timed
+with all ranks and with some ranks active, as ranks on CPU hosts may share cores; the minimum counts. Waits: for the
+other ranks in every measurement, at most the process group's timeout.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from rlfuse.engines.trainer.attention import Segment, attend
 from rlfuse.engines.trainer.sequence_parallel_packing import Costs, Overhead
 
 Forward = Callable[[int, int], None]
-"""(tokens, degree): this rank's part of a pass of one row, without gradients; returns when the device is done."""
+"""Function of (tokens, degree): runs this rank's part of a forward pass of one row and waits for the device."""
 
 SHORT_ROW_TOKENS = 16
-"""Tokens of a row that takes little more than its start."""
+"""Tokens of the short row, whose time is mostly overhead."""
 LONG_ROW_S, MAX_LONG_ROW_TOKENS = 0.1, 2048
-"""What a long row should take, and its most tokens: enough to be timed, not so much that a start-up shows it."""
+"""Target seconds of the long row, and its maximum tokens: enough for timing, with little effect on startup."""
 MIN_MEASURE_S, MIN_REPEATS, MAX_REPEATS = 0.4, 4, 10
-"""A measurement is repeated until it has taken so long, but at least and at most so many times."""
+"""Total seconds after which a measurement ends, and its minimum and maximum repeats."""
 
 
 def measure_costs(
@@ -41,10 +41,10 @@ def measure_costs(
     lockstep: bool,
     width: int = 1,
 ) -> Costs:
-    """Costs of passes by `forward` at these degrees.
+    """Return the costs of passes by `forward` at these degrees.
 
-    `token`: about the seconds that one takes on this rank. `lockstep`: no rank runs a pass without others (ZeRO 3, or
-    layers cut over `width` ranks).
+    `token`: approximate seconds per token on this rank. `lockstep`: passes are collective (ZeRO 3, or tensor
+    parallelism over `width` ranks).
     """
     watch = Stopwatch(device)
     longest = min(MAX_LONG_ROW_TOKENS, getattr(text, "max_position_embeddings", MAX_LONG_ROW_TOKENS))
@@ -60,19 +60,19 @@ def measure_costs(
 
 
 class Stopwatch:
-    """Of all ranks together: each calls its methods in the same order."""
+    """Stopwatch shared by all ranks, which call its methods in the same order."""
 
     def __init__(self, device: str):
         self._device = device
 
     def most(self, number: float) -> float:
-        """The largest over ranks, the same on all of them."""
+        """Return the maximum of `number` over ranks."""
         found = torch.tensor(number, device=self._device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return float(found)
 
     def seconds(self, work: Callable[[], None], ranks: int | None = None) -> float:
-        """How long the slowest of the first `ranks` (None: all) takes while all of them are at it."""
+        """Return the seconds of the slowest of the first `ranks` (None: all) while these run `work` concurrently."""
         mine, best, spent, count = ranks is None or dist.get_rank() < ranks, math.inf, 0.0, 0
         while count < MIN_REPEATS or (spent < MIN_MEASURE_S and count < MAX_REPEATS):
             dist.barrier()
@@ -84,7 +84,7 @@ class Stopwatch:
         return best
 
     def measure_contention(self, work: Callable[[], None]) -> tuple[float, ...]:
-        """How many times longer `work` takes when 1, 2, ... and all ranks are at it; measured at powers of two."""
+        """Return the slowdown factors of `work` on 1, 2, ..., all ranks at once; interpolated between powers of two."""
         world = dist.get_world_size()
         counts = [1 << power for power in range(world.bit_length())]
         counts += [world] * (counts[-1] < world)
@@ -93,7 +93,7 @@ class Stopwatch:
 
 
 def _attention(text: PreTrainedConfig, tokens: int, dtype: torch.dtype, device: str) -> None:
-    """That of one layer to one sequence."""
+    """Run one layer's attention on one sequence and wait for the device."""
     heads = text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
     query, key = (
@@ -105,10 +105,11 @@ def _attention(text: PreTrainedConfig, tokens: int, dtype: torch.dtype, device: 
 def matmul_parameters(
     sizes: Mapping[str, int], lookups: Collection[str], head: str | None, text: PreTrainedConfig
 ) -> tuple[int, int]:
-    """Parameters that a token is multiplied by: (of the layers, of the head, which only response tokens reach).
+    """Return the parameters that a token is multiplied by: (in the layers, in the head, which sees response tokens
+    only).
 
-    `sizes`: of the model's tensors. Embeddings are `lookups` and no products; a tied one is the `head`. A token passes
-    through some of the experts.
+    `sizes`: elements of the model's tensors. Embeddings (`lookups`) do not count; a tied one counts as the `head`. Of
+    experts only the fraction used per token counts.
     """
     layers = {name: size for name, size in sizes.items() if name != head and name not in lookups}
     experts = sum(size for name, size in layers.items() if "experts" in name.split("."))
@@ -121,14 +122,14 @@ def matmul_parameters(
 def fit_costs(
     taken: dict[int, Sequence[float]], sizes: tuple[int, int], pair: float, slower: tuple[float, ...]
 ) -> Costs:
-    """Costs from seconds by degree of a short and a long row, all ranks at work; `pair`: seconds of a pair of tokens.
+    """Fit costs to `taken`: degree -> seconds of a short and a long row; `pair`: seconds per token pair.
 
-    What a cut pass takes beyond its share of the whole one's work is its overhead: a start, and some for each token.
+    The overhead of a degree is the time beyond its share of the work: a constant and a time per token.
     """
     short, long = sizes
 
     def line(degree: int, token: float) -> tuple[float, float]:
-        """(start, seconds for each token) beyond work in which a token takes so long."""
+        """Return (constant, seconds per token) in addition to compute at `token` seconds per token."""
         left = [t - (token * n + pair * n**2 / 2) / degree for t, n in zip(taken[degree], sizes, strict=True)]
         slope = max((left[1] - left[0]) / (long - short), 0.0)
         return max(left[0] - slope * short, 0.0), slope
@@ -139,7 +140,7 @@ def fit_costs(
 
 
 def matmul_rate(dtype: torch.dtype, device: str) -> float:
-    """FLOP/s of square matrix products on this rank, the best of a few: the peak that utilisation is relative to."""
+    """Return the best measured FLOP/s of square matrix products on this rank: the peak for utilisation."""
     size = 512 if device == "cpu" else 8192
     left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
     best, began, repeats = math.inf, time.perf_counter(), 0

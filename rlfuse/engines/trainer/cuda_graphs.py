@@ -1,11 +1,11 @@
-"""Decoder passes of small models as CUDA graphs: two launches in place of thousands.
+"""CUDA graphs for decoder passes of small models, which replace thousands of kernel launches by two.
 
-Role: a trainer rank has one `PassGraphs` for all its models and collates batches to its `sizes`. A pass is recorded
-when a size first occurs and replayed later; head and loss are launched as usual, and so are batches of other sizes.
-Invariants: a replay launches the recorded kernels, so numbers are equal. Addresses are fixed: when weights have moved,
-graphs are dropped. Gradients leave through autograd, so hooks run, in another order than those of a launched backward.
-All graphs share one memory pool: one pass at a time is between its forward and backward. What cannot be recorded, or
-first replays to other numbers, is launched from then on, and `stop` says why. Nothing is recomputed in a graph.
+Role: a trainer rank has one `PassGraphs` for all its models and pads batches to its `sizes`. A pass is captured when a
+size first occurs and replayed later; head, loss and batches of other sizes are launched as usual. Invariants: a replay
+launches the captured kernels, so results are equal. Addresses are fixed: graphs are dropped when weights have moved.
+Gradients pass through autograd, so hooks run, in a different order than in a launched backward. All graphs share one
+memory pool, so only one pass at a time may be between its forward and backward. If capture fails or the first replay
+differs, `stop` turns graphs off and logs the reason. Nothing is recomputed within a graph.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from rlfuse.events import Recorder
 
 
 class CudaRecording:
-    """How passes are recorded on a GPU."""
+    """Capture of CUDA graphs on a GPU."""
 
     def __init__(self) -> None:
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
     @contextmanager
     def warm_up(self) -> Iterator[None]:
-        """Run the body on another stream, where it loads and sets up what it needs; raise where it would wait."""
+        """Run the body on a side stream before capture, to load kernels; raise if it synchronizes with the device."""
         torch.cuda.synchronize()
         try:
             with torch.cuda.stream(self._stream):
@@ -48,18 +48,18 @@ class CudaRecording:
 
     @contextmanager
     def capture(self) -> Iterator[torch.cuda.CUDAGraph]:
-        """Record the body. Other threads of the process may use the GPU meanwhile."""
+        """Capture the body. Other threads of the process may use the GPU meanwhile."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 yield graph
         finally:
-            torch.cuda.set_stream(stream)  # torch leaves its own current where a recording fails
+            torch.cuda.set_stream(stream)  # torch leaves its capture stream current if a capture fails
 
 
 @dataclass(slots=True)
 class _Pass:
-    """A recorded pass: what is copied in, what comes out, and the addresses of the weights that it reads."""
+    """Captured pass: its input and output tensors, and the addresses of the weights it reads."""
 
     inputs: dict[str, Tensor]
     hidden: Tensor
@@ -72,9 +72,9 @@ class _Pass:
 def record_passes(
     config: Config, models: Mapping[str, PreTrainedModel], device: str, recorder: Recorder, by_layout: bool
 ) -> tuple[PassGraphs | None, str | None]:
-    """Record passes where they are bound by launches; and a line about it for the log, None on CPU hosts.
+    """Return the graphs of a rank's models, None if they are off, and a line for the log, None on CPU hosts.
 
-    `by_layout`: all models attend by layouts to packed batches.
+    `by_layout`: True if all models attend by layouts to packed batches.
     """
     if device == "cpu":
         return None, None
@@ -90,7 +90,7 @@ def record_passes(
 
 
 def _layer_parameters(model: PreTrainedModel) -> float:
-    """On average; more than a token is multiplied by in mixtures of experts."""
+    """Return the mean parameters per decoder layer; of mixtures of experts, all experts count."""
     body = model.base_model
     embedding = sum(each.numel() for each in body.get_input_embeddings().parameters())
     layers = model.config.get_text_config().num_hidden_layers
@@ -98,14 +98,14 @@ def _layer_parameters(model: PreTrainedModel) -> float:
 
 
 class PassGraphs:
-    """The graphs of a rank's models; `sizes` is empty once nothing is recorded."""
+    """CUDA graphs of a rank's models; `sizes` is empty once graphs are off."""
 
     def __init__(self, models: Mapping[str, PreTrainedModel], sizes: tuple[int, ...], recorder: Recorder):
         self.sizes, self.recorder, self.recording, self.replays = sizes, recorder, CudaRecording(), 0
         self._decoders = [_Decoder(name, model.base_model, self) for name, model in models.items()]
 
     def stop(self, why: str) -> None:
-        """Drop all graphs and their memory."""
+        """Turn graphs off, free their memory and log the reason."""
         if self.sizes:
             watchdog.say(f"{self.recorder.where}: CUDA graphs: off ({why})")
         self.sizes = ()
@@ -114,14 +114,14 @@ class PassGraphs:
 
 
 class _Decoder:
-    """The passes of one model by number of tokens and whether gradients follow."""
+    """Captured passes of one model, by (number of tokens, whether gradients are computed)."""
 
     def __init__(self, name: str, module: nn.Module, graphs: PassGraphs):
         self.graphs, self._name, self._module, self._launch = graphs, name, module, module.forward
         self._weights = [*module.parameters(), *module.buffers()]
         self.trained = [each for each in module.parameters() if each.requires_grad]
         self.gradients: list[Tensor | None] = []
-        """Of `trained`, shared by all passes; None of those that have none."""
+        """Gradients of `trained`, shared by all passes; None for parameters without one."""
         self._passes: dict[tuple[int, bool], _Pass] = {}
         module.forward = self._forward
 
@@ -139,10 +139,10 @@ class _Decoder:
                 with self.graphs.recorder.span("record", cause=self._name, attributes={"tokens": key[0]}):
                     self._passes[key] = self._record(inputs, with_gradients)
             except RuntimeError as error:
-                self.graphs.stop(f"a pass of the {self._name} can't be recorded: {str(error).strip().splitlines()[0]}")
+                self.graphs.stop(f"a pass of the {self._name} cannot be captured: {str(error).strip().splitlines()[0]}")
         found = self._passes.get(key)
         if found and found.addresses != self._addresses():
-            self.graphs.stop("weights are at other addresses than when passes were recorded")
+            self.graphs.stop("weights have moved since passes were captured")
             found = None
         if found is None:
             return self._launch(**inputs)
@@ -151,7 +151,7 @@ class _Decoder:
         return self._output(_Replay.apply(self, found, *self.trained) if with_gradients else self.replay(found))
 
     def replay(self, recorded: _Pass) -> Tensor:
-        """The hidden states; until the next replay of any pass."""
+        """Replay a pass and return its hidden states, valid until the next replay of any pass."""
         self.graphs.replays += 1
         recorded.forward.replay()
         return recorded.hidden.detach()
@@ -161,7 +161,7 @@ class _Decoder:
         static_inputs = dict(inputs, **copies)
         static_inputs["layout"] = Layout(SegmentTable(static_inputs.pop("table")))
         training, graph = self._module.training, self.graphs.recording
-        self._module.eval()  # else layers may be run again in the backward pass; dropout is 0 in any case
+        self._module.eval()  # otherwise layers may be recomputed in the backward pass; dropout is 0 in any case
         try:
             with graph.warm_up():
                 hidden = self._hidden(static_inputs)
@@ -208,24 +208,23 @@ class _Replay(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.replays != ctx.decoder.graphs.replays:
-            raise RuntimeError(
-                "Another pass was replayed before this one's backward, and has overwritten what it saved."
-            )
+            raise RuntimeError("Another pass was replayed before this one's backward and overwrote its saved tensors.")
         ctx.recorded.gradient.copy_(gradient)
         ctx.recorded.backward.replay()
         return None, None, *ctx.decoder.gradients
 
 
 def _check_replayed(found: list[Tensor], expected: list[Tensor]) -> None:
-    """RuntimeError if a replay gives other hidden states, the first of each list, or gradients than a launched pass."""
+    """Raise RuntimeError if hidden states (first of each list) or gradients differ between a replay and a launched
+    pass."""
     for some, others in ((found[:1], expected[:1]), (found[1:], expected[1:])):
         scale = max((float(each.abs().max()) for each in others), default=0.0)
         worst = max((float((one - other).abs().max()) for one, other in zip(some, others, strict=True)), default=0.0)
-        if worst > TOLERANCE[found[0].dtype] * scale:  # not where both are NaN
-            raise RuntimeError(f"a replay gives numbers that differ by {worst:g} of {scale:g} from a launched pass")
+        if worst > TOLERANCE[found[0].dtype] * scale:  # False if both are NaN
+            raise RuntimeError(f"a replay differs from a launched pass by {worst:g} at a scale of {scale:g}")
 
 
 def _tensors(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What differs from batch to batch."""
+    """Return the input tensors that change from batch to batch."""
     found = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
     return found | {"table": inputs["layout"].segments.rows}

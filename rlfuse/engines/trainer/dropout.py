@@ -1,7 +1,7 @@
-"""No dropout in training: PPO's ratio must be 1 before an update, also in the pass that computes gradients.
+"""Removal of dropout: PPO's ratio must be 1 before an update, also in the pass that computes gradients.
 
-Role: `models` and `pipeline.loading` call `zero_fields` before a model is built and `zero_dropout` after that; trainer
-ranks call `check_repeatable` once their models are loaded. Knows torch and transformers, not DeepSpeed or Ray.
+Role: `models` and `pipeline.loading` call `zero_fields` before and `zero_dropout` after building a model; trainer ranks
+call `check_repeatable` after loading. Uses torch and transformers, not DeepSpeed or Ray.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from rlfuse.config.model_files import NOISE, is_noise
 from rlfuse.errors import EngineError
 
 SAMPLED = 256
-"""Elements that are compared of each tensor."""
+"""Elements compared per tensor."""
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
-"""Relative to a tensor's largest element: kernels on GPUs may add up in any order."""
+"""Tolerance relative to a tensor's largest element: GPU kernels may sum in any order."""
 
 
 def zero_fields(config: PreTrainedConfig | dict[str, Any]) -> None:
-    """Set the dropout probabilities of a configuration, and of those within it, to 0."""
+    """Set the dropout probabilities of a configuration and its nested ones to 0."""
     fields = config if isinstance(config, dict) else vars(config)
     for name, value in list(fields.items()):
         if isinstance(value, PreTrainedConfig | dict):
@@ -47,9 +47,9 @@ def zero_dropout(model: PreTrainedModel) -> None:
 
 
 def check_repeatable(model: PreTrainedModel, run: Callable[[], Any], role: str) -> None:
-    """EngineError that names a module unless two calls of `run` in training mode compute the same in all of `model`.
+    """Raise EngineError, naming a module, if two calls of `run` in training mode give different results in `model`.
 
-    Random number generators and the mode stay as they were. Where `run` is collective, every rank calls.
+    Random number generators and the mode are restored. If `run` is collective, every rank calls.
     """
     on_cuda, training = model.device.type == "cuda", model.training
     model.train()
@@ -62,8 +62,8 @@ def check_repeatable(model: PreTrainedModel, run: Callable[[], Any], role: str) 
             name = (one or other).source
             raise EngineError(
                 f"The {role}'s {name or 'model'}, a {type(model.get_submodule(name)).__name__}, returned different "
-                "values in two passes in training mode: it applies dropout or other noise, and the policy ratio would "
-                "not be 1 before an update. Turn it off in config.json or in the model's code; fields and attributes "
+                "values in two passes in training mode. Turn off its dropout or other noise in config.json or in the "
+                "model's code, as the policy ratio must be 1 before an update; fields and attributes "
                 f"with {' or '.join(NOISE)} in their names are set to 0 at startup."
             )
 
@@ -71,12 +71,12 @@ def check_repeatable(model: PreTrainedModel, run: Callable[[], Any], role: str) 
 class _Value(NamedTuple):
     module: str
     source: str
-    """Name of the module that computed it: `module` for its output, the one that called it for its input."""
+    """Module that computed the value: `module` for its output, its caller for its input."""
     sample: Tensor
 
 
 def _values(model: PreTrainedModel, run: Callable[[], Any]) -> list[_Value]:
-    """Samples of what goes in and out of modules while `run` runs, in order."""
+    """Return samples of the inputs and outputs of modules during `run`, in order."""
     found, calls = [], [""]
 
     def enters(name: str, _: nn.Module, positional: tuple, named: dict) -> None:
@@ -95,7 +95,7 @@ def _values(model: PreTrainedModel, run: Callable[[], Any]) -> list[_Value]:
 
 
 def _sample(value: Any) -> Tensor:
-    """float32: some elements of every floating-point tensor in `value`."""
+    """Return some elements of every floating-point tensor in `value`, float32."""
     tensors = [each for each in _tensors(value) if each.is_floating_point()]
     parts = [each.detach().flatten()[:: len(each.flatten()) // SAMPLED | 1].float().cpu() for each in tensors]
     return torch.cat([torch.empty(0), *parts]).nan_to_num(0.0, 0.0, 0.0)

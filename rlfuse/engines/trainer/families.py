@@ -1,9 +1,8 @@
-"""Families of models: which can be trained here, and the value model of each.
+"""Model families: checks whether a family can be trained, and value-model classes.
 
-Role: `training_problems` is asked by runs before anything starts; ranks and pipeline stages take their critic's class
-from `value_class`. Knows transformers' classes, no weights.
-Invariant: a value model is its family's base model under `score`, a linear row, whose folder loads again with
-transformers' class for token classification where that is built so (Qwen2, Llama, Mixtral, ...), and here in any case.
+Role: runs call `training_problems` at startup; ranks and pipeline stages get the critic's class from `value_class`.
+Loads no weights. Invariant: a value model is its family's base model with a linear head `score` of one output. Its
+folder also loads with transformers' token-classification class if that has the same structure (Qwen2, Llama, ...).
 """
 
 from __future__ import annotations
@@ -32,25 +31,25 @@ from rlfuse.errors import EngineError
 from rlfuse.video.models.base import register_custom_family, register_language_models
 
 HEAD_NAMES = ("v_head.summary", "v_head", "value_head.summary", "value_head", "classifier")
-"""What else a value head is called in checkpoints: TRL's, verl's, DeepSpeed-Chat's, those of GPT-2's relatives."""
+"""Other names of value heads in checkpoints: those of TRL, verl, DeepSpeed-Chat and GPT-2-like models."""
 HEAD_KEY_MAPPING = {rf"^{re.escape(head)}\.": "score." for head in HEAD_NAMES}
-"""As `from_pretrained` takes it."""
+"""`key_mapping` for `from_pretrained`."""
 CUSTOM_CLASS = "AutoModelForTokenClassification"
-"""In config.json's auto_map: modelling code that ships with the weights."""
+"""Key in config.json's auto_map for a custom class in the model folder."""
 
 
 def head_name(name: str) -> str:
-    """A checkpoint's tensor as it is called here."""
+    """Return the name in rlfuse of a checkpoint's tensor."""
     for pattern, ours in HEAD_KEY_MAPPING.items():
         name = re.sub(pattern, ours, name)
     return name
 
 
 class ValueHead(GenericForTokenClassification):
-    """Mixed into a family: its base model under one row, which starts at 0 unless a checkpoint has it.
+    """Mixin for a family: its base model with a linear head of one output, initialised to 0.
 
-    So a fresh critic adds no noise to the first advantages. The row is as wide as an embedding, not as the layers:
-    OPT's smallest models have wider ones.
+    A new critic therefore adds no noise to the first advantages. The head has the width of the embedding, which in
+    OPT's smallest models differs from that of the layers.
     """
 
     def __init__(self, config: PreTrainedConfig):
@@ -69,7 +68,7 @@ class ValueHead(GenericForTokenClassification):
 
 
 def value_class(config: PreTrainedConfig, trust_remote_code: bool = False) -> type[PreTrainedModel]:
-    """The class of value models of the family of `config`. EngineError where there is no base model to build on."""
+    """Return the value-model class for the family of `config`. EngineError if the family has no base model."""
     if trust_remote_code and (code := (getattr(config, "auto_map", None) or {}).get(CUSTOM_CLASS)):
         custom = get_class_from_dynamic_module(code, config.name_or_path)
         custom.register_for_auto_class(CUSTOM_CLASS)  # then its code is saved with its weights
@@ -78,8 +77,8 @@ def value_class(config: PreTrainedConfig, trust_remote_code: bool = False) -> ty
     base = MODEL_MAPPING.get(type(config), None)
     if base is None:
         raise EngineError(
-            f"transformers has no base model of a {type(config).__name__} that a value head could stand on, and the "
-            f"folder brings no {CUSTOM_CLASS} of its own that is trusted (model.trust_remote_code)"
+            f"transformers has no base model for a {type(config).__name__} to build a value model on, and the folder "
+            f"has no custom {CUSTOM_CLASS} that model.trust_remote_code allows"
         )
     custom = AutoModelForTokenClassification._model_mapping.get(type(config), None)
     if custom is not None and issubclass(custom, GenericForTokenClassification):
@@ -96,7 +95,7 @@ def value_class(config: PreTrainedConfig, trust_remote_code: bool = False) -> ty
 
 
 def training_problems(config: Config) -> list[str]:
-    """What speaks against training or scoring with the models that `config` names, each under its key."""
+    """Return the problems that prevent training or scoring with the configured models, one line per key."""
     register_custom_family(config.model.video_family)
     path, trust = config.model.path, config.model.trust_remote_code
     paths = {"model.path": path}
@@ -119,12 +118,12 @@ def training_problems(config: Config) -> list[str]:
 
 
 def _check_family(config: PreTrainedConfig, value: bool, trust_remote_code: bool) -> None:
-    """EngineError for one that can't be a policy, or a value model."""
+    """Raise EngineError if the family cannot be a policy or, with `value`, a value model."""
     stateful = getattr(MODEL_MAPPING.get(type(config), None), "_is_stateful", False)
     if stateful and getattr(config.get_text_config(), "num_attention_heads", None) is None:
         raise EngineError(
-            f"models of type {config.model_type} hand a state on from token to token and attend to nothing; only "
-            "models that attend, in some layers at least, are trained"
+            f"models of type {config.model_type} have recurrent state and no attention; training needs a model with "
+            "attention layers"
         )
     if value:
         value_class(config, trust_remote_code)

@@ -1,8 +1,8 @@
-"""Log-probs and entropy of response tokens on a GPU in one pass over their logits, and the gradient in their memory.
+"""Fused log-probs and entropy of response tokens on GPUs: one pass over the logits, gradient computed in place.
 
-Role: `passes` calls it where `is_fused`; everywhere else `algorithms.losses` computes the same, and is the reference
-that tests compare with. Plans run it on tensors without memory, where no kernel is launched.
-Invariant: next to the logits there are four float32 numbers per row, and the gradient replaces the logits.
+Role: `micro_batch_losses` calls it if `is_fused`; otherwise `algorithms.losses` computes the same, and is the reference
+in tests. Memory plans run it on meta tensors, where no kernel is launched.
+Invariant: needs four float32 numbers per row in addition to the logits; the gradient overwrites the logits.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def is_fused(logits: Tensor) -> bool:
-    """Whether the kernels compute these logits."""
+    """Return whether the kernels support these logits."""
     return logits.is_cuda and logits.dtype in _TYPES and not unavailable(logits.device.type)
 
 
 @cache
 def unavailable(device: str) -> str:
-    """Return why the kernels can't run here, which one launch shows; empty if they can, and on `cpu`."""
+    """Return why the kernels cannot run on `device`, found by one launch; empty if they can, and for `cpu`."""
     if device == "cpu":
         return ""
     try:
@@ -33,7 +33,7 @@ def unavailable(device: str) -> str:
         vocabulary_kernels.forward(logits, torch.zeros(1, dtype=torch.int64, device=device), results, 1.0)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # no Triton, no C compiler for it, a cache folder that can't be written
+    except Exception as error:  # e.g. no Triton, no C compiler or a read-only cache folder
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return ""
 
@@ -41,8 +41,8 @@ def unavailable(device: str) -> str:
 def fused_log_probs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Return (log-probs of the targets, entropy), float32 [r], of logits [r, V] / `temperature`.
 
-    The backward pass overwrites the logits, so no other one may need them. Autograd reports one that does, except where
-    hooks keep saved tensors (`activation_offloading`). Logits that are not contiguous are copied first.
+    The backward pass overwrites the logits, so no other backward may need them. Autograd raises if one does, except if
+    saved-tensor hooks store them (`activation_offloading`). Non-contiguous logits are copied first.
     """
     return _Fused.apply(logits, targets, temperature)
 

@@ -1,10 +1,9 @@
 """Detect trainer ranks that make no progress in a call.
 
-Role: a rank's `Progress` answers with a `Pulse` while another thread computes; the driver's `HangDetector` (pure) compares
-those of all ranks in a call. Waits for nothing. Invariants: a rank that computes is alive however long it takes (on
-GPUs a thread that waits for the device spins, so its CPU time says nothing); a rank that waits in a collective, or has
-joined more of them than another, does not hang, unless all stand still for long; only time in which the driver looked
-counts.
+Role: a rank's `Progress` returns a `Pulse` while another thread computes; the driver's `HangDetector` compares those of
+all ranks in a call. Invariants: a rank that computes is alive however long it takes (on GPUs CPU time is no evidence,
+as a thread that waits for the device spins); a rank that waits in a collective, or has joined more collectives than
+another, does not hang unless all ranks make no progress for long; only time observed by the driver counts.
 """
 
 from __future__ import annotations
@@ -27,62 +26,62 @@ from rlfuse.engines.trainer.backends import BACKENDS
 WATCH = "watch"
 """Ray's concurrency group of a rank's `pulse`."""
 COLD_START_FACTOR = 5
-"""Times as long may ranks on GPUs stand still in the first call of a kind, which compiles kernels and makes
-communicators, and all ranks in a collective, over a slow network."""
+"""Factor on the limit for the first call of a kind on GPUs, which compiles kernels and creates communicators, and for
+all ranks in a collective, which may be slow on the network."""
 MAX_FRAMES_READ = 60
-"""Frames that are looked at."""
+"""Frames of a stack that are read."""
 MAX_FRAMES_SHOWN = 8
-"""Of them: the innermost, and those of code that is no library's."""
+"""Frames that a report shows: the innermost one and those outside libraries."""
 BACKEND_PATTERNS = chain.from_iterable(backend.wait_patterns for backend in BACKENDS.values())
 WAIT_PATTERN = re.compile("|".join(("/torch/distributed/", r"/rlfuse/engines/pipeline/waits\.py", *BACKEND_PATTERNS)))
-"""Frames in which a rank waits for others."""
+"""Stack frames in which a rank waits for others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """How a rank was when asked."""
+    """State of a rank at one request."""
 
     activity: int
-    """Of life, so far: another number than before says that it got on."""
+    """Number of signs of progress so far."""
     last: str
-    """The last that it did, for people."""
+    """Description of its last activity."""
     stack: tuple[str, ...] = ()
-    """Where the thread of its calls stood, the innermost frame first; empty between calls."""
+    """Stack of the call thread, innermost frame first; empty between calls."""
     joined: Mapping[str, int] = field(default_factory=dict)
-    """Process group -> collectives that it has joined there."""
+    """Process group -> number of collectives it has joined."""
     on_gpu: bool = False
 
     @property
     def is_waiting(self) -> bool:
-        """It stands in a wait for other ranks."""
+        """True if the call thread waits for other ranks."""
         return any(map(WAIT_PATTERN.search, self.stack))
 
     def is_ahead_of(self, other: Pulse) -> bool:
-        """The other one has yet to come to a collective that this one has joined."""
+        """Return whether this rank has joined a collective that the other one has not."""
         return any(other.joined.get(group, count) < count for group, count in self.joined.items())
 
 
 class Progress:
-    """A rank's own. `joined`: collectives by process group, as in a `Pulse`."""
+    """Progress of this process. `joined`: returns the collectives by process group, as in a `Pulse`."""
 
     def __init__(self, device: str, joined: Callable[[], Mapping[str, int]] = dict):
         self._on_gpu, self._joined = device != "cpu", joined
         self._done, self._looks, self._last = 0, 0, "its start"
         self._seen = dict.fromkeys(self._counts(), (time.monotonic(), 0.0))
         self.thread = self.native_thread = 0
-        """That of the rank's calls, as Python and as the system number it."""
+        """Identifiers of the call thread, of Python and of the system."""
 
     def set_call_thread(self) -> None:
-        """On the thread that is asked to."""
+        """Register the calling thread as the thread that runs calls."""
         self.thread, self.native_thread = threading.get_ident(), threading.get_native_id()
 
     def record_activity(self, what: str) -> None:
-        """It began or ended something."""
+        """Record that an activity began or ended."""
         self._done += 1
         self._last = f"{what} at {time.strftime('%H:%M:%S')}"
 
     def follow(self, module: Any) -> None:
-        """Every layer that is run and every gradient that is added is a sign of life."""
+        """Count every layer run and every gradient accumulated in `module` as progress."""
 
         def passed(*_: Any) -> None:
             self._done += 1
@@ -95,35 +94,35 @@ class Progress:
                 parameter.register_post_accumulate_grad_hook(passed)
 
     def pulse(self) -> Pulse:
-        """On another thread than that of the calls."""
+        """Return this rank's state; called on another thread than the call thread."""
         stack = tuple(frames_of(sys._current_frames().get(self.thread)))
         if not stack or any(map(self._grew, self._counts())):
             self._looks += 1
         return Pulse(self._done + self._looks, self._last, stack, self._joined(), self._on_gpu)
 
     def _counts(self) -> tuple[Callable[[], float], ...]:
-        """Of seconds that show that a call computes. The first that does is enough, as the second reads many files:
-        beside a thread that computes in Python each of them waits for its turn."""
+        """Return counters of CPU seconds that show computation, cheapest first: reading child processes opens many
+        files, which is slow while another thread computes in Python."""
         return (children_cpu,) if self._on_gpu else (self._own_cpu, children_cpu)
 
     def _grew(self, count: Callable[[], float]) -> bool:
-        """Since it was last looked at, as where something computes."""
+        """Return whether the counter grew since its last reading as fast as computation makes it grow."""
         now, computed = time.monotonic(), count()
         since, before = self._seen[count]
         self._seen[count] = now, computed
         return computed - before > MIN_CPU_SHARE * (now - since)
 
     def _own_cpu(self) -> float:
-        """Seconds that the calls' thread ran or queued for a core."""
+        """Return seconds that the call thread ran or queued for a core."""
         try:
             ran, queued, _ = Path(f"/proc/self/task/{self.native_thread}/schedstat").read_text().split()
             return (int(ran) + int(queued)) / 1e9
-        except OSError:  # not every kernel counts that
+        except OSError:  # some kernels have no schedstat
             return time.clock_gettime(time.pthread_getcpuclockid(self.thread))
 
 
 def frames_of(frame: FrameType | None) -> Iterable[str]:
-    """A thread's frames as faulthandler writes them, from this one out."""
+    """Yield a thread's frames in faulthandler's format, innermost first."""
     for _ in range(MAX_FRAMES_READ):
         if frame is None:
             return
@@ -132,7 +131,10 @@ def frames_of(frame: FrameType | None) -> Iterable[str]:
 
 
 class HangDetector:
-    """Of one call. `limit_s`: for so long a rank may stand still or not answer; `first`: of its kind."""
+    """Detector of hung ranks in one call.
+
+    `limit_s`: limit without progress or without an answer; `first`: first call of its kind.
+    """
 
     def __init__(self, limit_s: float, first: bool = False):
         self._limit_s, self._first = limit_s, first
@@ -141,10 +143,10 @@ class HangDetector:
         self._silent: dict[int, float] = {}
 
     def check(self, seconds: float, pulses: Mapping[int, Pulse | None]) -> int | None:
-        """The rank that hangs, if one does.
+        """Return a rank that hangs, or None.
 
-        `pulses`: of the ranks whose call has not ended, None of those that have not answered; `seconds`: since the look
-        before. Of many only some count: the driver was not there.
+        `pulses`: of ranks whose call has not ended, None for those that have not answered; `seconds`: since the last
+        check, of which at most half the limit counts, as the driver may have been blocked.
         """
         seconds = min(seconds, self._limit_s / 2)
         for rank, pulse in pulses.items():
@@ -165,18 +167,18 @@ class HangDetector:
         return max(hung, key=self._still.__getitem__, default=None)
 
     def _still_for(self, times: int, ranks: Iterable[int]) -> list[int]:
-        """Those of them that have stood still for so many times as long as they may."""
+        """Return the ranks without progress for `times` times their limit."""
         return [rank for rank in ranks if rank in self._last and self._still[rank] >= times * self._limit(rank)]
 
     def is_waiting_for(self, rank: int, others: Iterable[int]) -> bool:
-        """Whether it stands there for one of these."""
+        """Return whether the rank waits for one of the others."""
         own = self._last.get(rank)
         return own is not None and (
             own.is_waiting or any(own.is_ahead_of(self._last[other]) for other in others if other in self._last)
         )
 
     def describe_hang(self, rank: int) -> str:
-        """What is known of a rank that hangs, as the rest of a sentence that begins with its name."""
+        """Describe a hung rank: the rest of a sentence whose subject is the rank."""
         pulse, silent = self._last.get(rank), self._silent[rank] > 0
         limit = f"(cluster.heartbeat_s={self._limit_s:g})"
         if silent:
@@ -185,12 +187,12 @@ class HangDetector:
                 "Its stack at its last answer",
             )
         else:
-            state, stack_title = f"has stood still for {self._still[rank]:.1f} s {limit}", "It stands in"
+            state, stack_title = f"has made no progress for {self._still[rank]:.1f} s {limit}", "Its stack"
         if pulse is None:
             return state
         own = [frame for frame in pulse.stack[1:] if not LIBRARY.match(frame.split('"')[1])]
         stack = "".join(f"\n  {frame}" for frame in [*pulse.stack[:1], *own][:MAX_FRAMES_SHOWN])
-        return f"{state}; the last that it did: {pulse.last}. {stack_title}, the innermost call first:{stack}"
+        return f"{state}; last activity: {pulse.last}. {stack_title}, innermost call first:{stack}"
 
     def _limit(self, rank: int) -> float:
         pulse = self._last.get(rank)

@@ -1,9 +1,10 @@
-"""A plan for ranks that wait for each other in every micro-batch while some share units: columns of micro-batches.
+"""Packing of micro-batches for ranks in lockstep with sequence parallelism, as columns of concurrent micro-batches.
 
-Role: pure; used where gradients or weights are divided over ranks. A column takes as long as its slowest micro-batch,
-so it holds micro-batches of about equal time, whatever their degrees; short units fill up what is left.
-Invariants: a unit is in one column, on as many consecutive, aligned ranks as its degree; a micro-batch has one degree
-and keeps within the budget unless it is one unit; every rank has as many micro-batches, some without rows.
+Role: pure; used where gradients or weights are sharded over ranks, so that ranks wait for each other in every
+micro-batch. A column takes as long as its slowest micro-batch, so it gets micro-batches of similar time and any degree;
+short units fill the gaps. Invariants: a unit is in one column, on as many consecutive, aligned ranks as its degree; a
+micro-batch has one degree and stays within the budget unless it is a single unit; every rank has equally many
+micro-batches, some without rows.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from rlfuse.engines.trainer.sequence_parallel_packing import (
     plan,
 )
 
-_GROWTH_LIMITS = (math.inf, 0.1, 0.0)  # tried: few units fill few columns, many fill columns of their own length
+_GROWTH_LIMITS = (math.inf, 0.1, 0.0)  # candidates: few units fill few columns, many fill columns of similar length
 
 
 def plan_lockstep(
     units: Sequence[Unit], ranks: int, budget: int, degrees: Sequence[int], costs: Costs, most: int | None = None
 ) -> list[list[Share]]:
-    """Shares as [rank][column]; arguments as of `plan`.
+    """Return shares as [rank][column]; arguments as of `plan`.
 
     Example: units of 80, 40 and 38 tokens on 4 ranks with a budget of 40 -> one column: the first on ranks 0 and 1,
-    another on each of the others.
+    the others on ranks 2 and 3.
     """
     best, end, chosen = list[list[Share]](), math.inf, list[int]()
     even = balanced_time(units, ranks, budget, degrees, costs)
@@ -54,10 +55,11 @@ def plan_lockstep(
 
 
 class _Columns:
-    """[column, rank]: when micro-batches end, their tokens, sequences and degree; the last column is empty."""
+    """Columns under construction, as [column, rank] arrays: end time, tokens, sequences and degree; the last is
+    empty."""
 
     def __init__(self, rates: Mapping[int, np.ndarray], budget: int, costs: Costs, most: int | None):
-        """`rates`: by degree, of each group of so many ranks."""
+        """Start without columns. `rates`: degree -> relative duration of each group of that many ranks."""
         self._rates, self._budget, self._costs, self._most = rates, budget, costs, most
         self._ranks = ranks = len(rates[1])
         self._ends = np.zeros((1, ranks))
@@ -67,10 +69,10 @@ class _Columns:
     def pack_units(
         self, units: Sequence[Unit], degrees: Sequence[int], growth: float, limit: float
     ) -> list[list[Share]]:
-        """Long units first; those of degree 1 go to where they make no column longer, or to columns of their own.
+        """Return shares as [rank][column]; empty if units of degree above 1 alone reach `limit`.
 
-        `growth`: of a column by a unit, relative to its length, above which there is another column. Nothing where long
-        units alone take `limit`.
+        Units of higher degree are placed first; those of degree 1 fill gaps without extending a column, and the rest
+        get columns of their own. `growth`: maximum relative growth of a column by a unit.
         """
         seconds = [self._costs.seconds(unit, degree) for unit, degree in zip(units, degrees, strict=True)]
         order = sorted(range(len(units)), key=lambda i: (-degrees[i], -seconds[i], i))
@@ -86,7 +88,7 @@ class _Columns:
         return [[*mine, *more] for mine, more in zip(self._shares(), alone or [[]] * self._ranks, strict=True)]
 
     def _add(self, unit: Unit, degree: int, seconds: float, growth: float) -> None:
-        """To the column that it makes longer by least, and there to the fullest micro-batch."""
+        """Add a unit to the column it extends least, in the fullest micro-batch there."""
         last, rates = len(self._ends) - 1, self._rates[degree]
         taken, most = self._degrees[:, ::degree], self._most or math.inf
         fits = (taken == 0) | (taken == degree)
@@ -105,9 +107,9 @@ class _Columns:
         self._put(unit, degree, column, group * degree, ends[column, group])
 
     def _fill(self, units: Sequence[Unit], degree: int) -> list[Unit]:
-        """Each to the micro-batch of this degree that has most time left in its column; those for whom none has enough.
+        """Add units of degree 1 to the micro-batches of `degree` with the largest gaps; return those that do not fit.
 
-        A short unit beside a long one is cut as that is, which leaves no rank of the column idle.
+        A short unit added to a split micro-batch is split as well, which leaves no rank of the column idle.
         """
         longest, rates, gaps = self._ends.max(axis=1).tolist(), self._rates[degree].tolist(), []
         for column, first in product(range(len(self._ends) - 1), range(0, self._ranks, degree)):
@@ -130,13 +132,13 @@ class _Columns:
         return left
 
     def _has_room(self, unit: Unit, degree: int, column: int, first: int) -> bool:
-        """For it in a micro-batch beside others."""
+        """Return whether the micro-batch has room for the unit."""
         if self._most is not None and self._sequences[column, first] + len(unit.rows) > self._most:
             return False
         return self._tokens[column, first] + unit.tokens <= degree * self._budget
 
     def _put(self, unit: Unit, degree: int, column: int, first: int, end: float) -> None:
-        """Into that micro-batch, which ends then."""
+        """Add a unit to a micro-batch that then ends at `end`."""
         mine = slice(first, first + degree)
         self._ends[column, mine], self._degrees[column, mine] = end, degree
         self._tokens[column, mine] += unit.tokens

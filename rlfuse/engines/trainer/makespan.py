@@ -1,7 +1,7 @@
-"""How long a plan of micro-batches takes by its own account, and what no plan could undercut.
+"""Predicted time of a plan of micro-batches, and lower bounds on the time of any plan.
 
-Role: pure; trainer groups note both for every plan over several ranks, and the metric log tells their ratio
-(`balance/*`). Times are in the unit of `degrees.Costs`.
+Role: pure; trainer groups record both for every plan over several ranks, and the metric log reports their ratio
+(`balance/*`). Times are in the unit of `sequence_parallel_packing.Costs`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from rlfuse.engines.trainer.sequence_parallel_packing import Costs, Share, Unit
 
 
 def makespan(shares: Sequence[Sequence[Share]], units: Sequence[Unit], costs: Costs, lockstep: bool) -> float:
-    """When the last rank ends; in `lockstep` every micro-batch ends when its slowest does."""
+    """Return when the last rank ends; in `lockstep` a micro-batch ends on all ranks when the slowest one does."""
     unit_of = {unit.rows[0]: unit for unit in units}
 
     def seconds(rank: int, share: Share) -> float:
-        """Of the first rank that has it; the others take as long."""
+        """Return the time of a share on its first rank; its other ranks take as long."""
         if not share.rows:
             return 0.0
         work = sum(costs.seconds(unit_of[row], share.degree) for row in share.rows if row in unit_of)
@@ -36,11 +36,11 @@ def makespan(shares: Sequence[Sequence[Share]], units: Sequence[Unit], costs: Co
 def bounds(
     units: Sequence[Unit], ranks: int, budget: int, degrees: Sequence[int], costs: Costs, lockstep: bool = False
 ) -> tuple[float, float]:
-    """Two that no plan undercuts: all work shared out evenly, and long units. Micro-batches start for nothing, so that
-    plans are above both where those count.
+    """Return two lower bounds on the time of any plan: all work divided evenly, and long units.
 
-    Long units: the longest alone, at the best degree that has room for it; those that have to share a group of ranks;
-    and in `lockstep` those that fill more than half of a micro-batch of the highest degree, so that each has its own.
+    Both ignore the overhead of micro-batches. Long units: the longest alone, at the best degree that has room for it;
+    those that have to share a group of ranks; and in `lockstep` those that fill more than half of a micro-batch of the
+    highest degree, so that each needs its own.
     Example: 10, 9 and 8 tokens on 4 ranks with a budget of 5 and degrees 1, 2 -> 27 / 4, and (9 + 8) / 2.
     """
     highest, groups = degrees[-1], ranks // degrees[-1]
@@ -60,9 +60,9 @@ def bounds(
 
 
 def _bound_of_long_units(times: Sequence[tuple[float, float]], groups: int) -> float:
-    """Of one more unit than n times the groups there are, n + 1 run on one, unless one has fewer ranks all its time.
+    """Return the bound for n * groups + 1 units: n + 1 of them share a group, unless one runs on fewer ranks.
 
-    `times`: of each unit on a whole group, and at its best on fewer ranks.
+    `times`: for each unit (time on a whole group, best time on fewer ranks).
     """
     times = sorted(times, reverse=True)
     sums = [0.0, *accumulate(whole for whole, _ in times)]

@@ -1,6 +1,6 @@
-"""One micro-batch through a model: log-probs, and what the optimizers minimise, as the configuration has it.
+"""Log-probs, values, scores and losses of one micro-batch, according to the configuration.
 
-Role: called by trainer ranks with a whole model, and by the last stage of a pipeline with its part of one.
+Role: called by trainer ranks with a whole model, and by the last pipeline stage with its part of one.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from rlfuse.events import Span
 from rlfuse.samples import Row
 
 Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
-"""The loss and detached diagnostics of a micro-batch, all of them sums."""
+"""Loss and detached diagnostics of a micro-batch, all sums."""
 
 
 def log_probs(config: Config, model: Callable, batch: Batch) -> torch.Tensor:
-    """float32 [R] of the response tokens at the sampling temperature."""
+    """Return the log-probs of the response tokens at the sampling temperature, float32 [R]."""
     logits = response_logits(model, batch)
     if fused_log_probs.is_fused(logits):
         found, _ = fused_log_probs.fused_log_probs(logits, batch.targets, config.rollout.temperature)
@@ -39,7 +39,8 @@ def log_probs(config: Config, model: Callable, batch: Batch) -> torch.Tensor:
 
 
 def log_probs_and_entropy(config: Config, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Both float32 [r], from logits [r, V]; entropy has a gradient only where actor.entropy_coeff needs it."""
+    """Return log-probs and entropy, float32 [r] each, of logits [r, V]; entropy has a gradient only if
+    actor.entropy_coeff is not 0."""
     learns = bool(config.actor.entropy_coeff)
     if fused_log_probs.is_fused(logits):
         found, entropy = fused_log_probs.fused_log_probs(logits, targets, config.rollout.temperature)
@@ -51,20 +52,20 @@ def log_probs_and_entropy(config: Config, logits: torch.Tensor, targets: torch.T
 
 
 def scale_logits(config: Config, logits: torch.Tensor) -> torch.Tensor:
-    """Return `logits / rollout.temperature` in float32, or `logits` without a copy where that changes no number.
+    """Return `logits / rollout.temperature` in float32, or `logits` without a copy if the result is the same.
 
     Losses convert a slice of rows at a time to float32 and round its gradient once. An entropy bonus adds a second
-    gradient, and their sum has to be rounded once too.
+    gradient, and their sum must be rounded only once.
     """
     temperature = config.rollout.temperature
     return logits if temperature == 1.0 and not config.actor.entropy_coeff else logits.float() / temperature
 
 
 def actor_loss(config: Config, model: Callable, batch: Batch) -> Loss:
-    """Of a micro-batch whose rows carry `advantages` and what else the loss reads.
+    """Return the actor's loss of rows with `advantages` and the other tensors that the loss reads.
 
-    Rows without `old_log_probs` are of the weights that they are learned from first: their old log-probs are those of
-    this very pass, which the batch gains.
+    Rows without `old_log_probs` were sampled from the current weights: the log-probs of this pass become their old
+    log-probs, and are written to the batch.
     """
     found, entropy = map(
         batch.gather_slices, log_probs_and_entropy(config, response_logits(model, batch), batch.targets)
@@ -73,7 +74,7 @@ def actor_loss(config: Config, model: Callable, batch: Batch) -> Loss:
 
 
 def actor_loss_from_log_probs(config: Config, batch: Batch, found: torch.Tensor, entropy: torch.Tensor) -> Loss:
-    """`actor_loss` from log-probs and entropy, float32 [R] of the response tokens."""
+    """Return `actor_loss` from log-probs `found` and entropy, float32 [R] each."""
     new = batch.matrix(found)
     batch.tensors.setdefault("old_log_probs", new.detach())
     longest = config.data.max_response_length
@@ -81,24 +82,24 @@ def actor_loss_from_log_probs(config: Config, batch: Batch, found: torch.Tensor,
 
 
 def old_log_probs_from_update(model: str, rows: Sequence[Row], batch: Batch) -> Later | None:
-    """float32 [T] per row, after its loss: the old log-probs of an actor's `rows` that came without; else None."""
+    """Return a reader of the old log-probs that `actor_loss` added to the batch; None if the rows had them."""
     if model != "actor" or "old_log_probs" in rows[0].tensors:
         return None
     return batch.split_later(batch.responses(batch.tensors["old_log_probs"]))
 
 
 def critic_loss(config: Config, model: Callable, batch: Batch) -> Loss:
-    """Of a micro-batch whose rows carry `values` and `returns`."""
+    """Return the critic's loss of rows with `values` and `returns`."""
     values = batch.matrix(response_values(model, batch))
     clip, mode = config.critic.cliprange_value, config.actor.loss_agg_mode
     return critic_objective(clip, mode, values, batch.mask, batch.tensors, config.data.max_response_length)
 
 
 def preference_loss(config: Config, model: Callable, batch: Batch) -> Loss:
-    """Of a micro-batch of pairs, chosen before rejected, whose rows carry `margin` and `label`.
+    """Return the Bradley-Terry loss of pairs of rows, chosen before rejected, with `margin` and `label`.
 
-    A filler is one row, and no pair. A row's score is that of its last token; the one behind it is there to be
-    predicted, and never looked at.
+    A row's score is that of its last token; the trailing token only gives it a position to predict. A filler is a
+    single row and contributes no pair.
     """
     ends = batch.mask.sum(1).cumsum(0) - 1
     scores = response_scores(model, batch)[ends]
@@ -108,16 +109,16 @@ def preference_loss(config: Config, model: Callable, batch: Batch) -> Loss:
 
 
 def weighted_loss(loss: torch.Tensor, weight: float) -> torch.Tensor:
-    """`weight` times the loss, to go backward from; one that is not finite has no finite gradient.
+    """Return `weight * loss`, with a non-finite gradient if the loss is not finite.
 
-    A clamp or a mask can keep from the gradient what the loss shows, and the step is skipped by the gradient's norm,
-    which all ranks share.
+    A clamp or mask could hide a non-finite loss from the gradient, and steps are skipped by the gradient's norm, which
+    all ranks share.
     """
     return loss * (weight + 0.0 * loss.detach())
 
 
 def read_sums(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Diagnostics from the device, by one read of all."""
+    """Return diagnostics as floats, with a single read from the device."""
     values = [each.reshape(()) for each in sums.values()]
     return dict(zip(sums, torch.stack(values).tolist(), strict=True)) if sums else {}
 
@@ -128,39 +129,39 @@ OUTPUTS: dict[str, Callable[[Config, Callable, Batch], torch.Tensor]] = {
     "critic": lambda config, model, batch: response_values(model, batch),
     "reward_model": lambda config, model, batch: response_scores(model, batch),
 }
-"""Model -> float32 [R], what a pass without gradients returns."""
+"""Model -> function that returns the output of a pass without gradients, float32 [R]."""
 OBJECTIVES = {"actor": actor_loss, "critic": critic_loss, "reward_model": preference_loss}
-"""What each kind of model is trained on."""
+"""Model -> loss function."""
 
 
 PassResults = dict[str, tuple[list[list[np.ndarray]], float]]
-"""Model -> float32 [T] per row, per micro-batch, none of one that another rank answers for; and when its pass began."""
+"""Model -> (by micro-batch, float32 [T] per row, empty if another rank returns it; start time of its first pass)."""
 
 
 class RankCall:
-    """The passes of one call to a rank: inputs that they share, times, and results that are read at the end."""
+    """Passes of one call to a rank: shared inputs, times, and results that are read at the end."""
 
     def __init__(self, models: Sequence[str], device: str):
         self.models = models
         self._times, self._first = DeviceTimes(device), dict[str, Span]()
         self.batches: dict[int, Batch] = {}
-        """Number of a micro-batch -> inputs that the call's next model uses again."""
+        """Index of a micro-batch -> inputs that the call's next model reuses."""
         self.results: defaultdict[str, list[Later | None]] = defaultdict(list)
-        """Model -> per micro-batch, a read of its arrays where this rank answers."""
+        """Model -> by micro-batch, reader of its arrays; None if another rank returns them."""
 
     @contextmanager
     def timed(self, model: str, span: Span) -> Iterator[None]:
-        """The body is part of the model's pass, which an error in it names."""
+        """Time the body as part of the model's pass; add the pass and model to an error."""
         self._first.setdefault(model, span)
         try:
             with self._times.timed(span):
                 yield
         except Exception as error:
-            error.add_note(f"It happened in the {span.kind} pass of the {model}.")
+            error.add_note(f"Raised in the {span.kind} pass of the {model}.")
             raise
 
     def read(self) -> PassResults:
-        """Wait for the device and return what the passes returned."""
+        """Wait for the device and return the results of all passes."""
         self._times.settle()
         return {
             model: (

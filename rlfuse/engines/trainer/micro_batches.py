@@ -1,7 +1,7 @@
-"""Which sequence goes to which rank and micro-batch: pure functions of lengths.
+"""Assignment of sequences to ranks and micro-batches: pure functions of lengths.
 
-Role: `degrees` and pipelines call them before every pass. Invariants: every sequence lands in exactly one place; a
-micro-batch keeps within the token budget unless it is one sequence that is longer than the budget by itself.
+Role: called by `sequence_parallel_packing` and pipelines before every pass. Invariants: every sequence lands in exactly
+one place; a micro-batch stays within the token budget unless it is a single longer sequence.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from collections.abc import Sequence
 
 
 def balance(lengths: Sequence[int], ranks: int, rates: Sequence[float] = ()) -> list[list[int]]:
-    """Indices per rank that end at nearly the same time: longest first, each to who would end it first (Graham 1969).
+    """Return indices by rank, balanced by predicted end time: longest first, each to the rank that ends it first
+    (Graham 1969).
 
-    `rates`: how many times longer than expected each rank takes; none: all alike, which balances tokens.
+    `rates`: slowdown factor of each rank; empty: equal, which balances tokens.
     """
-    heaps: dict[float, list[tuple[float, int]]] = defaultdict(list)  # of ranks that are alike: when each ends
+    heaps: dict[float, list[tuple[float, int]]] = defaultdict(list)  # rate -> (end, rank)
     for rank, rate in enumerate(rates or [1.0] * ranks):
         heaps[rate].append((0.0, rank))
     shares: list[list[int]] = [[] for _ in range(ranks)]
@@ -33,9 +34,9 @@ def balance(lengths: Sequence[int], ranks: int, rates: Sequence[float] = ()) -> 
 def pack(
     lengths: Sequence[int], token_budget: int, max_sequences: int | None = None, sequences: Sequence[int] | None = None
 ) -> list[list[int]]:
-    """Indices per micro-batch: first-fit decreasing under the token budget (and sequence limit).
+    """Return indices by micro-batch: first-fit decreasing under the token budget and sequence limit.
 
-    `sequences`: how many each index stands for; one by default.
+    `sequences`: number of sequences of each index; one by default.
     """
     bins: list[list[int]] = []
     room: list[list[float]] = []  # tokens and sequences that still fit
@@ -53,11 +54,11 @@ def pack(
 def split_evenly(
     lengths: Sequence[int], pipelines: int, count: int, rates: Sequence[float] = ()
 ) -> list[list[list[int]]]:
-    """Row indices as [pipeline][micro-batch][row]: `count` micro-batches for each pipeline, of nearly equal tokens.
+    """Return row indices as [pipeline][micro-batch][row]: `count` micro-batches per pipeline, of nearly equal tokens.
 
-    `rates`: of each pipeline, as for `balance`; a slow one's micro-batches are smaller. Where long rows keep
-    micro-batches from being equal, the small ones are at both ends: stages wait for the first ones to come and for the
-    last ones to go (data-aware order, DistTrain, arXiv 2408.04275). Gradients are sums, whatever the order.
+    `rates`: slowdown factor of each pipeline, as for `balance`. If long rows make micro-batches unequal, the small ones
+    come first and last, which shortens the fill and drain phases (data-aware order, DistTrain, arXiv 2408.04275);
+    gradients are sums, so the order does not change them.
 
     Example: lengths 9, 5, 4, 1 on 1 pipeline in 3 micro-batches -> [[[1], [0], [2, 3]]].
     """

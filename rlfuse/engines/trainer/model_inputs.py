@@ -1,8 +1,8 @@
-"""Rows as the inputs of a model on one device: packed or padded, prompts shared or not, whole or this rank's slice.
+"""Collation of rows into model inputs: packed or padded, with or without shared prompts, whole or this rank's slice.
 
-Role: `collate` is called by trainer ranks and pipeline stages. Padding is on the right, where no causal model sees it:
-there is no attention mask, positions and layout say everything. Under sequence parallelism all ranks of a group collate
-the same rows and cut the same sheet of tokens; what predicts a token is decided before the cut.
+Role: trainer ranks and pipeline stages call `collate`. Padding is on the right, so causal models need no attention
+mask; positions and layout define attention. Under sequence parallelism all ranks of a group collate the same rows and
+slice the same sheet of tokens; the positions that predict each token are computed before slicing.
 """
 
 from __future__ import annotations
@@ -24,60 +24,60 @@ if TYPE_CHECKING:
     from rlfuse.engines.trainer.sequence_parallel import SequenceSlice
 
 Later = Callable[[], list[np.ndarray]]
-"""Reads one float32 array per row from the device, and waits for it."""
+"""Function that waits for the device and returns one float32 array per row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One micro-batch on its device. R = trainable response tokens of all rows, B = rows, T = the longest response.
+    """Micro-batch on its device. R = trainable response tokens of all rows, B = rows, T = longest response.
 
-    r = those of the R whose prediction is in this rank's slice; without sequence parallelism all.
+    r = number of the R tokens that are predicted in this rank's slice; R without sequence parallelism.
     """
 
     inputs: dict[str, torch.Tensor | Layout]
-    """`input_ids` [sequences, tokens]; `position_ids`, of the same shape, or [3, ...] where M-RoPE meets clips; and
+    """`input_ids` [sequences, tokens]; `position_ids` of the same shape, or [3, ...] for M-RoPE with clips;
     `layout`."""
     predict: torch.Tensor
-    """int64 [r]: positions of the flattened kept output that predict each trainable token."""
+    """int64 [r]: positions in the flattened kept output that predict each trainable token."""
     targets: torch.Tensor
     """int64 [r]: the trainable tokens."""
     mask: torch.Tensor
-    """bool [B, T]: True on trainable tokens; in row-major order its True entries are the R tokens."""
+    """bool [B, T]: True on trainable tokens; its True entries in row-major order are the R tokens."""
     tensors: dict[str, torch.Tensor]
     """float32 [B, T] per-token arrays of the rows, 0 where masked."""
     places: torch.Tensor
     """int64 [R]: positions of the trainable tokens in a flattened [B, T]."""
     masks: tuple[np.ndarray, ...]
-    """bool [T of the row]: the trainable tokens of each row."""
+    """For each row, bool [T of the row]: its trainable tokens."""
     keep: torch.Tensor
-    """int64: columns of the inputs that predict anything; `predict` indexes what is kept."""
+    """int64: columns of the inputs that predict a token (logits_to_keep); `predict` indexes the kept columns."""
     in_order: bool = False
-    """Whether `predict` is every kept position, in order."""
+    """True if `predict` is every kept position, in order."""
     visual: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
-    """(positions of the flattened inputs, the embeddings that stand there instead of the tokens')."""
+    """(positions in the flattened inputs, visual embeddings that replace the token embeddings there)."""
     own: torch.Tensor | None = None
-    """int64 [r]: which of the R, where the ranks of `part` hold slices."""
+    """int64 [r]: indices into the R tokens, if ranks hold slices."""
     part: SequenceSlice | None = None
 
     def gather_slices(self, flat: torch.Tensor) -> torch.Tensor:
-        """[r] -> [R] from all ranks of the slices. Differentiable in this rank's own; the rest are constants.
+        """Gather [r] of all ranks with slices to [R]; differentiable in this rank's entries, the rest are constants.
 
-        So every rank computes the whole loss, and the sum of their gradients is its gradient, whatever the loss does
-        with a row's tokens together.
+        So every rank computes the whole loss, and the ranks' gradients sum to its gradient for any loss over a row.
         """
         return flat if self.part is None else self.part.gather_slices(flat, self.own, len(self.places))
 
     def predictions(self, kept: torch.Tensor) -> torch.Tensor:
-        """[sequences, kept columns, ...] -> [r, ...], without a copy where all of them predict one token each."""
+        """Select [r, ...] from [sequences, kept columns, ...]; without a copy if every kept position predicts one
+        token."""
         flat = kept.flatten(0, 1)
         return flat if self.in_order else flat[self.predict]
 
     def matrix(self, flat: torch.Tensor) -> torch.Tensor:
-        """[R] -> [B, T], differentiable, 0 where masked."""
+        """Scatter [R] to [B, T], 0 where masked; differentiable."""
         return flat.new_zeros(self.mask.numel()).index_copy(0, self.places, flat).view(self.mask.shape)
 
     def responses(self, matrix: torch.Tensor) -> torch.Tensor:
-        """[B, T] -> [R]"""
+        """Select [R] from [B, T]."""
         return matrix.flatten()[self.places]
 
     def split_later(self, flat: torch.Tensor) -> Later:
@@ -86,7 +86,7 @@ class Batch:
         return lambda: per_row(found.cpu().numpy(), masks)
 
     def split(self, flat: torch.Tensor) -> list[np.ndarray]:
-        """[R] -> one float32 [T] per row; waits for the device."""
+        """Return [R] as one float32 [T] per row; waits for the device."""
         return self.split_later(flat)()
 
 
@@ -99,11 +99,11 @@ def collate(
     rope: MRope | None = None,
     sizes: Sequence[int] = (),
 ) -> Batch:
-    """Rows as model inputs: packed into one sequence, or each padded to the longest.
+    """Collate rows: packed into one sequence, or each padded to the longest.
 
-    `part`: this rank's slice only. `shared`: neighbouring rows with the same prompt stand behind one copy of it (packed
-    and by layout only). `rope`: of a model with 3-D positions. `sizes`: ascending, numbers of tokens to which a packed
-    batch is padded where one is large enough and no clip is in the batch; its layout is then a `SegmentTable`.
+    `part`: slice to return; None: all. `shared`: neighbouring rows with the same prompt share one copy of it (requires
+    packing and layouts). `rope`: M-RoPE of the model, if any. `sizes`: token counts, ascending; a packed batch without
+    clips is padded to the smallest that fits, and its layout is then a `SegmentTable`.
     """
     masks = tuple(row.mask for row in rows)
     mask = torch.from_numpy(padded(masks, masks, bool))
@@ -143,20 +143,20 @@ def collate(
 
 @dataclass(slots=True)
 class _Sheet:
-    """A batch's tokens, one after the other, before any cut."""
+    """A batch's concatenated tokens, before slicing."""
 
     ids: list[np.ndarray] = field(default_factory=list)
     positions: list[np.ndarray] = field(default_factory=list)
-    """[tokens] each, or [3, tokens]."""
+    """Arrays [tokens] or [3, tokens]."""
     segments: list[Segment] = field(default_factory=list)
     predict: list[np.ndarray] = field(default_factory=list)
-    """Where each trainable token is predicted, row by row."""
+    """By row, positions that predict each trainable token."""
     clips: list[tuple[int, Visual]] = field(default_factory=list)
-    """Where the prompt begins that the embeddings belong to."""
+    """(start of the prompt, visual embeddings of it)."""
     size: int = 0
 
     def add(self, ids: np.ndarray, positions: np.ndarray, prefix: tuple[int, int] | None = None) -> int:
-        """A segment of tokens; where it starts."""
+        """Append a segment of tokens; return its start."""
         start, self.size = self.size, self.size + len(ids)
         self.ids.append(ids)
         self.positions.append(positions)
@@ -164,7 +164,7 @@ class _Sheet:
         return start
 
     def fill(self, size: int, longest: int) -> None:
-        """Padding up to `size`; it sees itself only. Its positions are below `longest`, as models may have no more."""
+        """Pad up to `size` with a separate segment; its positions are below `longest`, as models may have no more."""
         if count := max(0, size - self.size):
             axes = self.positions[-1].shape[:-1]
             self.add(np.zeros(count, dtype=np.int32), np.broadcast_to(np.arange(count) % longest, (*axes, count)))
@@ -172,7 +172,7 @@ class _Sheet:
 
 def _sheet_of(rows: Sequence[Row], packed: bool, degree: int, shared: bool, rope: MRope | None) -> _Sheet:
     sheet, width = _Sheet(), _up(max(row.tokens for row in rows), degree)
-    rope = rope if any(row.visual for row in rows) else None  # of text, all axes are one
+    rope = rope if any(row.visual for row in rows) else None  # for text all axes are equal
     for number, (_, family) in enumerate(groupby(enumerate(rows), lambda x: x[1].prompt_key if shared else x[0])):
         siblings = [row for _, row in family]
         prompt = siblings[0].prompt_ids
@@ -201,7 +201,7 @@ def _up(size: int, multiple: int) -> int:
 
 
 class _Cut:
-    """The columns [low, high) of a sheet of so many rows, and what is predicted there."""
+    """Slice [low, high) of the columns of a sheet with `rows` rows, and the predictions in it."""
 
     def __init__(self, sheet: _Sheet, rows: int, part: SequenceSlice | None):
         self._sheet, self._rows, self._row = sheet, rows, sheet.size // rows
@@ -215,17 +215,18 @@ class _Cut:
         self.predict = predict[self.own] // self._row * len(self.keep) + np.searchsorted(self.keep, columns)
 
     def columns(self, parts: list[np.ndarray]) -> np.ndarray:
-        """[..., tokens] each -> [..., rows, columns] of this cut."""
+        """Concatenate [..., tokens] arrays and return this slice, [..., rows, columns]."""
         whole = np.concatenate(parts, axis=-1)
         cells = whole.reshape(*whole.shape[:-1], self._rows, self._row)
         return cells[..., self._low : self._low + self._width]
 
     def visual(self) -> list[tuple[np.ndarray, torch.Tensor]]:
-        """Positions in the flattened cut and their embeddings; of a long clip only those that stand here are read."""
+        """Return (positions in the flattened slice, their embeddings) of each clip; reads only the embeddings
+        needed."""
         found = []
         for start, visual in self._sheet.clips:
             at = start + visual.positions.astype(np.int64)
-            inside = np.flatnonzero(self._inside(at))  # in one piece: positions ascend within a row of the sheet
+            inside = np.flatnonzero(self._inside(at))  # contiguous, as positions ascend within a row of the sheet
             if len(inside):
                 here = at[inside]
                 local = here // self._row * self._width + here % self._row - self._low

@@ -1,8 +1,8 @@
 """Hugging Face models as the trainer uses them: loading, and a forward pass that computes only response positions.
 
-Role: called by trainer ranks; knows torch and transformers, not DeepSpeed or Ray. Sequences are packed into one row
-(positions restart at every sequence, and the batch's layout keeps them apart) or, where a model can't do that, padded;
-both give the same numbers (`packs_exactly` checks it).
+Role: called by trainer ranks; uses torch and transformers, not DeepSpeed or Ray. Sequences are packed into one row
+(positions restart at every sequence, and the batch's layout separates them) or, for models that cannot, padded; both
+give the same results (`packs_exactly` checks it).
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ if TYPE_CHECKING:
 
 
 def response_logits(model: Callable, batch: Batch) -> torch.Tensor:
-    """[r, V] logits that predict this rank's response tokens; no other position reaches the language-model head."""
+    """Return the logits that predict this rank's response tokens, [r, V]; the LM head computes no other position."""
     with visual_embeddings(model, batch):
         logits = model(**batch.inputs, use_cache=False, logits_to_keep=batch.keep).logits
     return batch.predictions(logits)
 
 
 def response_values(model: Callable, batch: Batch) -> torch.Tensor:
-    """float32 [R]: the value of the state before each response token."""
+    """Return the value of the state before each response token, float32 [R]."""
     with visual_embeddings(model, batch):
         values = model(**batch.inputs, use_cache=False).logits[..., 0]
     return batch.gather_slices(batch.predictions(values[:, batch.keep]).float())
 
 
 def head_inputs(model: Callable, batch: Batch) -> torch.Tensor:
-    """[r, hidden] that a value model's head is given, which itself gives nothing while it is fresh.
+    """Return the inputs of a value model's head, [r, hidden]: a new head outputs only zeros.
 
-    What it gives, [r, 1], of a class that ships with its weights: its head may have any name.
+    For custom model classes, whose head may have any name, return its output, [r, 1].
     """
     module, found = getattr(model, "module", model), []
     if not isinstance(module, ValueHead):
@@ -67,7 +67,8 @@ def head_inputs(model: Callable, batch: Batch) -> torch.Tensor:
 
 
 def response_scores(model: Callable, batch: Batch) -> torch.Tensor:
-    """float32 [R]: a reward model's score before each response token, of the label that the row's `label` numbers."""
+    """Return a reward model's score before each response token, float32 [R], for the label index in the row's
+    `label`."""
     logits = model(**batch.inputs, use_cache=False).logits
     scores = batch.predictions(logits[:, batch.keep]).float()
     labels = batch.responses(batch.tensors["label"]).long()
@@ -76,11 +77,11 @@ def response_scores(model: Callable, batch: Batch) -> torch.Tensor:
 
 @contextmanager
 def visual_embeddings(model: Callable, batch: Batch) -> Iterator[None]:
-    """The batch's visual embeddings take the place of the tokens' own while the model runs, and feed its first layers.
+    """Replace token embeddings with the batch's visual embeddings within the block, and pass on deepstack features.
 
-    At the output of the embedding, and not as `inputs_embeds`: so the embedding runs inside the engine's forward, where
-    ZeRO 3 gathers its weights, and the text's tokens train it. Layers are fed by the model's own code, beyond what is
-    run again when activations are recomputed.
+    The output of the embedding layer is replaced instead of passing `inputs_embeds`, so that the layer runs inside the
+    engine's forward, where ZeRO 3 gathers its weights, and text tokens train it. The model's own code adds deepstack
+    features, outside the layers that are recomputed.
     """
     if not batch.visual:
         yield
@@ -90,8 +91,8 @@ def visual_embeddings(model: Callable, batch: Batch) -> Iterator[None]:
     for at, embeddings in batch.visual:
         if embeddings.shape != (len(at), width):
             raise ValueError(
-                f"visual embeddings of shape {list(embeddings.shape)} for {len(at)} positions of a model that takes "
-                f"{width} numbers each: encode them with the tower and projector of this model."
+                f"Visual embeddings of shape {list(embeddings.shape)} do not fit {len(at)} positions of width "
+                f"{width}. Encode them with the tower and projector of this model."
             )
 
     def replace(_: torch.nn.Module, __: tuple, output: torch.Tensor) -> torch.Tensor:
@@ -118,29 +119,31 @@ def visual_embeddings(model: Callable, batch: Batch) -> Iterator[None]:
 
 
 def load_policy(path: str, settings: ModelConfig) -> PreTrainedModel:
-    """The causal language model at `path`, ready to train; of a Qwen2.5-VL or Qwen3-VL without its tower."""
+    """Load the causal language model at `path`, ready to train; without the tower of a Qwen2.5-VL or Qwen3-VL."""
     return _load(AutoModelForCausalLM, path, settings)
 
 
 def load_critic(path: str, settings: ModelConfig) -> PreTrainedModel:
-    """A value model: the weights at `path` under one row, `score`, which is 0 unless `path` has one.
+    """Load a value model: the weights at `path` with a linear head `score`, 0 unless `path` has one.
 
-    A class that ships with the weights names and begins its head as it likes.
+    A custom class in the model folder defines its own head and initialization.
     """
     config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
     kind = value_class(config, settings.trust_remote_code)
     names = HEAD_KEY_MAPPING if issubclass(kind, ValueHead) else None
     model = _load(kind, path, settings, names, num_labels=1)
-    # Saved as `score`, whatever its name was: transformers would go back to that.
+    # Save the head as `score`; transformers would restore its original name.
     model._weight_conversions = [each for each in model._weight_conversions if each.target_patterns != ["score."]]
     return model
 
 
 def load_reward_model(path: str, settings: ModelConfig, labels: Sequence[str]) -> PreTrainedModel:
-    """A sequence classifier with these labels, whose forward gives the head's output at every token, [B, tokens, K].
+    """Load a sequence classifier with these labels whose forward returns the head's output at every token, [B, tokens,
+    K].
 
-    Its own gives scores for each row of the inputs, but packed inputs are one row for many sequences. Saved, it is the
-    ordinary classifier. The head is random unless `path` has one. EngineError for a class without a head, or with more.
+    The classifier's own forward returns scores per row of the inputs, but packed inputs have many sequences in a row.
+    It is saved as an ordinary classifier. The head is random unless `path` has one. EngineError unless the class has
+    exactly one head.
     """
     fields = {"id2label": dict(enumerate(labels)), "label2id": {label: i for i, label in enumerate(labels)}}
     model = _load(AutoModelForSequenceClassification, path, settings, **fields)
@@ -149,8 +152,8 @@ def load_reward_model(path: str, settings: ModelConfig, labels: Sequence[str]) -
     if len(heads) != 1 or body is model:
         names = ", ".join(type(each).__name__ for each in heads)
         raise EngineError(
-            f"model.path={path}: beside its body a {name} has {len(heads)} modules ({names or 'none'}); a reward model "
-            "has one, its head, which turns hidden states into scores. Put them into one module."
+            f"model.path={path}: a {name} has {len(heads)} modules ({names or 'none'}) besides its base model, but a "
+            "reward model must have exactly one, its head. Combine them into one module."
         )
 
     def forward(**inputs: Any) -> SequenceClassifierOutput:
@@ -162,9 +165,9 @@ def load_reward_model(path: str, settings: ModelConfig, labels: Sequence[str]) -
 
 @torch.no_grad()
 def check_forward(model: PreTrainedModel, path: str) -> None:
-    """EngineError if a class that is not transformers' own scores otherwise than `load_reward_model` has it.
+    """Raise EngineError if the forward of a custom class scores differently from that of `load_reward_model`.
 
-    What is trained would not be what serves. Under ZeRO-3 every rank calls.
+    Otherwise the served scores would differ from the trained ones. Under ZeRO-3 every rank calls.
     """
     padding = model.config.get_text_config().pad_token_id
     ids = [i for i in range(4, 12) if i != padding]
@@ -173,8 +176,8 @@ def check_forward(model: PreTrainedModel, path: str) -> None:
     tolerance = 1e-4 if model.dtype == torch.float32 else 0.05
     if own.shape != trained.shape or not torch.allclose(own, trained, rtol=tolerance, atol=tolerance):
         raise EngineError(
-            f"model.path={path}: the forward of {type(model).__name__} gives {_short(own)} where its head on the last "
-            f"token's hidden state gives {_short(trained)}; only the head is trained. Compute scores in the head alone."
+            f"model.path={path}: the forward of {type(model).__name__} returns {_short(own)}, but its head on the last "
+            f"token's hidden state returns {_short(trained)}. Compute scores in the head only, which is what trains."
         )
 
 
@@ -185,9 +188,9 @@ def _short(scores: torch.Tensor) -> str:
 def _load(
     kind: type, path: str, settings: ModelConfig, names: dict[str, str] | None = None, **fields: Any
 ) -> PreTrainedModel:
-    """`names`: of tensors, as `key_mapping`; `fields`: of the configuration."""
+    """Load a model of class `kind`. `names`: `key_mapping` of tensors; `fields`: overrides of the configuration."""
     if Path(path).is_absolute() and not Path(path).is_dir():
-        raise FileNotFoundError(f"model.path: there is no model folder at {path}")
+        raise FileNotFoundError(f"model.path={path}: the model folder does not exist")
     config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code, **fields)
     register_language_models(config)
     zero_fields(config)
@@ -203,21 +206,21 @@ def _load(
 
 
 def prepare_for_training(model: PreTrainedModel, settings: ModelConfig) -> PreTrainedModel:
-    """Attention by layouts (transformers' choice where a model takes none), no dropout, maybe recomputed activations.
+    """Set up attention by layouts if the model supports it, no dropout, and gradient checkpointing if configured.
 
-    Visual placeholders get no probability, as in the engine.
+    Visual placeholders get probability 0, as in the engine.
     """
     attend_by_layout(model)
     zero_dropout(model)
     if settings.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     exclude(model)
-    model.config.architectures = [type(model).__name__]  # else a critic's checkpoint says it is a policy's
+    model.config.architectures = [type(model).__name__]  # otherwise a critic's checkpoint would name a policy class
     return model
 
 
 def check_training_passes(engine: Any, packed: bool, device: str, role: str) -> None:
-    """EngineError if a model draws random numbers in training mode (`check_repeatable`); every rank calls."""
+    """Raise EngineError if a model is random in training mode (`check_repeatable`); every rank calls."""
     module = engine.module
     batch = collate(_check_rows(module.config.get_text_config().vocab_size), packed, device)
     check_repeatable(module, lambda: engine(**batch.inputs, use_cache=False), role)
@@ -226,9 +229,9 @@ def check_training_passes(engine: Any, packed: bool, device: str, role: str) -> 
 def packs_exactly(
     model: Callable, vocab_size: int, dtype: torch.dtype, device: str, read: Callable = response_logits
 ) -> bool:
-    """Whether packed sequences get the logits they get when padded: false for models that ignore position restarts.
+    """Return whether packed and padded sequences give the same logits; False for models that ignore position restarts.
 
-    `read`: what is compared in place of logits, `head_inputs` of a value model.
+    `read`: function that returns the compared outputs, e.g. `head_inputs` for a value model.
     """
     rows = _check_rows(vocab_size)
     return _same_outputs(model, [collate(rows, way, device) for way in (True, False)], dtype, read)
@@ -237,9 +240,9 @@ def packs_exactly(
 def splits_exactly(
     model: Callable, vocab_size: int, dtype: torch.dtype, packed: bool, device: str, part: SequenceSlice
 ) -> bool:
-    """Whether the ranks of `part`, which all call, get from slices what the whole gives.
+    """Return whether slices on the ranks of `part`, which all call, give the same logits as the whole.
 
-    False for models that mix tokens otherwise than in the attention that layouts reach.
+    False for models that mix tokens outside the attention that layouts define.
     """
     rows = _check_rows(vocab_size)
     return _same_outputs(model, [collate(rows, packed, device, each) for each in (part, None)], dtype)
@@ -252,7 +255,7 @@ def _check_rows(vocab_size: int) -> list[Row]:
 
 @torch.no_grad()
 def _same_outputs(model: Callable, batches: list[Batch], dtype: torch.dtype, read: Callable = response_logits) -> bool:
-    """Whether two batches of the same rows get the same logits: eight of each row, and what all of them sum up to."""
+    """Return whether two batches of the same rows give the same logits: compares eight per row and their logsumexp."""
     found = []
     for batch in batches:
         logits = read(model, batch).float()

@@ -1,11 +1,11 @@
-"""Models give up their device for a while: their tensors' memory goes to pinned host memory and comes back, in place.
+"""Offloading of models to pinned host memory and back, in place.
 
-Role: ranks move models between a slot's roles; checkpoints bring them back while they are written. Masters and moments
-may leave alone or come back later (actor.optimizer_residency), in a thread and on a stream of their own. Invariants: no
-tensor is replaced: storages are emptied and filled, so views, hooks and optimizer states stay linked, and a storage
-that was overlooked costs only memory. (DeepSpeed's `offload_states` unlinks masters.) Reading what is away kills the
-process or its CUDA context, so ranks refuse calls. One thing moves at a time. Waits: for all streams of the device; for
-a fetch, at most the limit given when it began.
+Role: ranks move models when a slot changes roles; checkpoints load them while they are written. Masters and moments can
+be offloaded alone or loaded later (actor.optimizer_residency), in a thread and on a separate stream. Invariants: no
+tensor is replaced; storages are emptied and refilled, so views, hooks and optimizer states stay linked, and a storage
+that is missed costs only memory. (DeepSpeed's `offload_states` unlinks masters.) Reading an offloaded tensor kills the
+process or its CUDA context, so ranks reject such calls. Only one move runs at a time. Waits: for all streams of the
+device; for a fetch, at most the limit given at its start.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from rlfuse.cluster.host_memory import free_bytes
 from rlfuse.errors import EngineError
 
 _PIECE = 1 << 28
-"""Bytes of a piece of pinned memory: a power of two, because torch rounds pinned memory up to the next."""
+"""Bytes of a piece of pinned memory: a power of two, to which torch rounds pinned memory up."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _OffloadedStorage:
-    """A storage without memory, and its bytes."""
+    """Emptied storage and its bytes on the host."""
 
     storage: torch.UntypedStorage
     copies: list[torch.Tensor]
     of_optimizer: bool
-    """Only steps read it."""
+    """True if only optimizer steps read it."""
 
     @property
     def size(self) -> int:
@@ -56,9 +56,9 @@ _pinning: threading.Thread | None = None
 
 
 def to_host(model: torch.nn.Module, optimizer_alone: bool = False) -> None:
-    """Give up the device memory of a module, or of a `ShardedModel` with all that its optimizer keeps.
+    """Offload a module, or a `ShardedModel` with its optimizer states, to host memory.
 
-    `optimizer_alone`: only of what its steps alone read.
+    `optimizer_alone`: offload only the tensors that only optimizer steps read.
     """
     with _moving:
         _wait_for_fetch(model)
@@ -71,9 +71,9 @@ def to_host(model: torch.nn.Module, optimizer_alone: bool = False) -> None:
 
 
 def to_device(model: torch.nn.Module, optimizer: bool = True) -> None:
-    """Undo `to_host`; `optimizer`: also for what only steps read, which a fetch may bring already.
+    """Undo `to_host`; `optimizer`: also for the tensors that only optimizer steps read.
 
-    Where the device has too little memory the rest stays away, and it can be tried again.
+    If the device has too little memory, the rest stays offloaded and the call can be repeated.
     """
     with _moving:
         _wait_for_fetch(model)
@@ -86,9 +86,9 @@ def to_device(model: torch.nn.Module, optimizer: bool = True) -> None:
 
 
 def fetch_optimizer(model: torch.nn.Module, limit_s: float) -> None:
-    """Begin to bring back what only steps read; a move that waits for it gives up after `limit_s`.
+    """Start loading the tensors that only optimizer steps read; a move that waits for it fails after `limit_s`.
 
-    Nothing begins where it is there or coming, where the weights are away, or while something moves.
+    No-op if they are loaded or being loaded, if weights are offloaded, or during another move.
     """
     if not _moving.acquire(blocking=False):
         return
@@ -101,42 +101,42 @@ def fetch_optimizer(model: torch.nn.Module, limit_s: float) -> None:
 
 
 def offloaded_bytes(model: torch.nn.Module) -> int:
-    """Of what is on the host, or on its way from there."""
+    """Return the bytes of `model` that are offloaded or being loaded."""
     return sum(each.size for each in _offloaded.get(model, []))
 
 
 def release_cached(most: int) -> None:
-    """Give the device memory back that the allocator holds unused, all of it, where that is more than `most` bytes.
+    """Release all unused cached device memory if it exceeds `most` bytes.
 
-    To allocate it again takes longer than to use it again, so it stays where the engine has room without it.
+    Allocation is slower than reuse, so memory that the engine does not need stays cached.
     """
     if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > most:
         torch.cuda.empty_cache()
 
 
 def start_pinning(size: int) -> None:
-    """Begin to register host memory for `size` bytes that will leave the device; to do so while they leave takes long.
+    """Start pinning host memory for `size` bytes in a thread, as pinning during `to_host` would be slow.
 
-    torch keeps the pieces and hands them out in `to_host`. Nothing begins where that is under way or done.
+    torch caches the pieces and reuses them in `to_host`. No-op if pinning has been started.
     """
     global _pinning
     with _moving:
-        if size > 0 and _pinning is None and free_bytes() > size:  # else the system could end this process for it
+        if size > 0 and _pinning is None and free_bytes() > size:  # otherwise the kernel could kill this process
             _pinning = threading.Thread(target=_pin, args=(size,), daemon=True)
             _pinning.start()
 
 
 def _pin(size: int) -> None:
-    with suppress(EngineError):  # `to_host` reports a host without room, if it comes to that
+    with suppress(EngineError):  # `to_host` reports a lack of host memory
         pieces = [pinned(_PIECE, pin=True) for _ in range(0, size, _PIECE)]
         del pieces
 
 
 @contextmanager
 def on_device(model: torch.nn.Module, optimizer: bool = True) -> Iterator[None]:
-    """The model is there for the length of the block, and then what was away is away again.
+    """Keep the model on the device within the block, and offload it again if it was.
 
-    `optimizer`: also what only steps read, which else stays where it is.
+    `optimizer`: also the tensors that only optimizer steps read.
     """
     with _moving:
         _wait_for_fetch(model)
@@ -154,7 +154,7 @@ def _move_to_host(model: torch.nn.Module, storages: list[torch.UntypedStorage], 
     _synchronize()
     storages = sorted(
         storages, key=lambda each: each.data_ptr() in optimizer_addresses
-    )  # what comes back later shares no piece
+    )  # optimizer tensors share no piece with weights
     host = _HostPieces(sum(storage.nbytes() for storage in storages))
     leaving = [
         _OffloadedStorage(each, host.copies(_bytes(each)), each.data_ptr() in optimizer_addresses) for each in storages
@@ -166,8 +166,8 @@ def _move_to_host(model: torch.nn.Module, storages: list[torch.UntypedStorage], 
 
 
 def _load_back(offloaded: list[_OffloadedStorage]) -> None:
-    """In a thread: until all of it is there, or none. On GPUs memory is taken from where the computing stream takes its
-    own, and written behind what that was given so far, which may still use it."""
+    """Load all of `offloaded`, or nothing on failure; runs in a thread. On GPUs memory comes from the compute stream's
+    pool, and is written after the work queued there so far, which may still use it."""
     stream = torch.cuda.Stream() if torch.cuda.is_available() else None
     try:
         for each in offloaded:
@@ -193,7 +193,7 @@ def _copy_back(each: _OffloadedStorage) -> None:
 
 
 def _wait_for_fetch(model: torch.nn.Module) -> None:
-    """Nothing of the model is on its way. EngineError where that takes too long; without room the rest stays away."""
+    """Wait for a fetch of the model. EngineError after its limit; without device memory the rest stays offloaded."""
     if (fetch := _fetches.pop(model, None)) is None:
         return
     try:
@@ -202,20 +202,19 @@ def _wait_for_fetch(model: torch.nn.Module) -> None:
         torch.cuda.empty_cache()
     except TimeoutError:
         raise EngineError(
-            f"waited {fetch.limit_s:g} s for {offloaded_bytes(model):,} bytes of an optimizer's masters and moments, which "
-            "were to come from host memory to the device while gradients were computed. Its host copies too slowly, "
-            "or not at all; actor.optimizer_residency=training has them come with the weights."
+            f"Loading {offloaded_bytes(model):,} bytes of optimizer masters and moments from host memory took longer "
+            f"than {fetch.limit_s:g} s. Set actor.optimizer_residency=training to load them with the weights."
         ) from None
 
 
 class _HostPieces:
-    """Room for `total` bytes that leave the device, in pieces that many storages share."""
+    """Host memory for `total` bytes, in pieces that storages share."""
 
     def __init__(self, total: int):
         self._left, self._room = total, torch.empty(0, dtype=torch.uint8)
 
     def copies(self, source: torch.Tensor) -> list[torch.Tensor]:
-        """uint8: what `source`, uint8 too, has, cut where a piece is full."""
+        """Copy uint8 `source` to the host; return the parts, split at the ends of pieces."""
         found = []
         while source.numel():
             if not self._room.numel():
@@ -229,15 +228,15 @@ class _HostPieces:
 
 
 def pinned(size: int, pin: bool) -> torch.Tensor:
-    """EngineError where the host has no room, of which CUDA speaks as it does of a full GPU."""
+    """Allocate uint8 host memory. EngineError if the host lacks it, which CUDA reports like a full GPU."""
     try:
         return torch.empty(size, dtype=torch.uint8, pin_memory=pin)
     except RuntimeError as error:
         raise EngineError(
-            f"{size} bytes more of host memory could not be pinned for what leaves the GPU "
-            f"({str(error).splitlines()[0]}). This host has {psutil.virtual_memory().available >> 20} MiB free, a "
-            "container in it perhaps less; `rlfuse plan` shows what each slot pins. Raise the limit of the container "
-            "or job (docker --memory, Slurm --mem), or have fewer slots on a node (trainer.n_gpus_per_node)."
+            f"{size} bytes of host memory could not be pinned for offloading ({str(error).splitlines()[0]}). "
+            f"This host has {psutil.virtual_memory().available >> 20} MiB free, a container possibly less; `rlfuse "
+            "plan` shows what each slot pins. Raise the limit of the container or job (docker --memory, Slurm --mem), "
+            "or use fewer slots per node (trainer.n_gpus_per_node)."
         ) from error
 
 
@@ -251,7 +250,7 @@ def _synchronize() -> None:
 
 
 def _of_optimizer(model: Any) -> set[int]:
-    """Addresses of what only steps read."""
+    """Return the addresses of tensors that only optimizer steps read."""
     return {*_addresses(model.step_tensors())} if hasattr(model, "step_tensors") else set()
 
 
@@ -260,7 +259,7 @@ def _addresses(tensors: Iterable[torch.Tensor]) -> Iterator[int]:
 
 
 def _storages(model: Any) -> list[torch.UntypedStorage]:
-    """Every storage on the device that the model's tensors view, once. What others manage, as a mapped file, stays."""
+    """Return each resizable storage on the device that the model's tensors view; e.g. mapped files are excluded."""
     device, found = "cuda" if torch.cuda.is_available() else "cpu", {}
     for tensor in model.tensors() if hasattr(model, "tensors") else [*model.buffers(), *model.parameters()]:
         storage = tensor.untyped_storage()

@@ -1,9 +1,9 @@
-"""The driver's side of trainer ranks, whatever they hold: their start, calls, steps, and turns on the device.
+"""Driver-side base class of groups of trainer ranks: start, calls, optimizer steps and device moves.
 
 Role: base of `TrainerGroup`, `PipelineTrainer` and `RewardModelTrainer`. A rollout slot spans
 `rollout.tensor_model_parallel_size` ranks, which share its rate. Invariants: calls on single slots run concurrently, a
-call of all ranks runs alone; a failure is reported once, a dead rank before those that waited for it; a rank that hangs
-in a `WATCHED` call is killed within about cluster.heartbeat_s. Waits for ranks at most cluster.timeout_s.
+call on all ranks runs exclusively; a failure is raised once, that of a dead rank before those of ranks waiting for it;
+a rank that hangs in a `WATCHED` call is killed within about cluster.heartbeat_s. Waits at most cluster.timeout_s.
 """
 
 from __future__ import annotations
@@ -39,56 +39,56 @@ MALLOC_SETTINGS = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_ARENA_MAX": "1",
 }
-"""Up to these bytes glibc keeps what a rank frees. By default it hands a micro-batch's activations back to the system
-and takes them anew; the page faults are 5 % of a split backward's time. Only the main arena heeds that, and Ray has a
-rank's calls on a thread beside the main one, as `pulse` is answered on another."""
+"""Environment in which glibc keeps freed memory up to these bytes. By default it returns a micro-batch's activations to
+the system and requests them again; the page faults take 5 % of a split backward's time. The thresholds apply only to
+the main arena, and Ray runs a rank's calls on another thread because `pulse` has its own."""
 NO_TORCH_COMPILE = {"TORCHDYNAMO_DISABLE": "1"}
-"""For ranks on CPUs. Optimizers that are imported and not used ask for a compilation, and torch would import its
-compiler: a seventh of a rank's start."""
+"""Environment of ranks on CPUs. Unused optimizers request compilation at import, and torch would import its compiler,
+a seventh of a rank's startup time."""
 WATCHED = ("score", "accumulate", "run", "step")
-"""Calls in which a rank shows often that it gets on."""
+"""Calls that are watched for hangs, because ranks report progress often during them."""
 CHECKS_PER_HEARTBEAT = 8
-"""At each rank in `cluster.heartbeat_s`, while it is at one of these."""
+"""Liveness checks of each rank per `cluster.heartbeat_s` during these calls."""
 T = TypeVar("T")
 
 
 class RankGroup:
-    """Every method sends its call to the ranks concerned and waits for all of them, at most cluster.timeout_s."""
+    """Group of trainer ranks; each method calls the ranks concerned and waits at most cluster.timeout_s for all."""
 
     def __init__(self, config: Config, ranks: Sequence[ray.actor.ActorHandle]):
         self.config, self.ranks, self._lock = config, list(ranks), _SharedExclusiveLock()
         self.recorder = Recorder("trainer")
         self._accumulated: dict[str, list[int]] = {model: [] for model in self.models}
-        """Model -> trainable tokens of each row since its last step."""
+        """Model -> trainable tokens of each row accumulated since its last step."""
         self._completed_calls: set[tuple[int, str]] = set()
-        """(rank, call) that have ended well once: each rank compiles for itself."""
+        """(rank, action) pairs that have succeeded once; the first call may compile kernels."""
         self._roles: dict[int, str] = {}
-        """Slot -> what its ranks were told last, once they have done it."""
+        """Slot -> role of its ranks after the last successful switch."""
         self.sharing = DeviceSharing()
         self.offloaded_optimizers: dict[int, float] = {}
-        """Slot whose ranks are there but for what only optimizer steps read -> seconds that this takes to come."""
+        """Slot whose ranks are on the device without optimizer states -> estimated seconds to load these."""
         self.rates = (1.0,) * len(self.ranks)
-        """By rank: how many times longer than expected it takes."""
+        """By rank: duration relative to the expected one."""
 
     @property
     def models(self) -> tuple[str, ...]:
-        """What is trained."""
+        """Names of the trained models."""
         return ("actor", "critic") if self.config.uses_critic else ("actor",)
 
     async def measure(self) -> dict[str, Any]:
-        """Time what plans and utilisation go by, while nothing else runs on the slots; returns facts to log.
+        """Measure the speed that plans and utilisation are based on; return facts to log. The slots must be idle.
 
-        `peak_flops`: FLOP/s of all ranks together, measured at the same time; missing where a device has no room.
+        `peak_flops`: total FLOP/s of all ranks, measured concurrently; missing if a device lacks the memory.
         """
         speeds = await self._all("probe", "time fixed work")
         return {} if None in speeds else {"peak_flops": sum(speeds)}
 
     async def device_bytes(self) -> int:
-        """Return the memory of the smallest device."""
+        """Return the memory of the smallest device, in bytes."""
         return min(await self._all("device_bytes", "report its device's memory"))
 
     async def share(self, sharing: DeviceSharing) -> None:
-        """From now on the ranks share their devices like this."""
+        """Apply `sharing` on all ranks from now on."""
         await self._all("share", "share its device", sharing)
         self.sharing = sharing
 
@@ -96,11 +96,11 @@ class RankGroup:
         await self._switch(slot, "trainer", "take its device")
 
     async def release_device(self, slot: int) -> None:
-        """The slot's ranks move their models to host memory; until `acquire_device` nothing may be asked of them."""
+        """Offload the models of the slot's ranks; they accept no calls that use models until `acquire_device`."""
         await self._switch(slot, "rollout", "leave its device")
 
     async def make_room(self, slot: int) -> None:
-        """The slot's ranks release cached memory that the engine's weights need during a push."""
+        """Release cached device memory that the engine's weights need during a push."""
         await self._call("make_room", "release cached memory", slot, lambda rank: ())
 
     async def _switch(self, slot: int, role: str, action: str) -> None:
@@ -113,27 +113,30 @@ class RankGroup:
                 self.offloaded_optimizers[slot] = seconds
 
     async def fetch_optimizers(self, slot: int) -> None:
-        """They set out, beside whatever the ranks compute; a step waits for them."""
+        """Start loading optimizer states while the slot's ranks compute; a step waits for them."""
         self.offloaded_optimizers.pop(slot, None)
         await all_of([self._ask(rank, "fetch_optimizers", "fetch its optimizers") for rank in self._ranks(slot)])
 
     async def replan(self, rates: Sequence[float], saved: Path | None = None) -> None:
-        """Calls of several ranks are shared out by these rates of slots from now on; none: as if all were alike."""
+        """Balance work over ranks by these rates of slots from now on; without rates, evenly."""
         width = self.config.rollout.tensor_model_parallel_size
         self.rates = tuple(rates[rank // width] if rates else 1.0 for rank in range(len(self.ranks)))
 
     async def step(self, model: str, lengths: Sequence[int], lr_factor: float = 1.0) -> dict[str, float]:
-        """One optimizer step; the mini-batch's mean diagnostics, `lr` and `grad_norm` as `model/name`.
+        """Take one optimizer step; return mean diagnostics, `lr` and `grad_norm` as `model/name`.
 
-        `lr_factor`: share of the full learning rate. ValueError unless `lengths` are the trainable tokens of the rows
-        accumulated since the last step, in any order.
+        `lr_factor`: fraction of the full learning rate. ValueError unless `lengths` are the trainable tokens of the
+        rows accumulated since the last step, in any order.
         """
         if not (accumulated := self._accumulated[model]):
-            raise ValueError(f"Nothing was accumulated for the {model} since its last step: accumulate rows first.")
+            raise ValueError(
+                f"No gradients of the {model} were accumulated since its last step. Call accumulate first."
+            )
         if sorted(lengths) != sorted(accumulated):
             raise ValueError(
-                f"A step of the {model} over {len(lengths)} rows ({sum(lengths)} response tokens), but since its last "
-                f"one {len(accumulated)} ({sum(accumulated)}) were accumulated: accumulate every row of it once."
+                f"Step of the {model} over {len(lengths)} rows ({sum(lengths)} response tokens), but "
+                f"{len(accumulated)} rows ({sum(accumulated)} tokens) were accumulated since the last step. Accumulate "
+                "each row once."
             )
         self._accumulated[model] = []
         count = loss_divisor(lengths, self.config.actor.loss_agg_mode, self.config.data.max_response_length)
@@ -141,7 +144,7 @@ class RankGroup:
         return step_metrics(model, sums, count, lengths)
 
     async def probe(self) -> list[float | None]:
-        """FLOP/s of large matrix products, of each slot's slowest rank; every rank computes alone."""
+        """Return FLOP/s of large matrix products by slot: those of its slowest rank; ranks compute independently."""
         speeds = await self._all("probe", "time fixed work")
         slots = [[speeds[rank] for rank in self._ranks(slot)] for slot in range(len(speeds) // len(self._ranks(0)))]
         return [None if None in each else min(each) for each in slots]
@@ -151,16 +154,16 @@ class RankGroup:
         return [*self.recorder.drain(), *chain.from_iterable(of_ranks)]
 
     def discard_gradients(self) -> None:
-        """The run ends within a step: what it accumulated is not waited for, and only `save` may follow."""
+        """Discard the rows accumulated for an unfinished step; only `save` may follow."""
         self._accumulated = {model: [] for model in self._accumulated}
 
     def _check_no_gradients(self, done: str) -> None:
-        """ValueError while a model holds gradients, which checkpoints do not have."""
+        """Raise ValueError if a model has accumulated gradients, which checkpoints do not contain."""
         for model, lengths in self._accumulated.items():
             if lengths:
                 raise ValueError(
-                    f"No checkpoint can be {done} now: the {model} holds gradients of {len(lengths)} rows, which "
-                    "checkpoints do not have. Step first."
+                    f"Checkpoint cannot be {done}: the {model} has accumulated gradients of {len(lengths)} rows, which "
+                    "checkpoints do not contain. Take the step first."
                 )
 
     def _ranks(self, slot: int | None) -> range:
@@ -182,7 +185,7 @@ class RankGroup:
             return await (self._watched(work, asked, action) if method in WATCHED else work)
 
     async def _watched(self, work: Awaitable[T], asked: Mapping[int, asyncio.Future], action: str) -> T:
-        """The result of a call; WorkerLost as soon as a rank hangs in it."""
+        """Return the result of a call; raise WorkerLost as soon as a rank hangs in it."""
         task, watch = asyncio.ensure_future(work), asyncio.ensure_future(self._watch(asked, action))
         try:
             await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -196,38 +199,38 @@ class RankGroup:
             await asyncio.gather(task, watch, return_exceptions=True)
 
     async def _watch(self, asked: Mapping[int, asyncio.Future], action: str) -> WorkerLost:
-        """Return once one of these ranks hangs, with what to raise; it is killed."""
-        limit, first = (
-            self.config.cluster.heartbeat_s,
-            any((rank, action) not in self._completed_calls for rank in asked),
-        )
-        judge, looked, pulses = HangDetector(limit, first), time.monotonic(), dict[int, Any]()
+        """Wait until one of these ranks hangs, kill it and return the error to raise."""
+        limit = self.config.cluster.heartbeat_s
+        first = any((rank, action) not in self._completed_calls for rank in asked)
+        detector, looked, pulses = HangDetector(limit, first), time.monotonic(), dict[int, Any]()
         try:
             while True:
                 await asyncio.sleep(limit / CHECKS_PER_HEARTBEAT)
-                at_it = [rank for rank, answer in asked.items() if not answer.done()]
-                for rank in at_it:
+                running = [rank for rank, answer in asked.items() if not answer.done()]
+                for rank in running:
                     if rank not in pulses:
                         pulses[rank] = asyncio.wrap_future(self.ranks[rank].pulse.remote().future())
-                if at_it:
-                    await asyncio.wait([pulses[rank] for rank in at_it], timeout=limit / CHECKS_PER_HEARTBEAT)
+                if running:
+                    await asyncio.wait([pulses[rank] for rank in running], timeout=limit / CHECKS_PER_HEARTBEAT)
                 before, looked = looked, time.monotonic()
-                # Those that come later are heard at the next look: a rank that computes in Python answers slowly.
-                answers = {rank: _pulse_or_error(pulses.pop(rank) if pulses[rank].done() else None) for rank in at_it}
-                heard = {rank: pulse for rank, pulse in answers.items() if not isinstance(pulse, Exception)}
-                hung = judge.check(looked - before, heard)
+                # Late answers count at the next check: a rank that computes in Python answers slowly.
+                answers = {rank: _pulse_or_error(pulses.pop(rank) if pulses[rank].done() else None) for rank in running}
+                received = {rank: pulse for rank, pulse in answers.items() if not isinstance(pulse, Exception)}
+                hung = detector.check(looked - before, received)
                 if hung is not None:
-                    return self._kill_hung_rank(hung, judge, action, [rank for rank in heard if rank != hung])
+                    return self._kill_hung_rank(hung, detector, action, [rank for rank in received if rank != hung])
         finally:
             for each in pulses.values():
                 each.cancel()
 
-    def _kill_hung_rank(self, rank: int, judge: HangDetector, action: str, others: Sequence[int]) -> WorkerLost:
-        """What to raise for a rank that hangs; it is killed, so that another can have its slot."""
+    def _kill_hung_rank(self, rank: int, detector: HangDetector, action: str, others: Sequence[int]) -> WorkerLost:
+        """Kill a rank that hangs, so that its slot can be reused; return the error to raise."""
         name = f"trainer/{rank}"
         waiting = [f"trainer/{other}" for other in others if detector.is_waiting_for(other, [rank])]
-        wait = f"\nFor it {', '.join(waiting)} waited." if waiting else ""
-        message = f"{name} hangs: asked to {action} it {detector.describe_hang(rank)}{wait}{watchdog.evidence(name)}"
+        wait = f"\nRanks waiting for it: {', '.join(waiting)}." if waiting else ""
+        message = (
+            f"{name} hangs in the call to {action}: it {detector.describe_hang(rank)}{wait}{watchdog.evidence(name)}"
+        )
         ray.kill(self.ranks[rank])
         return WorkerLost("\n".join(filter(None, [message, process_logs.log_hint(name)])))
 
@@ -237,7 +240,7 @@ class RankGroup:
 
 
 def _pulse_or_error(asked: asyncio.Future | None) -> Any:
-    """The pulse, None if it has not come; the error of a rank that can't tell, as its call will tell more."""
+    """Return the pulse, None if it has not arrived, or the error of the request; the call itself reports more."""
     return asked and (asked.exception() or asked.result())
 
 
@@ -245,17 +248,18 @@ OnRanksJoined = Callable[[RankGroup], Awaitable[None]]
 
 
 def warn_if_unfused(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return a rank's facts without the reason why it has no fused kernels, which is shown to the user."""
+    """Warn if the rank has no fused kernels; return its facts without the reason."""
     if why := facts.pop("unfused", ""):
         watchdog.say(
-            f"Log-probs are computed by PyTorch, which takes more time and memory: Triton could not run ({why}). "
+            f"Fused log-prob kernels are off, as Triton cannot run ({why}); PyTorch uses more time and memory. "
             "Install Triton and a C compiler (gcc) on the nodes of trainer ranks."
         )
     return facts
 
 
 class _SharedExclusiveLock:
-    """Many shared turns at a time, or one alone; whoever waits to be alone keeps later ones out."""
+    """Asynchronous lock with any number of shared holders or one exclusive one; a waiting exclusive request goes
+    first."""
 
     def __init__(self) -> None:
         self._gate, self._none_shared, self._shared = asyncio.Lock(), asyncio.Event(), 0
@@ -283,7 +287,7 @@ class _SharedExclusiveLock:
 async def start_ranks(
     kind: type, config: Config, slots: Slots, cores: Sequence[int] | None
 ) -> list[ray.actor.ActorHandle]:
-    """One actor of this kind of rank on every slot; they have met one another."""
+    """Start one actor of class `kind` on every slot and join them into a process group."""
     remote, limit = ray.remote(concurrency_groups={WATCH: 1, STORE: 1})(kind), config.cluster.timeout_s
     variables = NO_TORCH_COMPILE | MALLOC_SETTINGS
     if slots.device != "cpu":
@@ -307,7 +311,7 @@ async def start_ranks(
 def step_metrics(
     model: str, ranks: Sequence[tuple[dict[str, float], dict[str, float]]], count: float, lengths: Sequence[int]
 ) -> dict[str, float]:
-    """Mean diagnostics of a step as `model/name`, from each rank's sums and what is the same on all ranks."""
+    """Return a step's mean diagnostics as `model/name`, from (sums of this rank, values equal on all ranks) by rank."""
     names = {name: None for sums, _ in ranks for name in sums}
     totals = {name: sum(sums.get(name, 0.0) for sums, _ in ranks) for name in names}
     return {
@@ -317,6 +321,6 @@ def step_metrics(
 
 
 def check_written(problems: Sequence[str | None]) -> None:
-    """NotSaved if a rank could not write; `problems`: of each rank."""
-    if message := [f"trainer/{rank}: {problem}" for rank, problem in enumerate(problems) if problem]:
-        raise NotSaved(message[0])
+    """Raise NotSaved if a rank could not write; `problems`: by rank, None for success."""
+    if failed := [f"trainer/{rank}: {problem}" for rank, problem in enumerate(problems) if problem]:
+        raise NotSaved(failed[0])

@@ -1,8 +1,8 @@
-"""All ranks that train a reward model as one: pairs in, steps and scores out.
+"""Driver-side group of ranks that train a reward model on preference pairs.
 
-Role: the driver's side of `RewardModelRank`; `rlfuse.run.reward_model` drives it. A pair is two rows that stay in one
-micro-batch, chosen before rejected, and share what their sequences begin with, so that it runs once.
-Invariants and waits: as a `TrainerGroup`'s.
+Role: used by `rlfuse.run.reward_model`, over `RewardModelRank` actors. A pair is two rows in one micro-batch, chosen
+before rejected, that share their common prefix as a prompt, so that it is computed once.
+Invariants and waits: as of `TrainerGroup`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ from rlfuse.engines.trainer.trainer_group import TrainerGroup
 from rlfuse.samples import Row
 
 TRAILING_TOKEN = np.zeros(1, dtype=np.int32)
-"""Stands behind a row's last token, where the score is; causal models never look at it."""
+"""Appended after a row's last token, whose score is used; causal models ignore it."""
 
 
 class RewardModelTrainer(TrainerGroup):
-    """One rank on every slot."""
+    """Group of reward-model ranks, one on every slot."""
 
     @classmethod
     async def start(
         cls, config: Config, slots: Slots, padding: int | None, labels: Sequence[str]
     ) -> tuple[RewardModelTrainer, dict[str, Any]]:
-        """Ranks with their models loaded, and facts to log. `padding`, `labels`: as in `RewardModelRank.setup`."""
+        """Start ranks and load their models; return the group and facts to log.
+
+        `padding`, `labels`: as in `RewardModelRank.setup`.
+        """
         from rlfuse.engines.trainer.reward_model_rank import RewardModelRank
 
         group = cls(config, await start_ranks(RewardModelRank, config, slots, slots.cores))
@@ -44,9 +47,9 @@ class RewardModelTrainer(TrainerGroup):
         return (MODEL_PART,)
 
     async def learn(self, pairs: Sequence[Preference], lr_factor: float = 1.0) -> dict[str, float]:
-        """One optimizer step over these pairs; `reward_model/{loss, acc, margin, ...}`, means over them.
+        """Take one optimizer step over these pairs; return the means `reward_model/{loss, acc, margin, ...}`.
 
-        `lr_factor`: share of the full learning rate.
+        `lr_factor`: fraction of the full learning rate.
         """
         rows = rows_of(pairs, self.labels)
         await self.accumulate((MODEL_PART,), rows)
@@ -55,7 +58,7 @@ class RewardModelTrainer(TrainerGroup):
         return step_metrics(MODEL_PART, sums, len(pairs), [1] * len(pairs))
 
     async def scores(self, pairs: Sequence[Preference]) -> np.ndarray:
-        """float32 [pairs, 2]: of the chosen and of the rejected answer, on the pair's dimension."""
+        """Return the scores of chosen and rejected responses on the pair's dimension, float32 [pairs, 2]."""
         found = (await self.score((MODEL_PART,), rows_of(pairs, self.labels)))[MODEL_PART].arrays
         return np.array([scores[-1] for scores in found], dtype=np.float32).reshape(-1, 2)
 
@@ -65,11 +68,11 @@ class RewardModelTrainer(TrainerGroup):
 
 
 def rows_of(pairs: Sequence[Preference], labels: Sequence[str]) -> list[Row]:
-    """Chosen and rejected of each pair, one after the other; a pair without a dimension is of the first label."""
+    """Return two rows per pair, chosen and rejected; a pair without a dimension gets the first label."""
     rows = []
     for pair in pairs:
         for side, ids in (("chosen", pair.chosen_ids), ("rejected", pair.rejected_ids)):
-            alone = int(not len(pair.shared_ids))  # a row has a prompt: with nothing to share, its own first token
+            alone = int(not len(pair.shared_ids))  # without a common prefix the prompt is the row's first token
             prompt, response = (ids[:1] if alone else pair.shared_ids), np.concatenate([ids[alone:], TRAILING_TOKEN])
             label = labels.index(pair.dimension) if pair.dimension else 0
             tensors = {

@@ -1,6 +1,6 @@
-"""One trainer rank of a reward model: a sequence classifier, trained on pairs.
+"""Trainer rank of a reward model: a sequence classifier trained on preference pairs.
 
-Role: the class that `RewardModelTrainer.start` makes Ray actors of. All but the model is as in a `TrainerRank`.
+Role: `RewardModelTrainer.start` runs it as Ray actors. It differs from a `TrainerRank` only in its model.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from rlfuse.engines.weights.exporting import Exporter
 
 
 class RewardModelRank(TrainerRank):
-    """`join`, then `setup`, then calls in any order."""
+    """Rank of a reward model. Call `join`, then `setup`, then any other method."""
 
     def setup(self, padding: int | None, labels: Sequence[str]) -> dict[str, Any]:
-        """Load the model; returns facts to log. A head that `model.path` does not have begins at 0.
+        """Load the model; return facts to log. The head is initialised to 0 unless `model.path` has one.
 
-        `padding`: the tokenizer's token, by which the saved model will know where a sequence ends. `labels`: of the
-        head, in order.
+        `padding`: the tokenizer's padding token, with which the saved model finds the end of a sequence. `labels`:
+        outputs of the head, in order.
         """
         config, path = self.config, self.config.model.path
         torch.manual_seed(config.data.seed)

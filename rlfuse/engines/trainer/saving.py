@@ -1,9 +1,8 @@
-"""Files of a checkpoint, written by ranks that stay in step with one another where the disk is full.
+"""Checkpoint files of a rank; a full disk must not stop the rank's collectives.
 
-Role: a rank opens `checkpoint_writer(models)` around what it saves, and sends every file through `CheckpointWriter.write`. A file that
-can't be written is noted and nothing more is written, but every collective on the way is entered as before: a rank that
-left one would make its peers wait, and end the run for want of a checkpoint. What was written is on the disk when
-`write` returns, not only in this node's memory.
+Role: a rank saves within `checkpoint_writer(models)` and writes every file with `CheckpointWriter.write`. After the
+first failure nothing more is written, but the rank still enters every collective, so that its peers do not wait for it.
+Files are synced to disk when `write` returns.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ from rlfuse.files import sync_all
 
 
 class CheckpointWriter:
-    """What this rank could not write: `problem` is None while all is well."""
+    """Writer of this rank's checkpoint files; `problem` describes the first failure, None if there is none."""
 
     def __init__(self) -> None:
         self.problem: str | None = None
 
     def write(self, path: Path | str, action: Callable[[], Any]) -> None:
-        """Do `action`, which writes `path`, unless something failed before."""
+        """Run `action`, which writes `path`, and sync the file; no-op after a failure."""
         if self.problem is None:
             try:
                 action()
                 sync_all(Path(path))
-            except Exception as error:  # torch and safetensors have their own for a full disk
+            except Exception as error:  # torch and safetensors raise their own types for a full disk
                 self.problem = f"{path}: {type(error).__name__}: {' '.join(str(error).split()) or 'no message'}"
 
     def probe(self, folder: Path, rank: int) -> None:
-        """Write and remove a file of this rank in `folder`."""
+        """Create and remove a file in `folder` to check that it is writable."""
         file = folder / f"rank_{rank}"
         self.write(folder, lambda: folder.mkdir(parents=True, exist_ok=True))
         self.write(file, file.touch)
@@ -42,7 +41,7 @@ class CheckpointWriter:
 
 @contextmanager
 def checkpoint_writer(models: Iterable[Any] = ()) -> Iterator[CheckpointWriter]:
-    """Of one checkpoint of these models, which are on the device for its length."""
+    """Yield the writer of one checkpoint; the models are on the device for the block."""
     with ExitStack() as stack:
         for model in models:
             stack.enter_context(on_device(model))

@@ -1,12 +1,12 @@
-"""Ulysses over consecutive trainer ranks: each holds a slice of a micro-batch's tokens and runs all layers.
+"""Ulysses sequence parallelism over consecutive trainer ranks: each runs all layers on a slice of a micro-batch's
+tokens.
 
-Role: a trainer rank makes one `SequenceParallel` when it has met the others, and takes from it its `SequenceSlice` of a
-micro-batch of some degree; where layers are shared, too, the ranks of a part hold the same share. In attention they
-trade: an all-to-all gives each rank whole sequences of some heads, another one gives the slices back (Jacobs et al.
-2023, arXiv 2309.14509).
-Key-value heads that the degree does not divide are repeated as little as makes them divisible. To backends every rank
-is data-parallel, and the sum over ranks is the gradient.
-Waits: for the other ranks of the part, which run the same micro-batches in the same order; at most the time-out.
+Role: a trainer rank creates one `SequenceParallel` after joining, which gives it its `SequenceSlice` of a micro-batch
+of some degree; where layers are shared, too, the ranks of a part hold the same share. In attention they trade: an
+all-to-all gives each rank whole sequences of some heads, another one gives the slices back (Jacobs et al. 2023, arXiv
+2309.14509). Key-value heads that the degree does not divide are repeated as little as makes them divisible. To backends
+every rank is data-parallel, and the sum over ranks is the gradient. Waits: for the other ranks of the slice's group,
+which run the same micro-batches in the same order; at most the timeout.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ from rlfuse.engines.trainer.sequence_parallel_packing import degrees_up_to
 
 
 class SequenceParallel:
-    """Groups of 2, 4, ... up to the mesh's `sp` models that follow one another.
-
-    Every rank makes one, at the same time.
-    """
+    """Process groups of 2, 4, ... up to the mesh's `sp` consecutive models; all ranks create it at the same time."""
 
     def __init__(self, mesh: ParallelMesh, rank: int, timeout: timedelta):
         self._parts: dict[int, SequenceSlice] = {}
@@ -38,12 +35,12 @@ class SequenceParallel:
                     self._parts[degree] = SequenceSlice(degree, ranks.index(rank), group)
 
     def part(self, degree: int) -> SequenceSlice | None:
-        """This rank's part of a micro-batch of that degree; None for 1, which needs no other rank."""
+        """Return this rank's slice of a micro-batch of this degree; None for degree 1."""
         return self._parts[degree] if degree > 1 else None
 
 
 class SequenceSlice:
-    """Slice `index` of `degree`, and the ranks that hold the others."""
+    """Slice `index` of `degree`, with the process group of all slices."""
 
     def __init__(self, degree: int, index: int, group: dist.ProcessGroup):
         self.degree, self.index, self.group = degree, index, group
@@ -59,25 +56,27 @@ class SequenceSlice:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """`attention.attend` for slices [B, tokens / degree, heads, d]; heads of `query` divide by the degree."""
+        """Compute `attention.attend` for slices [B, tokens / degree, heads, d]; the degree divides the heads of
+        `query`."""
         copies = self.degree // math.gcd(key.shape[2], self.degree)
         if copies > 1:
             key, value = (x.repeat_interleave(copies, dim=2) for x in (key, value))
-        if sinks is not None:  # of the heads that this rank gets
+        if sinks is not None:  # those of this rank's heads
             sinks = sinks.chunk(self.degree)[self.index]
         query, key, value = (_Exchange.apply(x, self, 2, 1) for x in (query, key, value))
         return _Exchange.apply(attend(query, key, value, segments, scale, window, softcap, sinks), self, 1, 2)
 
     def exchange(self, tensor: Tensor, split: int, join: int) -> Tensor:
-        """Send the i-th part of a tensor along `split` to the i-th rank; join what comes along `join`, by rank."""
+        """Send the i-th part of a tensor along `split` to rank i; concatenate the received parts along `join`."""
         sent = torch.stack(tensor.chunk(self.degree, split))
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         return torch.cat(received.unbind(), join)
 
     def gather_slices(self, flat: Tensor, indices: Tensor, size: int) -> Tensor:
-        """[r] at the places `indices` of all `size`, from every rank; the gradient of others' places stays with them."""
-        return _Whole.apply(flat, indices, size, self.group)
+        """Gather the ranks' [r] entries at indices `indices` to [size]; each rank's gradient covers only its own
+        entries."""
+        return _GatherSlices.apply(flat, indices, size, self.group)
 
 
 class _Exchange(torch.autograd.Function):
@@ -91,7 +90,7 @@ class _Exchange(torch.autograd.Function):
         return ctx.part.exchange(gradient, *ctx.back), None, None, None
 
 
-class _Whole(torch.autograd.Function):
+class _GatherSlices(torch.autograd.Function):
     @staticmethod
     def forward(ctx, flat: Tensor, indices: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(indices)

@@ -1,10 +1,10 @@
-"""How many ranks share a sequence, and which: a plan of every rank's micro-batches from lengths and predicted time.
+"""Packing of rows into micro-batches with sequence parallelism, from lengths and predicted times.
 
-Role: called before every pass; pure. Rows become units (a row, or the answers to one prompt), units get a degree of
-sequence parallelism, ranks and micro-batches. Invariants: a row is in one micro-batch; one of degree d is on d
-consecutive, aligned ranks; each rank runs higher degrees first, so that ranks meet in one order; budgets hold unless
-one unit exceeds them at the highest degree. A unit goes to the rank that ends it first; ranks in lockstep run equally
-many.
+Role: called before every pass; pure. Rows become units (a row, or the responses to one prompt); units get a
+sequence-parallel degree, ranks and a micro-batch. Invariants: a row is in one micro-batch; one of degree d is on d
+consecutive, aligned ranks; each rank runs higher degrees first, so collectives are in the same order on all ranks;
+budgets hold unless one unit exceeds them at the highest degree. A unit goes to the rank that ends it first; ranks in
+lockstep run equally many micro-batches.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from itertools import accumulate, chain, groupby
 from rlfuse.engines.trainer.micro_batches import balance, pack
 from rlfuse.samples import MicroBatch, Row
 
-_MAX_ATTEMPTS = 16  # attempts to speed a plan up by giving its longest units more ranks
-_TARGETS = (0.0, 1.0, 1.02, 1.05)  # of the time of a perfectly even plan: when what is cut is to be done; 0: soon
-CLOSE_ENOUGH = 1.02  # a plan this close to perfectly even is not worth any
-MIN_GAIN = 0.98  # more ranks must end the pass this much sooner: predictions are no better
-_EXCHANGE_FRACTION = 2 / 3  # to work, of passes with gradients relative to those without
+_MAX_ATTEMPTS = 16  # candidate plans in which the longest units get more ranks
+_TARGETS = (0.0, 1.0, 1.02, 1.05)  # end times for split units relative to a balanced plan; 0: as early as possible
+CLOSE_ENOUGH = 1.02  # a plan this close to perfect balance ends the search
+MIN_GAIN = 0.98  # a higher degree must reduce the time to this fraction: predictions are no more accurate
+_EXCHANGE_FRACTION = 2 / 3  # communication relative to compute in passes with gradients, compared with those without
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Rows that run together, and what they cost: one row, or several behind the one copy of their prompt."""
+    """Rows that stay together, with their cost: one row, or several that share one copy of their prompt."""
 
     rows: tuple[int, ...]
     tokens: int
     pairs: float
-    """Pairs of tokens that attention looks at."""
+    """Token pairs in attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A micro-batch as one rank sees it; no rows where only the other ranks have work."""
+    """Micro-batch of one rank; without rows if only other ranks have work."""
 
     rows: tuple[int, ...] = ()
     degree: int = 1
@@ -47,47 +47,48 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """What each rank of a micro-batch takes beyond its share of the work."""
+    """Time of each rank of a micro-batch in addition to its share of the work."""
 
     start: float = 0.0
-    """Whatever is in it."""
+    """Per micro-batch."""
     token: float = 0.0
-    """For each of its tokens: queries, keys, values and outputs change ranks in all layers."""
+    """Per token of the micro-batch, for the all-to-all of queries, keys, values and outputs in all layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Time of a pass in units of what a token takes outside attention on a rank that computes alone."""
+    """Cost model of a pass, in units of the time of a token outside attention on a rank that computes alone."""
 
     pair: float = 0.0
-    """A pair of tokens in attention."""
+    """Per token pair in attention."""
     overheads: Mapping[int, Overhead] = field(default_factory=dict)
-    """By degree; none for others."""
+    """By degree; 0 for degrees not listed."""
     slower: tuple[float, ...] = (1.0,)
-    """How many times longer everything takes while 1, 2, ... ranks compute at once, and more than are named as the
-    last: on CPU hosts ranks may share cores."""
+    """Slowdown factors while 1, 2, ... ranks compute at once, the last one for all larger counts: on CPU hosts ranks
+    may share cores."""
     rates: tuple[float, ...] = ()
-    """By rank: how many times longer than expected everything takes there; none: as expected everywhere."""
+    """Slowdown factor of each rank; empty: 1 for all."""
 
     def rate(self, first: int, width: int) -> float:
-        """Of consecutive ranks that wait for each other."""
+        """Return the slowdown factor of `width` consecutive ranks that wait for each other."""
         return max(self.rates[first : first + width], default=1.0)
 
     def start(self, degree: int) -> float:
-        """Of a micro-batch, on each of its ranks."""
+        """Return the overhead of a micro-batch on each of its ranks."""
         return self.overheads.get(degree, Overhead()).start
 
     def seconds(self, unit: Unit, degree: int) -> float:
-        """Predicted time on each of `degree` ranks, if no other computes; without the micro-batch's start."""
+        """Return the predicted time on each of `degree` ranks if no other computes, without the micro-batch's
+        overhead."""
         token = self.overheads.get(degree, Overhead()).token
         return (unit.tokens + self.pair * unit.pairs) / degree + token * unit.tokens
 
     def contention(self, ranks: int) -> float:
-        """How many times longer everything takes while so many ranks compute at once."""
+        """Return the slowdown factor while this many ranks compute at once."""
         return self.slower[min(ranks, len(self.slower)) - 1]
 
     def end(self, loads: Sequence[float]) -> float:
-        """When the last rank is done with what it would take alone; who has less makes room for the others."""
+        """Return when the last rank ends, given each rank's time alone; ranks speed up as others end."""
         end = before = 0.0
         for computing, load in zip(range(len(loads), 0, -1), sorted(loads), strict=True):
             end += (load - before) * self.contention(computing)
@@ -95,12 +96,12 @@ class Costs:
         return end
 
     def even(self, work: float, ranks: int) -> float:
-        """When ranks would be done with so much work for one as expected, if it could be shared out to the token."""
+        """Return the end time of this much work, if it could be divided perfectly over the ranks."""
         speeds = accumulate(sorted((1 / self.rate(rank, 1) for rank in range(ranks)), reverse=True))
         return work * min(self.contention(count) / speed for count, speed in enumerate(speeds, 1))
 
     def trained(self) -> Costs:
-        """Of passes with gradients: three times the work, and as many exchanges on the way back as on the way there."""
+        """Return the costs of passes with gradients: three times the compute and twice the communication."""
         whole = self.start(1)
         overheads = {
             degree: Overhead(whole + _EXCHANGE_FRACTION * (each.start - whole), _EXCHANGE_FRACTION * each.token)
@@ -110,20 +111,20 @@ class Costs:
 
 
 def degrees_up_to(largest: int) -> tuple[int, ...]:
-    """Degrees up to the largest, which `checks` found to divide ranks and heads."""
+    """Return the powers of two up to `largest`, which the configuration checks have validated."""
     return tuple(1 << power for power in range(largest.bit_length()))
 
 
 def unit_per_row(rows: Sequence[Row]) -> list[Unit]:
-    """Every row with its own copy of its prompt."""
+    """Return one unit per row, each with its own copy of the prompt."""
     return [Unit((i,), row.tokens, row.tokens**2 / 2) for i, row in enumerate(rows)]
 
 
 def units_by_prompt(rows: Sequence[Row], capacity: int, ranks: int, most: int | None = None) -> list[Unit]:
-    """Rows of the same prompt in one unit, so that it runs once.
+    """Group rows of the same prompt into units, so that the prompt is computed once.
 
-    A prompt is run again only where its answers don't fit `capacity` tokens or `most` sequences, or where they are more
-    than a rank's fair share of all tokens and than the prompt.
+    A prompt gets several units only if its responses exceed `capacity` tokens or `most` sequences, or if they exceed
+    both a rank's even share of all tokens and the prompt's length.
     """
     families: dict[object, list[int]] = defaultdict(list)
     for i, row in enumerate(rows):
@@ -150,15 +151,15 @@ def plan(
     most: int | None = None,
     lockstep: bool = False,
 ) -> list[list[Share]]:
-    """Shares as [rank][micro-batch]; in `lockstep` every rank gets as many, some without rows.
+    """Return shares as [rank][micro-batch]; in `lockstep` every rank gets equally many, some without rows.
 
-    ValueError for lockstep at degrees above 1, where `columns` plans.
-    `budget`: tokens of a micro-batch on one rank, the memory limit; `degrees` ascend.
+    `budget`: maximum tokens of a micro-batch on one rank; `degrees`: ascending; `most`: maximum sequences of a
+    micro-batch. ValueError for lockstep at degrees above 1, which needs `plan_lockstep`.
     Example: units of 90 and 8 tokens on 2 ranks with a budget of 50 and degrees 1, 2 -> the long one on both ranks,
     then the short one on rank 0.
     """
     if lockstep and degrees[-1] > 1:
-        raise ValueError(f"degrees={degrees} in lockstep: plan_lockstep plans that.")
+        raise ValueError(f"degrees={degrees} in lockstep: plan_lockstep must be used.")
     costs = costs or Costs()
     placed = _best_placement(units, ranks, budget, degrees, costs)
     chosen, first = placed.degrees, placed.first
@@ -181,8 +182,7 @@ def plan(
 
 
 def _lockstep_shares(mine: list[Share], alone: list[Unit], count: int, budget: int, most: int | None) -> list[Share]:
-    """A rank's shares in `count` micro-batches, since ranks wait for each other in each: spread evenly where that fits;
-    those without rows come last."""
+    """Return a rank's shares in `count` micro-batches, balanced if the budget allows; those without rows come last."""
     bins = [[alone[i] for i in bin] for bin in balance([unit.tokens for unit in alone], count) if bin]
     if all(len(bin) == 1 or _fits(bin, budget, most) for bin in bins):
         bins.sort(key=lambda bin: -sum(unit.tokens for unit in bin))
@@ -195,7 +195,7 @@ def _fits(bin: Sequence[Unit], budget: int, most: int | None) -> bool:
 
 
 def fill(shares: Sequence[Sequence[Share]], rows: Sequence[Row]) -> list[list[MicroBatch]]:
-    """The shares with their rows; one without runs two tokens of a row at weight 0, which costs next to nothing."""
+    """Return the shares as micro-batches of `rows`; an empty share becomes a filler of two tokens with weight 0."""
     row, first = rows[0], {name: array[:1] for name, array in rows[0].tensors.items()}
     short = replace(
         row, prompt_ids=row.prompt_ids[-1:], response_ids=row.response_ids[:1], tensors=first, visual=(), trainable=None
@@ -209,16 +209,16 @@ def fill(shares: Sequence[Sequence[Share]], rows: Sequence[Row]) -> list[list[Mi
 
 @dataclass(frozen=True, slots=True)
 class _Placement:
-    """Where units run, and when the last rank ends."""
+    """Assignment of units to ranks, and its end time."""
 
     end: float
     degrees: list[int]
     first: list[int]
-    """Rank of each unit."""
+    """First rank of each unit."""
 
 
 def _best_placement(units: Sequence[Unit], ranks: int, budget: int, degrees: Sequence[int], costs: Costs) -> _Placement:
-    """The smallest degrees that fit, raised where that ends the pass clearly sooner."""
+    """Return the best placement found; degrees above the smallest that fit must reduce the time by `MIN_GAIN`."""
     even, best = balanced_time(units, ranks, budget, degrees, costs), _Placement(math.inf, [], [])
     for tried in candidate_degrees(units, ranks, budget, degrees, costs):
         for target in _TARGETS if max(tried, default=1) > 1 else _TARGETS[:1]:
@@ -235,7 +235,7 @@ def _smallest_degrees(units: Sequence[Unit], budget: int, degrees: Sequence[int]
 
 
 def balanced_time(units: Sequence[Unit], ranks: int, budget: int, degrees: Sequence[int], costs: Costs) -> float:
-    """When units at the smallest degrees that fit would end, if they could be shared out to the token."""
+    """Return the end time of units at the smallest degrees that fit, if they could be divided perfectly."""
     smallest = _smallest_degrees(units, budget, degrees)
     return costs.even(sum(costs.seconds(*each) * each[1] for each in zip(units, smallest, strict=True)), ranks)
 
@@ -243,8 +243,8 @@ def balanced_time(units: Sequence[Unit], ranks: int, budget: int, degrees: Seque
 def candidate_degrees(
     units: Sequence[Unit], ranks: int, budget: int, degrees: Sequence[int], costs: Costs
 ) -> Iterator[list[int]]:
-    """The smallest that fit; more for the longest units, one after the other or several at a time, as far as a unit
-    with its start can make a plan uneven; and one degree for all."""
+    """Yield candidate degrees: the smallest that fit; higher ones for units long enough to unbalance a plan, raised
+    step by step from the longest; and each degree as the minimum for all units."""
     smallest = _smallest_degrees(units, budget, degrees)
     shortest = (CLOSE_ENOUGH - 1) * balanced_time(units, ranks, budget, degrees, costs)
     tried, raises = list(smallest), list[int]()
@@ -273,17 +273,17 @@ def candidate_degrees(
 def _assign(
     units: Sequence[Unit], degrees: Sequence[int], ranks: int, budget: int, costs: Costs, target: float = 0.0
 ) -> _Placement:
-    """High degrees first, the longest to who would end it first: ranks that share a unit are equally loaded before it,
-    so none waits for the others.
+    """Assign units, highest degrees and longest first, each to the ranks that end it first; ranks that share a unit are
+    equally loaded before it, so none waits for the others.
 
-    What is cut goes to the fullest that would end it by `target`, if there is one: few long units share ranks out
-    better that way (MULTIFIT, Coffman et al. 1978), and short ones level what is left.
+    A split unit goes to the most loaded ranks that end it by `target`, if any: this packs few long units better
+    (MULTIFIT, Coffman et al. 1978), and short units level the rest.
     """
     loads, first = [0.0] * ranks, [0] * len(units)
     seconds = [costs.seconds(unit, degree) for unit, degree in zip(units, degrees, strict=True)]
     order = sorted(range(len(units)), key=lambda i: (-degrees[i], -seconds[i], i))
     for width, same_degree in groupby(order, key=lambda i: degrees[i]):
-        ends_by_rate: dict[float, list[tuple[float, int]]] = defaultdict(list)  # of ranks at one rate: when each ends
+        ends_by_rate: dict[float, list[tuple[float, int]]] = defaultdict(list)  # rate -> sorted (end, rank)
         for rank in range(0, ranks, width):
             insort(ends_by_rate[costs.rate(rank, width)], (loads[rank], rank))
         room = dict.fromkeys(range(0, ranks, width), 0)  # tokens that the last micro-batch still takes
@@ -304,7 +304,8 @@ def _assign(
 def _choose_ranks(
     ends_by_rate: Mapping[float, Sequence[tuple[float, int]]], seconds: float, target: float
 ) -> tuple[float, int]:
-    """(rate, place in its list) of who gets a unit: the last to end it by `target`, or else the first to end it."""
+    """Return (rate, index in its list) of the rank for a unit: the last to end it by `target`, else the first to end
+    it."""
     in_time, soonest = [], []
     for rate, ends in ends_by_rate.items():
         soonest.append((ends[0][0] + rate * seconds, ends[0][1], rate, 0))

@@ -1,8 +1,8 @@
-"""The contract of a trainer backend: a model that ranks share.
+"""Protocol of a trainer backend: a model sharded over ranks.
 
-Role: trainer ranks make their models by `sharded_model(config.actor.strategy)` and know no more of the backend.
+Role: trainer ranks create models with `sharded_model(config.actor.strategy)` and use only this protocol.
 Invariant: gradients are sums until `step` divides them once. Every rank calls `step`, `gathered`, `save` and `load`;
-`Config.sharded_weights` and `sharded_gradients` say whether passes and backward passes need all ranks, too.
+`Config.sharded_weights` and `sharded_gradients` say whether passes and backward passes are collective, too.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from rlfuse.errors import EngineError
 
 
 class ShardedModel(Protocol):
-    """A model that is trained, or frozen."""
+    """Trained or frozen model of a backend."""
 
     module: PreTrainedModel
-    """Its parameters under transformers' names; each may be this rank's shard."""
+    """Module with transformers' parameter names; each parameter may be this rank's shard."""
 
     @property
     def steps(self) -> int:
@@ -36,65 +36,65 @@ class ShardedModel(Protocol):
 
     @staticmethod
     def load_extensions(config: Config, device: str) -> str | None:
-        """Compile and load operations, before ranks meet; return what prevents it for now."""
+        """Compile and load operations before ranks join; return the reason if this has to be retried."""
 
     @staticmethod
     def join(backend: str, limit: timedelta) -> None:
-        """Use torch's default process group, of `gloo` or `nccl`, which the ranks have just made."""
+        """Set up the backend after torch's default process group (`gloo` or `nccl`) has been initialised."""
 
     @staticmethod
     def loading(config: Config) -> AbstractContextManager[None]:
-        """Models that are loaded within it may be sharded as they load."""
+        """Return a context in which models may be sharded while they load."""
 
     @classmethod
     def trained(
         cls, model: PreTrainedModel, config: Config, lr: float, device: str, mesh: ParallelMesh
     ) -> ShardedModel:
-        """Return `model`, or this rank's part of it, under AdamW with the full learning rate `lr`."""
+        """Return `model`, or this rank's part of it, with AdamW at the full learning rate `lr`."""
 
     @classmethod
     def frozen(cls, model: PreTrainedModel, config: Config, device: str) -> ShardedModel: ...
 
     @staticmethod
     def zero(parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Set parameters of a model to 0 that was loaded within `loading`."""
+        """Set parameters of a model loaded within `loading` to 0."""
 
     def __call__(self, **inputs: Any) -> Any:
-        """A forward pass of `module`."""
+        """Run a forward pass of `module`."""
 
     def train(self) -> Any: ...
 
     def eval(self) -> Any: ...
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradient of a sum."""
+        """Accumulate the gradient of a summed loss."""
 
     def step(self, count: float, lr_factor: float) -> dict[str, float]:
-        """Update by the ranks' gradients divided by `count`; return `lr` and `grad_norm`, which is before clipping.
+        """Update with the ranks' summed gradients divided by `count`; return `lr` and the unclipped `grad_norm`.
 
-        Where the norm is not finite, weights and moments stay as they are on every rank.
+        If the norm is not finite, weights and moments stay unchanged on every rank.
         """
 
     def nbytes(self, tensor: torch.Tensor) -> int:
-        """Bytes of the whole tensor as `gathered` returns it."""
+        """Return the bytes of the unsharded tensor that `gathered` returns."""
 
     def gathered(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[list[torch.Tensor]]:
-        """Parameters or buffers of `module`, whole, in the model's dtype; valid within the block."""
+        """Gather parameters or buffers of `module`, unsharded, in the model's dtype; valid within the block."""
 
     def tensors(self) -> Iterable[torch.Tensor]:
-        """Return all that it holds on its device, the optimizer's tensors with it."""
+        """Return all tensors on its device, including those of the optimizer."""
 
     def step_tensors(self) -> Iterable[torch.Tensor]:
-        """Return those of them that only `step` reads."""
+        """Return those of `tensors` that only `step` reads."""
 
     def not_finite(self) -> str | None:
-        """Name of a parameter that is not finite on this rank."""
+        """Return the name of a parameter that is not finite on this rank, or None."""
 
     def save(self, folder: Path, files: CheckpointWriter) -> None:
-        """Weights and optimizer state, so that `load` continues bit for bit with as many ranks."""
+        """Save weights and optimizer state; `load` with the same number of ranks continues bitwise equal."""
 
     def load(self, folder: Path) -> None:
-        """What `save` wrote, under this run's learning rate, weight decay and clipping."""
+        """Load what `save` wrote; learning rate, weight decay and clipping are those of this run."""
 
 
 class StagesModel(ShardedModel, Protocol):
@@ -106,9 +106,9 @@ class StagesModel(ShardedModel, Protocol):
     def save_by_name(
         self, folder: Path, rank: int | None, files: CheckpointWriter, shares: TensorShares | None
     ) -> None:
-        """Gather this rank's parameters with their moments; written if `rank` is given, as that rank's file.
+        """Gather this rank's parameters and moments; write them as the file of `rank`, if given.
 
-        `shares`: of parameters that ranks have shares of; these are written whole.
+        `shares`: group of ranks with shares of parameters, which are written whole.
         """
 
     def load_by_name(self, folder: Path, shares: TensorShares | None) -> None:
@@ -116,17 +116,17 @@ class StagesModel(ShardedModel, Protocol):
 
 
 def sharded_model(strategy: str) -> type[ShardedModel]:
-    """The class that `actor.strategy` selects."""
+    """Return the class that `actor.strategy` selects."""
     return import_object(BACKENDS[strategy].model)
 
 
 def check_finite(model: str, parameter: str | None) -> None:
-    """EngineError if a parameter is named, which is not finite.
+    """Raise EngineError if `parameter` names a non-finite one.
 
-    No later step can mend that, and a checkpoint of it would replace one that can be resumed from.
+    Later steps cannot repair it, and its checkpoint would replace one that can be resumed from.
     """
     if parameter is not None:
         raise EngineError(
-            f"The {model} is lost, and not saved: its weights are not finite ({parameter}). Resume from the last "
+            f"The {model} is not saved, as its weights are not finite ({parameter}). Resume from the last "
             f"checkpoint with a lower learning rate, a lower actor.grad_clip or model.dtype=float32."
         )

@@ -1,14 +1,14 @@
-"""Tensor parallelism over consecutive trainer ranks: each holds a share of every decoder layer, and sees all tokens.
+"""Tensor parallelism over consecutive trainer ranks: each has a share of every decoder layer and processes all tokens.
 
-Role: a rank makes one `TensorParallelGroup` when it has met the others, loads its models through it and hands it to
-exporters; backends get the mesh, and find shares by `is_share`. Which layers are cut how is transformers' own plan of a
-family: `colwise` layers compute some outputs (whole heads, in attention), `rowwise` layers take them as their inputs,
-and a sum over the ranks follows; `replicated_with_grad_allreduce` parameters see some heads only (Megatron-LM, arXiv
-1909.08053). Not cut: embedding, head, norms, and keys and values where several ranks share a head.
-Not used: transformers' tensor parallelism, whose parameters are DTensors, which DeepSpeed can't flatten.
-Invariants: ranks of a group get the same rows, and compute the same gradients of what is whole on each; a backend sums
-over the ranks that hold the same share, and counts what is whole once in the norm.
-Waits: for the other ranks of the group, which run the same micro-batches in the same order; at most the time-out.
+Role: a rank creates one `TensorParallelGroup` after joining, loads its models with it and passes it to exporters;
+backends get the mesh, and identify shares with `is_share`. Layers are sharded by transformers' tensor-parallel plan of
+the family: `colwise` layers compute some outputs (whole heads in attention), `rowwise` layers take these as inputs and
+are followed by an all-reduce; `replicated_with_grad_allreduce` parameters see some heads only (Megatron-LM, arXiv
+1909.08053). Not sharded: embedding, head, norms, and keys and values if several ranks share a head.
+Transformers' own tensor parallelism is not used: its parameters are DTensors, which DeepSpeed cannot flatten.
+Invariants: ranks of a group get the same rows and compute equal gradients of replicated parameters; a backend sums over
+the ranks with the same share, and counts replicated parameters once in the norm.
+Waits: for the other ranks of the group, which run the same micro-batches in the same order; at most the timeout.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from rlfuse.errors import EngineError
 KEY = "training.tensor_model_parallel_size"
 COLWISE, ROWWISE, REPLICATED_SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
 _KEY_VALUE = ("k_proj", "v_proj")
-"""Of attention: cut by the heads of keys and values."""
+"""Attention layers that are sharded by key-value heads."""
 
 
 class TensorShares(Protocol):
-    """This rank among those that hold shares of the same tensors."""
+    """Group of ranks with shares of the same tensors, and this rank's index in it."""
 
     degree: int
     index: int
     is_writer: bool
-    """Whether this rank writes checkpoints for the group."""
+    """True if this rank writes checkpoints for the group."""
 
     def gather_whole(self, tensor: Tensor, dim: int) -> Tensor: ...
 
 
 class MemoryOnlyGroup:
-    """The first of `degree` ranks, without the others: a sum costs what it costs in memory, and changes nothing."""
+    """First of `degree` ranks without the others, for memory plans: a sum allocates memory but changes nothing."""
 
     index = 0
 
@@ -58,7 +58,7 @@ class MemoryOnlyGroup:
 
 
 class TensorParallelGroup(MemoryOnlyGroup):
-    """Groups of the mesh's `tp` ranks with the same layers; every rank makes one, at the same time."""
+    """Tensor-parallel group of this rank; all ranks create it at the same time."""
 
     def __init__(self, mesh: ParallelMesh, rank: int, timeout: timedelta):
         super().__init__(mesh.tp)
@@ -69,7 +69,8 @@ class TensorParallelGroup(MemoryOnlyGroup):
                 self.group = group
 
     def load(self, load: Callable[[], PreTrainedModel]) -> PreTrainedModel:
-        """This rank's share of what `load` returns, which is whole for a moment: on one rank of the group at a time."""
+        """Call `load` and return this rank's share of the model; one rank of the group at a time holds a whole
+        model."""
         for turn in range(self.degree):
             if turn == self.index:
                 model = shard_layers(load(), self)
@@ -77,14 +78,14 @@ class TensorParallelGroup(MemoryOnlyGroup):
         return model
 
     def gather_whole(self, tensor: Tensor, dim: int) -> Tensor:
-        """From the shares of a tensor, which was cut along `dim`; every rank of the group calls."""
+        """Return the whole tensor from shares along `dim`; every rank of the group calls."""
         own = tensor.detach().contiguous()
         parts = [torch.empty_like(own) for _ in range(self.degree)]
         dist.all_gather(parts, own, group=self.group)
         return torch.cat(parts, dim)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Over the ranks of the group; a new tensor."""
+        """Return the sum over the ranks of the group, as a new tensor."""
         found = super().sum(tensor)
         dist.all_reduce(found, group=self.group)
         return found
@@ -99,14 +100,16 @@ def is_share(parameter: nn.Parameter | Tensor) -> bool:
 
 
 def check_shardable(config: PreTrainedConfig, degree: int) -> None:
-    """EngineError for a family, or heads, that `degree` ranks can't share."""
+    """Raise EngineError if `degree` ranks cannot shard the family or its heads."""
     text = config.get_text_config()
     plan, name = getattr(text, "base_model_tp_plan", None) or {}, text.model_type
     if not any(style == ROWWISE for style in plan.values()):
-        raise EngineError(f"transformers has no tensor-parallel plan of a {name}, so {KEY}={degree} can't cut it")
+        raise EngineError(f"transformers has no tensor-parallel plan for a {name}, which {KEY}={degree} needs")
     other = sorted({style for layer, style in plan.items() if "*" in layer} - {COLWISE, ROWWISE, REPLICATED_SUMMED})
     if other:
-        raise EngineError(f"a {name} has layers to be cut as {', '.join(other)}, which {KEY}={degree} knows nothing of")
+        raise EngineError(
+            f"the tensor-parallel plan of a {name} has {', '.join(other)} layers, which {KEY}={degree} does not support"
+        )
     heads = text.num_attention_heads
     shared = getattr(text, "num_key_value_heads", None) or heads
     if heads % degree or (shared % degree and degree % shared):
@@ -122,13 +125,15 @@ def check_shardable(config: PreTrainedConfig, degree: int) -> None:
 
 
 def shard_layers(model: PreTrainedModel, ranks: MemoryOnlyGroup) -> PreTrainedModel:
-    """The model with this rank's share of its decoder layers; the rest of them is let go.
+    """Replace the model's decoder layers with this rank's shares of them, and return it.
 
-    EngineError where parts of a layer stand beside those in its plan: their gradients might be of some heads only.
+    EngineError if a layer has parameters outside its plan: their gradients could be of some heads only.
     """
     check_shardable(model.config, ranks.degree)
     if not attends_by_layout(model):
-        raise EngineError(f"{KEY}={ranks.degree}: a {type(model).__name__} counts its heads itself; set it to 1")
+        raise EngineError(
+            f"{KEY}={ranks.degree}: a {type(model).__name__} computes with a fixed number of heads. Set it to 1"
+        )
     entrance, planned = _SharedInput(ranks), _planned(model)
     for name, style in planned.items():
         parent, _, leaf = name.rpartition(".")
@@ -143,12 +148,12 @@ def shard_layers(model: PreTrainedModel, ranks: MemoryOnlyGroup) -> PreTrainedMo
         module.register_forward_hook(entrance.forget, always_call=True)
         for name, _ in module.named_parameters(prefix=parent):
             if name.rpartition(".")[0] not in planned:
-                raise EngineError(f"{KEY}={ranks.degree}: {name} is in no tensor-parallel plan; set it to 1")
+                raise EngineError(f"{KEY}={ranks.degree}: {name} is in no tensor-parallel plan. Set it to 1")
     return model
 
 
 def _planned(model: PreTrainedModel) -> dict[str, str]:
-    """Modules of decoder layers, and how transformers has them cut."""
+    """Return module name -> style in transformers' tensor-parallel plan, for modules of decoder layers."""
     plan = model.tp_plan
     names = ((name, re.sub(r"\.\d+(?=\.|$)", ".*", name)) for name, _ in model.named_modules())
     return {name: plan[pattern] for name, pattern in names if pattern in plan and "*" in pattern}
@@ -159,7 +164,9 @@ def _share(
 ) -> nn.Module:
     text, leaf = model.config.get_text_config(), name.rpartition(".")[2]
     if not isinstance(layer, nn.Linear):
-        raise EngineError(f"{KEY}={ranks.degree}: {name} is a {type(layer).__name__} and can't be cut; set it to 1")
+        raise EngineError(
+            f"{KEY}={ranks.degree}: {name} is a {type(layer).__name__}, which cannot be sharded. Set it to 1"
+        )
     if style == ROWWISE:
         return _Rows(layer, ranks)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -169,22 +176,22 @@ def _share(
 
 
 def _cut(parameter: nn.Parameter, dim: int, ranks: MemoryOnlyGroup) -> nn.Parameter:
-    """A copy of this rank's share, so that nothing holds the whole; marked as in Megatron-LM."""
+    """Return a copy of this rank's share, so that the whole can be freed; marked as in Megatron-LM."""
     if parameter.shape[dim] % ranks.degree:
-        raise EngineError(f"{KEY}={ranks.degree} must divide {parameter.shape[dim]}, a width of a layer; lower it")
+        raise EngineError(f"{KEY}={ranks.degree} must divide {parameter.shape[dim]}, a width of a layer. Lower it")
     own = nn.Parameter(parameter.detach().chunk(ranks.degree, dim)[ranks.index].clone())
     own.tensor_model_parallel, own.partition_dim = True, dim
     return own
 
 
 class ShardedLinear(nn.Module):
-    """Some rows or columns of a linear layer's weights, by which it multiplies."""
+    """Linear layer with a share of the rows or columns of its weight."""
 
     multiply = staticmethod(linear)
 
 
 class _Columns(ShardedLinear):
-    """Some outputs of a linear layer."""
+    """Column-parallel linear layer: computes some of the outputs."""
 
     def __init__(self, layer: nn.Linear, ranks: MemoryOnlyGroup, entrance: _SharedInput):
         super().__init__()
@@ -197,7 +204,7 @@ class _Columns(ShardedLinear):
 
 
 class _SharedColumns(nn.Module):
-    """The one head of keys, or of values, that this rank's queries look at; its layer is whole on every rank."""
+    """Linear layer of keys or values that computes the single head of this rank's queries; its weight is replicated."""
 
     def __init__(self, layer: nn.Linear, ranks: MemoryOnlyGroup, entrance: _SharedInput, heads: int):
         super().__init__()
@@ -214,7 +221,7 @@ class _SharedColumns(nn.Module):
 
 
 class _Rows(ShardedLinear):
-    """What a linear layer makes of some inputs, summed over the ranks; the bias comes once."""
+    """Row-parallel linear layer: takes some of the inputs, and sums over the ranks before it adds the bias."""
 
     def __init__(self, layer: nn.Linear, ranks: MemoryOnlyGroup):
         super().__init__()
@@ -227,7 +234,7 @@ class _Rows(ShardedLinear):
 
 
 class _SharedInput:
-    """Hands a group's ranks their layers' input; layers with the same input sum its gradient over the ranks once."""
+    """Input of column-parallel layers, whose gradient is summed over the ranks once per input."""
 
     def __init__(self, ranks: MemoryOnlyGroup):
         self._ranks = ranks
@@ -241,7 +248,7 @@ class _SharedInput:
         return self._last[1]
 
     def forget(self, *_: object) -> None:
-        """The layers are done; nothing of theirs is kept."""
+        """Release the last input."""
         self._last = None
 
 

@@ -1,8 +1,9 @@
-"""All trainer ranks as one: the driver's side of training, scoring by the policy, critic and reference.
+"""Driver-side group of trainer ranks: training, and scoring with the policy, critic and reference.
 
-Role: implements the controller's `Trainer` and the weight sync's `WeightExporter` over `TrainerRank` actors. Decides
-(purely, in `degrees`) which row goes to which ranks and micro-batch, and puts the answers back in the order of the
-rows. A long row is cut over several ranks where that is needed or sooner done. Invariants and waits: as `rank_group`.
+Role: implements the controller's `Trainer` and the weight sync's `WeightExporter` over `TrainerRank` actors. Assigns
+rows to ranks and micro-batches with `sequence_parallel_packing` and `lockstep_packing`, and returns results in row
+order. A long row is split over several ranks if it has to be or if that is faster. Invariants and waits: as
+`rank_group`.
 
     controller --rows--> TrainerGroup --micro-batches--> rank 0 .. rank N-1   (collectives among the ranks)
 """
@@ -46,7 +47,7 @@ if TYPE_CHECKING:  # imports the video tower
 
 
 class TrainerGroup(RankGroup):
-    """Ranks with whole models."""
+    """Group of ranks without pipeline stages."""
 
     pipelined = False
 
@@ -62,25 +63,25 @@ class TrainerGroup(RankGroup):
         slots: Slots,
         cores: Sequence[int] | None = None,
         tower: TowerSettings | None = None,
-        met: OnRanksJoined | None = None,
+        joined: OnRanksJoined | None = None,
     ) -> tuple[TrainerGroup, dict[str, Any]]:
-        """One rank on every slot, models loaded; and facts to log.
+        """Start one rank on every slot and load its models; return the group and facts to log.
 
-        `cores`: the CPU core that each rank's process is bound to; `tower`: what video.freeze_vision_tower=false trains, not
-        read otherwise; `met`: awaited once the ranks have met, before they load models.
+        `cores`: CPU core that each rank is bound to; `tower`: settings of the vision tower, used only with
+        video.freeze_vision_tower=false; `joined`: awaited after the ranks have joined, before they load models.
         """
         from rlfuse.engines.trainer.trainer_rank import TrainerRank  # only when ranks are started
 
         tower = None if config.video.freeze_vision_tower else tower
         group = cls(config, await start_ranks(TrainerRank, config, slots, cores))
-        if met:
-            await met(group)
+        if joined:
+            await joined(group)
         facts = await group._load(tower)
         group.shares_prompts = facts.pop("shares_prompts")
         return group, facts
 
     async def _load(self, *arguments: Any) -> dict[str, Any]:
-        """Have every rank set its models up; facts to log."""
+        """Load the models on every rank; return facts to log."""
         facts = warn_if_unfused((await self._all("setup", "load its models", *arguments))[0])
         for line in facts.pop("lines"):
             watchdog.say(line)
@@ -104,7 +105,7 @@ class TrainerGroup(RankGroup):
         return self.config.mesh_of(len(self.ranks))
 
     async def score(self, models: Sequence[str], rows: Sequence[Row], slot: int | None = None) -> dict[str, PassResult]:
-        """As `Trainer.score`. ValueError for one slot where ranks share weights, or with a row that must be cut."""
+        """Implement `Trainer.score`. ValueError for a single slot if weights are sharded or a row must be split."""
         shares = self._plan(rows, slot)
         action = " and ".join(
             f"{'log-probs' if model in ('actor', 'ref') else 'values'} of the {model}" for model in models
@@ -114,10 +115,11 @@ class TrainerGroup(RankGroup):
     async def accumulate(
         self, models: Sequence[str], rows: Sequence[Row], slot: int | None = None
     ) -> dict[str, PassResult]:
-        """As `WholeModels.accumulate`. ValueError for one slot where ranks share gradients, or as `score`."""
+        """Implement `WholeModels.accumulate`. ValueError for a single slot if gradients are sharded, or as in
+        `score`."""
         shares = self._plan(rows, slot, trained=True)
         for model in models:
-            self._accumulated[model] += [row.length for row in rows]  # the next step waits for them
+            self._accumulated[model] += [row.length for row in rows]  # checked by the next step
         action = f"accumulate gradients of the {' and '.join(models)}"
         return await self._send("accumulate", action, models, shares, rows, slot)
 
@@ -130,7 +132,7 @@ class TrainerGroup(RankGroup):
         rows: Sequence[Row],
         slot: int | None,
     ) -> dict[str, PassResult]:
-        """Call the ranks with their micro-batches of `rows`."""
+        """Call the ranks with their micro-batches of `rows`; return results in row order."""
         batches = dict(zip(self._ranks(slot), fill(shares, rows), strict=True))
         answers = await self._call(method, action, slot, lambda rank: (models, batches[rank]))
         found = {}
@@ -140,18 +142,18 @@ class TrainerGroup(RankGroup):
         return found
 
     def _plan(self, rows: Sequence[Row], slot: int | None, trained: bool = False) -> list[list[Share]]:
-        """By rank; where shards are gathered or reduced in this pass, all ranks run as many micro-batches."""
+        """Return each rank's micro-batches; equally many where this pass gathers or reduces shards."""
         config, actor, mesh = self.config, self.config.actor, self.mesh
         lockstep = config.sharded_gradients if trained else config.sharded_weights
         budget, most = actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
         ranks, longest = self._ranks(slot), max(row.tokens for row in rows)
         if not mesh.at_degree(1).separable(ranks, lockstep):
             why = f"{config.sharding} needs all ranks in this pass" if lockstep else f"{mesh.tp} ranks share each layer"
-            raise ValueError(f"{why}, slot {slot} alone would wait for others without end: call without a slot.")
+            raise ValueError(f"{why}: a call on slot {slot} alone would never return. Call without a slot.")
         if mesh.sp > 1 and slot is not None and longest > budget:
             raise ValueError(
-                f"A row of {longest} tokens must be cut over ranks (actor.ppo_max_token_len_per_gpu={budget}), slot "
-                f"{slot} alone can't: ask without a slot."
+                f"A row of {longest} tokens exceeds actor.ppo_max_token_len_per_gpu={budget} and must be split over "
+                f"ranks, which slot {slot} alone cannot do. Call without a slot."
             )
         degrees, width = self._degrees(slot), mesh.tp
         holders = len(ranks) // width
@@ -170,18 +172,18 @@ class TrainerGroup(RankGroup):
         return [mine for mine in shares for _ in range(width)]
 
     def _degrees(self, slot: int | None) -> Sequence[int]:
-        """That a row may have, ascending."""
+        """Return the sequence-parallel degrees that a row may have, ascending."""
         return degrees_up_to(self.mesh.sp) if slot is None else (1,)
 
     def _units(self, rows: Sequence[Row], capacity: int, ranks: int) -> list[Unit]:
-        """Rows that stay together; `capacity`: tokens of a micro-batch at most."""
+        """Group rows that stay together into units; `capacity`: maximum tokens of a micro-batch."""
         most = self.config.actor.ppo_micro_batch_size_per_gpu
         return units_by_prompt(rows, capacity, ranks, most) if self.shares_prompts else unit_per_row(rows)
 
     # Weights and checkpoints -------------------------------------------------------------------------------------
 
     async def bucket_plan(self, model: str = "actor") -> list[list[str]]:
-        """The model's tensors, always the same, in buckets of rollout.update_weights_bucket_mb."""
+        """Return the model's tensor names in buckets of rollout.update_weights_bucket_mb; the same on every call."""
         if model not in self._buckets:
             sizes = (await self._all("sizes", "list its weights", model))[0]
             self._buckets[model] = plan_buckets(sizes, self.config.rollout.update_weights_bucket_mb << 20)
@@ -194,24 +196,24 @@ class TrainerGroup(RankGroup):
         return 0
 
     async def save_tower(self, path: Path) -> int:
-        """Write the trained tower for the encoder ranks' `update_tower`, which also takes the updates returned.
+        """Write the trained tower for `update_tower` of the encoder ranks; return its number of updates.
 
-        Rows after this must bring embeddings of that tower. `path`: a folder that the encoder ranks can read.
+        Later rows must have embeddings of that tower. `path`: a file that the encoder ranks can read.
         """
         return (await self._all("save_tower", f"write its tower to {path}", Path(path).absolute()))[0]
 
     async def share_ipc(self, names: list[str]) -> list[dict[str, Any]]:
-        """`weights.cuda_ipc`'s, of every rank that shares a GPU with an engine; the ranks keep the tensors."""
+        """Return the CUDA IPC handles of a bucket by rank (`weights.cuda_ipc`); ranks keep the tensors alive."""
         return await self._all("share_ipc", "share a bucket", names)
 
     async def release_ipc(self) -> None:
-        """The ranks let go of what `share_ipc` kept."""
+        """Release the tensors that `share_ipc` keeps alive."""
         await self._all("release_ipc", "release a bucket")
 
     async def save(self, folder: Path) -> None:
-        """A folder for each model below `folder`, with what is needed to check that a resumed run fits.
+        """Save each model to its own folder below `folder`, with the layout that `load` checks.
 
-        NotSaved where a file could not be written.
+        NotSaved if a file could not be written.
         """
         self._check_no_gradients("saved")
         buckets = {model: await self.bucket_plan(model) for model in self.models}
@@ -219,22 +221,22 @@ class TrainerGroup(RankGroup):
         (folder / "trainer.json").write_text(json.dumps(self._shape()))
 
     async def save_metadata(self, folder: Path) -> None:
-        """Write what `save` writes except weights and optimizer state. NotSaved where a file could not be written."""
+        """Write all that `save` writes except weights and optimizer state. NotSaved if a file could not be written."""
         check_written(await self._all("save_metadata", f"write files to {folder}", folder.absolute()))
 
     async def load(self, folder: Path) -> None:
-        """Continue from what `save` wrote under the same number of ranks, which divide states alike."""
+        """Load what `save` wrote; the run must have the same ranks and the same sharding of states."""
         self._check_no_gradients("loaded")
         saved = json.loads((folder / "trainer.json").read_text())
         if "ranks" not in saved:
             raise EngineError(
-                f"{folder} was written by pipeline stages: resume with training.pipeline_parallel_size above 1, or "
-                f"start a new run from the weights with model.path={folder / self.models[0] / 'huggingface'}."
+                f"Checkpoint {folder} was written by pipeline stages. Resume with training.pipeline_parallel_size "
+                f"above 1, or start a new run with model.path={folder / self.models[0] / 'huggingface'}."
             )
         if state_layout(saved) != state_layout(self._shape()):
             raise EngineError(
-                f"{folder} was written with {saved}, this run has {self._shape()}: training resumes only with the "
-                f"same. Keep those settings, or start a new run from the weights with "
+                f"Checkpoint {folder} was written with {saved}, but this run has {self._shape()}. Use the saved "
+                f"settings to resume, or start a new run with "
                 f"model.path={folder / self.models[0] / 'huggingface'}."
             )
         await self._all("load", f"load the checkpoint {folder}", folder.absolute())
@@ -245,11 +247,11 @@ class TrainerGroup(RankGroup):
 
 
 def _by_row(shares: Sequence[Sequence[Share]], answers: Sequence[Any], rows: int) -> list[np.ndarray]:
-    """The ranks' arrays in the order of the rows; none where the ranks returned none."""
+    """Return the ranks' arrays in row order; an empty list if the ranks returned none."""
     results: list[Any] = [None] * rows
     for mine, parts in zip(shares, answers, strict=True):
         for share, arrays in zip(mine, parts, strict=True):
-            # A filler's answer has no index; of ranks with slices of the same rows one answers.
+            # Fillers have no rows, and only one of the ranks with slices of the same rows returns arrays.
             for index, array in zip(share.rows, arrays, strict=False):
                 results[index] = array
     return [] if all(each is None for each in results) else results

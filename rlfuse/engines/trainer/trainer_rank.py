@@ -1,12 +1,12 @@
-"""One trainer rank: actor, critic and reference in one process, each a `ShardedModel` over all ranks.
+"""Trainer rank: actor, critic and reference in one process, each a `ShardedModel` over all ranks.
 
-Role: the class that `TrainerGroup.start` makes a Ray actor. Steps, checkpoints, passes with divided weights and
-backward passes with divided gradients are collective, bounded by cluster.timeout_s; a micro-batch of degree d is so
-among d ranks (`sequence_parallel`), every pass among ranks that share layers (`tensor_parallel`). All else runs
-independently. Invariants: gradients and diagnostics are sums until the step divides once, so any split into ranks,
-calls and micro-batches gives one gradient; in a collective pass all ranks run as many micro-batches, fillers with
-weight 0; of ranks with parts of a micro-batch the first counts diagnostics and answers; a step whose loss or gradient
-is not finite is skipped on every rank alike, and weights that are not finite are never saved.
+Role: `TrainerGroup.start` runs it as a Ray actor. Collective, bounded by cluster.timeout_s: steps, checkpoints, passes
+with sharded weights, backward passes with sharded gradients, micro-batches of degree d among d ranks
+(`sequence_parallel`) and every pass among ranks with shares of the same layers (`tensor_parallel`). Invariants:
+gradients and diagnostics are sums until the step divides them once, so the gradient does not depend on the split into
+ranks, calls and micro-batches; in a collective pass all ranks run equally many micro-batches, if needed fillers of
+weight 0; of ranks with slices of a micro-batch the first counts diagnostics and returns results; a step with a
+non-finite loss or gradient is skipped on every rank, and non-finite weights are never saved.
 """
 
 from __future__ import annotations
@@ -64,26 +64,26 @@ from rlfuse.step.scoring import KIND_OF
 from rlfuse.video.models.base import m_rope, register_custom_family
 
 _CUT = (
-    "{}={}: the {}, a {}, mixes tokens otherwise than in full or sliding-window attention and can't be cut into "
-    "slices; set it to 1"
+    "{}={}: the {}, a {}, mixes tokens outside full or sliding-window attention, so its sequences cannot be split. "
+    "Set it to 1"
 )
 
 
 class TrainerRank(Rank):
-    """The models of one rank: `join` meets the other ranks, `setup` loads the models, then calls in any order."""
+    """Models of one rank. Call `join`, then `setup`, then any other method."""
 
     activations: RankActivations | None = None
-    """Where they don't simply stay."""
+    """Activation offloading; None where it is off."""
     shared: Sequence[torch.Tensor] = ()
-    """Buckets that engines load."""
+    """Weight buckets that engines are loading."""
 
     def join(self, place: str | ray.actor.ActorHandle) -> None:
-        """Meet the other ranks, all of them and those of each group that shares layers or sequences."""
+        """Initialise the process group of all ranks, and those of tensor and sequence parallelism."""
         super().join(place)
         self.meet_groups()
 
     def meet_groups(self) -> None:
-        """As the configuration has them; every rank calls."""
+        """Create the tensor- and sequence-parallel groups of the configuration; every rank calls."""
         mesh, limit = self.mesh, timedelta(seconds=self.limit_s)
         self.tensor = TensorParallelGroup(mesh, self.rank, limit) if mesh.tp > 1 else None
         self.parallel = SequenceParallel(mesh, self.rank, limit)
@@ -93,10 +93,7 @@ class TrainerRank(Rank):
         return self.config.mesh_of(self.world)
 
     def setup(self, tower: TowerSettings | None = None) -> dict[str, Any]:
-        """Load the models. Returns facts to log.
-
-        `tower`: of a tower that is trained with the actor.
-        """
+        """Load the models; return facts to log. `tower`: settings of a vision tower that is trained with the actor."""
         config, start = self.config, self.config.model.path
         register_custom_family(config.model.video_family)
         torch.manual_seed(config.data.seed)
@@ -135,7 +132,7 @@ class TrainerRank(Rank):
         return facts | {"unfused": fused_log_probs.unavailable(self.device)}
 
     def _matmul_parameters(self, name: str) -> tuple[int, int]:
-        """As `matmul_parameters`."""
+        """Return `matmul_parameters` of a model of this rank."""
         module = self.engines[name].module
         names = {id(tensor): key for key, tensor in self.exporters[name].tensors.items()}
         lookups = [names.get(id(each.weight)) for each in module.modules() if isinstance(each, torch.nn.Embedding)]
@@ -145,7 +142,7 @@ class TrainerRank(Rank):
         return matmul_parameters(sizes, lookups, head, module.config.get_text_config())
 
     def _arrange_passes(self) -> list[str]:
-        """Decide where activations wait and which passes are recorded; every rank calls. Returns lines for the log."""
+        """Set up activation offloading and CUDA graphs; every rank calls. Return lines for the log."""
         models = {name: each.module for name, each in self.engines.items()}
         trained = {name: self.engines[name] for name in self.exporters}
         wanted = self.config.model.enable_activation_offload
@@ -154,7 +151,7 @@ class TrainerRank(Rank):
         return [str(each) for each in (self.activations, line) if each]
 
     def _load(self, load: Callable[[str, ModelConfig], PreTrainedModel], path: str) -> PreTrainedModel:
-        """The model at `path`, or this rank's share of its layers."""
+        """Load the model at `path`, or this rank's share of its layers."""
         model = self.config.model
         return self.tensor.load(lambda: load(path, model)) if self.tensor else load(path, model)
 
@@ -163,7 +160,7 @@ class TrainerRank(Rank):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights that engines get, and in which layers compute."""
+        """Dtype in which layers compute and weights are pushed."""
         return getattr(torch, self.config.model.dtype)
 
     def _packs(self, name: str) -> bool:
@@ -172,7 +169,7 @@ class TrainerRank(Rank):
         return packs_exactly(engine, engine.module.config.get_text_config().vocab_size, self.dtype, self.device, read)
 
     def _check_split(self) -> None:
-        """EngineError if sequences are to be cut and a model of this rank does not allow it."""
+        """Raise EngineError if sequence parallelism is on and a model of this rank does not support it."""
         largest = self.mesh.sp
         if largest == 1:
             return
@@ -180,7 +177,7 @@ class TrainerRank(Rank):
         for name, engine in self.engines.items():
             module = engine.module
             if (heads := module.config.get_text_config().num_attention_heads // self.mesh.tp) % largest:
-                raise EngineError(f"{key}={largest}: must divide the {heads} attention heads of the {name}; lower it")
+                raise EngineError(f"{key}={largest} must divide the {heads} attention heads of the {name}. Lower it")
             if not attends_by_layout(module):
                 raise EngineError(_CUT.format(key, largest, name, type(module).__name__))
         text = actor.module.config.get_text_config()
@@ -189,7 +186,7 @@ class TrainerRank(Rank):
 
     @requires_models
     def measure(self) -> Costs:
-        """What sequence parallelism costs here; every rank calls."""
+        """Measure the costs of sequence parallelism on these ranks; every rank calls."""
         degrees, width = degrees_up_to(self.mesh.sp), self.mesh.tp
         module = self.engines["actor"].module
         text, lockstep = module.config.get_text_config(), width > 1 or self.config.sharded_weights
@@ -198,7 +195,7 @@ class TrainerRank(Rank):
 
     @torch.no_grad()
     def _time_pass(self, tokens: int, degree: int) -> None:
-        """A pass of a row of that many tokens, to be timed."""
+        """Run a forward pass of one row with `tokens` tokens and wait for the device."""
         ids = np.zeros(tokens, dtype=np.int32)
         batch = collate([Row(ids[1:], ids[:1])], self.packed, self.device, self.parallel.part(degree))
         float(response_logits(self.engines["actor"], batch).sum())  # waits for the device
@@ -212,7 +209,7 @@ class TrainerRank(Rank):
     @requires_models
     @torch.no_grad()
     def score(self, models: Sequence[str], micro_batches: Sequence[MicroBatch]) -> PassResults:
-        """Run each model's pass (`OUTPUTS`); all are launched before the first result is read."""
+        """Run each model's forward pass (`OUTPUTS`); all are launched before the first result is read."""
         call = RankCall(models, self.device)
         for model in models:
             engine, kind = self.engines[model], KIND_OF.get(model, "values")
@@ -230,7 +227,7 @@ class TrainerRank(Rank):
     def _cached_or_collated(
         self, model: str, rows: Sequence[Row], part: SequenceSlice | None, number: int, call: RankCall
     ) -> Batch:
-        """Rows as inputs of the model. Without clips they are the same for all models, and kept for the call's next."""
+        """Collate rows, or reuse the batch of the call's previous model, which is the same for rows without clips."""
         batch = call.batches.pop(number, None)
         if batch is None:
             batch = self._collate(model, rows, part)
@@ -242,9 +239,9 @@ class TrainerRank(Rank):
 
     @requires_models
     def accumulate(self, models: Sequence[str], micro_batches: Sequence[MicroBatch]) -> PassResults:
-        """Add the gradients of each model's summed loss to its gradients, and the diagnostics to its sums.
+        """Accumulate the gradients of each model's summed loss, and its diagnostics.
 
-        Returns the log-probs that the actor's rows gained by it (`old_log_probs_from_update`).
+        Returns the old log-probs of actor rows that had none (`old_log_probs_from_update`).
         """
         call = RankCall(models, self.device)
         for model in models:
@@ -273,7 +270,7 @@ class TrainerRank(Rank):
             totals[name] = totals.get(name, 0.0) + value.double() * counted
 
     def _rows_and_clips(self, model: str, micro_batch: MicroBatch) -> tuple[Sequence[Row], list[MicroBatchClip]]:
-        """Rows for an update of `model`, and their clips that train the tower."""
+        """Return the rows for an update of `model`, and their clips that train the tower."""
         if not self.tower or not micro_batch.weight:
             return micro_batch.rows, []
         if model == "actor":
@@ -282,9 +279,9 @@ class TrainerRank(Rank):
 
     @requires_models
     def step(self, model: str, count: float, lr_factor: float = 1.0) -> tuple[dict[str, float], dict[str, float]]:
-        """One optimizer step by all ranks' gradients, divided by `count`; every rank calls.
+        """Take one optimizer step with the gradients of all ranks divided by `count`; every rank calls.
 
-        Returns the diagnostics summed over this rank's rows, and what is the same on every rank: `lr`, `grad_norm`.
+        Returns the diagnostics summed over this rank's rows, and the values equal on every rank, `lr` and `grad_norm`.
         """
         engine = self.engines[model]
         with self.stepping(model) as span:
@@ -302,7 +299,7 @@ class TrainerRank(Rank):
     # Weights and checkpoints -------------------------------------------------------------------------------------
 
     def sizes(self, model: str) -> list[tuple[str, int]]:
-        """(name, bytes) of the model's tensors."""
+        """Return (name, bytes) of the model's tensors."""
         return self.exporters[model].sizes()
 
     @requires_models
@@ -312,19 +309,19 @@ class TrainerRank(Rank):
 
     @requires_models
     def save_tower(self, path: Path) -> int:
-        """Rank 0 writes the trained tower; its updates so far. From now on rows bring what that tower encoded."""
+        """Write the trained tower on rank 0; return its number of updates. Later rows have embeddings of that tower."""
         if self.rank == 0:
             self.tower.write(path)
         self.tower.embedded_at = self.tower.updates
         return self.tower.updates
 
-    # Not run without GPUs, see weights.cuda_ipc
+    # Needs GPUs, see weights.cuda_ipc
 
     @requires_models
     def share_ipc(self, names: list[str]) -> dict[str, Any]:
-        """A bucket's handle for the engine on this rank's GPU; every rank calls. The last two live until `release_ipc`.
+        """Return a bucket's CUDA IPC handle for the engine on this rank's GPU; every rank calls.
 
-        EngineError if the models are not on the GPU: there are no handles of host memory.
+        The last two buckets stay allocated until `release_ipc`. EngineError if the models are in host memory.
         """
         with self.exporters["actor"].gathered(names, everywhere=True) as tensors:
             cuda_ipc.collect()
@@ -333,15 +330,15 @@ class TrainerRank(Rank):
         return handle
 
     def release_ipc(self) -> None:
-        """Let go of the buckets that `share_ipc` kept; the engine has loaded them."""
+        """Release the buckets that `share_ipc` keeps, once the engine has loaded them."""
         self.shared = []
         cuda_ipc.collect()
 
     def save(self, folder: Path, buckets: dict[str, list[list[str]]]) -> str | None:
-        """`{actor,critic}/` below `folder`: the backend's state, and a Hugging Face folder written in these buckets.
+        """Write `{actor,critic}/` below `folder`: the backend's state, and a Hugging Face folder in these buckets.
 
-        Beside the actor's there, `tower.safetensors` is the trained tower. Returns what could not be written, and why.
-        EngineError for weights that are not finite.
+        The actor's Hugging Face folder also gets a trained tower, `tower.safetensors`. Returns the first file that
+        could not be written with the reason. EngineError for weights that are not finite.
         """
         with checkpoint_writer(self.engines[name] for name in self.exporters) as files:
             for name, exporter in self.exporters.items():
@@ -355,7 +352,7 @@ class TrainerRank(Rank):
         return files.problem
 
     def save_metadata(self, folder: Path) -> str | None:
-        """Write what `save` writes except weights and optimizer state. Returns what could not be written, and why."""
+        """Write all that `save` writes except weights and optimizer state; return as `save`."""
         files = CheckpointWriter()
         files.probe(folder, self.rank)
         for name, exporter in self.exporters.items():
@@ -364,7 +361,7 @@ class TrainerRank(Rank):
 
     @requires_models
     def load(self, folder: Path) -> None:
-        """Weights and optimizer state of every trained model, as `save` left them, under this run's settings."""
+        """Load weights and optimizer states that `save` wrote; hyperparameters are those of this run."""
         for name in self.exporters:
             with self.optimizer_on_device(name):
                 self.engines[name].load(folder / name)
@@ -381,10 +378,10 @@ class TrainerRank(Rank):
             kind,
             cause=cause,
             samples=tuple(row.id for row in rows),
-            tokens=len(range(self.rank % sharers, tokens, sharers)),  # this rank's share, to one token
+            tokens=len(range(self.rank % sharers, tokens, sharers)),  # this rank's share, exact to one token
             attributes=attributes | {"degree": degree},
         )
 
     def _returns_results(self, part: SequenceSlice | None) -> bool:
-        """Whether this rank speaks for all that have something of a micro-batch."""
+        """Return whether this rank returns the results of a micro-batch that ranks share."""
         return self.mesh.at_degree(part.degree if part else 1).leads(self.rank, "sp", "tp")

@@ -1,8 +1,8 @@
-"""Tensors from the host to a GPU without a wait for the work that is queued there, and times of that work.
+"""Asynchronous copies of tensors from the host to a GPU, and timing of GPU work.
 
-Role: used where trainer ranks prepare a micro-batch. A copy from pageable memory makes the caller wait until the device
-has finished everything before it; from pinned memory it is queued, so the next micro-batch is prepared while the device
-computes the last one. On CPUs nothing is copied.
+Role: used where trainer ranks prepare a micro-batch. A copy from pageable memory blocks until the device has finished
+all earlier work; one from pinned memory is queued, so the next micro-batch is prepared while the device computes. On
+CPUs nothing is copied.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _ALIGNED = 16
 
 
 def send(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Return the tensor on the device; a copy to a GPU is queued, except of a tensor with a gradient."""
+    """Return the tensor on the device; a copy to a GPU is queued unless the tensor requires a gradient."""
     if torch.device(device).type != "cuda" or tensor.device.type != "cpu" or tensor.requires_grad:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def send_all(tensors: Sequence[Tensor], device: torch.device | str) -> list[Tensor]:
-    """Return these host tensors on the device; to a GPU by one copy from one pinned buffer."""
+    """Return host tensors on the device; to a GPU with one copy from one pinned buffer."""
     if torch.device(device).type != "cuda":
         return [tensor.to(device) for tensor in tensors]
     return unpack(pack(tensors, pinned=True).to(device, non_blocking=True), tensors)
@@ -43,7 +43,7 @@ def pack(tensors: Sequence[Tensor], pinned: bool) -> Tensor:
 
 
 def unpack(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of a buffer that `pack` made of tensors like these."""
+    """Return views of a buffer that `pack` created from tensors like `like`."""
     found, start = [], 0
     for tensor in like:
         found.append(buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
@@ -56,7 +56,7 @@ def _room(tensor: Tensor) -> int:
 
 
 class DeviceTimes:
-    """Sets spans to when a GPU did their work, which is later than their code ran; `settle` waits for it once."""
+    """Sets the times of spans to those of their work on a GPU, which runs later than the code that launches it."""
 
     def __init__(self, device: str):
         self._on_gpu = device != "cpu"
@@ -64,7 +64,7 @@ class DeviceTimes:
 
     @contextmanager
     def timed(self, span: Span) -> Iterator[None]:
-        """The body's work is the span's."""
+        """Time the GPU work launched in the body as that of the span."""
         if not self._on_gpu:
             yield
             return

@@ -1,12 +1,12 @@
-"""The vision tower that is trained with the policy: clips are encoded again, with their embeddings' gradient.
+"""Vision tower trained with the policy: clips are encoded again in the backward pass, from their embeddings' gradients.
 
-Role: one per trainer rank, next to its models; `TrainerRank` takes the rows of every pass from it and hands it what a
-backward left at their embeddings. A step adds its float32 sums to the actor's gradients (one norm, one optimizer) and
-copies the new weights back; the tower's weights exist twice on a rank, as the backend holds them and, whole, here.
-Invariants: the loss sees what rollouts saw, embeddings rounded to bf16: cached ones until the tower is updated within a
-step, then those of the present tower, so PPO's ratio is 1 before an update. The reference sees the initial tower, which
-costs another encoding after updates; the critic sees cached embeddings and does not train them. A micro-batch encodes a
-clip once with gradient, `step` units at a time. Only `add_gradients_to` and `copy_weights_from` are collective.
+Role: one per trainer rank; `TrainerRank` gets the rows of every pass from it, and passes it the gradients of their
+embeddings. A step adds its float32 sums to the actor's gradients (one norm, one optimizer) and copies the new weights
+back; a rank holds the tower's weights twice, in the backend and, unsharded, here. Invariants: the loss uses the same
+embeddings as rollouts, rounded to bf16: cached ones until the tower is updated within a step, then those of the current
+tower, so PPO's ratio is 1 before an update. The reference uses the initial tower, which needs another encoding after
+updates; the critic uses cached embeddings and does not train them. A micro-batch encodes a clip once with gradient,
+`step` units at a time. Only `add_gradients_to` and `copy_weights_from` are collective.
 """
 
 from __future__ import annotations
@@ -31,20 +31,24 @@ from rlfuse.video.encoder_rank import EncoderSettings
 from rlfuse.video.towers import Tower
 
 SUBMODULE = "tower"
-"""Of the policy's submodule that holds the weights for the backend."""
+"""Name of the policy's submodule with the tower's weights for the backend."""
 
 
 @dataclass(frozen=True, slots=True)
 class TowerSettings:
-    """What the encoder ranks have, and trainer ranks need to do as they do."""
+    """Settings of the encoder ranks, which trainer ranks must share."""
 
     encoder: EncoderSettings
     pool: DecodePool
-    """Every rank gets workers of its own."""
+    """Decode pool; each rank starts its own workers."""
 
 
 class TrainedTower:
-    """`updates`: optimizer steps so far; `embedded_at`: those of the tower that made the embeddings which rows bring."""
+    """Trained vision tower of a rank.
+
+    `updates`: optimizer steps so far; `embedded_at`: the number of updates of the tower that encoded the rows'
+    embeddings.
+    """
 
     def __init__(self, settings: TowerSettings, device: str, reference: bool):
         encoder = settings.encoder
@@ -59,17 +63,17 @@ class TrainedTower:
 
     @property
     def modules(self) -> list[torch.nn.Module]:
-        """What moves between device and host memory with the engines."""
+        """Modules that are offloaded together with the engines."""
         return [self.current.module, *([self.initial.module] if self.initial else []), self.sums]
 
     def attach_to(self, policy: PreTrainedModel) -> None:
-        """Give the policy the weights that its backend is to train."""
+        """Add the tower's weights to the policy, for its backend to train."""
         policy.add_module(SUBMODULE, copy.deepcopy(self.current.module).to(policy.dtype))
 
     # Passes ------------------------------------------------------------------------------------------------------
 
     def rows_of(self, model: str, rows: Sequence[Row]) -> tuple[Row, ...]:
-        """The rows as `actor`, `critic` or `ref` sees them in a pass that does not train the tower."""
+        """Return rows with the embeddings for `actor`, `critic` or `ref` in a pass that does not train the tower."""
         tower, updates = self.current, self.updates
         if model == "ref":
             tower, updates = self.initial, 0
@@ -78,13 +82,13 @@ class TrainedTower:
         return self._rows(rows, {}, tower, graded=False)
 
     def rows_with_gradient(self, rows: Sequence[Row]) -> tuple[tuple[Row, ...], list[MicroBatchClip]]:
-        """The rows as the actor's update sees them, and their clips, for `backward` after that of the loss."""
+        """Return rows for the actor's update, and their clips, to pass to `backward` after that of the loss."""
         clips: dict[str, MicroBatchClip] = {}
         rows = self._rows(rows, clips, None if self.updates == self.embedded_at else self.current, graded=True)
         return rows, list(clips.values())
 
     def backward(self, clips: Iterable[MicroBatchClip]) -> None:
-        """Add the tower's gradient, from what the loss's backward left at these clips."""
+        """Accumulate the tower's gradient from the gradients of these clips' embeddings."""
         for clip in clips:
             for first, at, frames in self._chunks(clip.visual, *clip.span):
                 features = self.current.rows(frames, clip.visual.plan, at)
@@ -94,7 +98,8 @@ class TrainedTower:
                         total.add_(gradient)
 
     def rows(self, tower: Tower, visual: Visual, first: int, last: int) -> torch.Tensor:
-        """bf16 [last - first, hidden] of a clip, as this tower encodes it; without gradient."""
+        """Return rows `first` to `last` of a clip's embeddings by `tower`, bf16 [last - first, hidden], without
+        gradient."""
         with torch.no_grad():
             found = [
                 (row, tower.rows(frames, visual.plan, at).bfloat16())
@@ -106,14 +111,14 @@ class TrainedTower:
     def _rows(
         self, rows: Sequence[Row], clips: dict[str, MicroBatchClip | Embedding], tower: Tower | None, graded: bool
     ) -> tuple[Row, ...]:
-        """`tower`: encodes them anew; None: cached embeddings are read."""
+        """Return rows whose visual embeddings come from `tower`; None: from the cache."""
 
         def with_source(visual: Visual) -> Visual:
             key = visual.source.key
             if key not in clips:
                 self._check(visual)
-                anew = graded or tower is not None
-                clips[key] = MicroBatchClip(self, visual, tower, graded) if anew else visual.source
+                encodes_again = graded or tower is not None
+                clips[key] = MicroBatchClip(self, visual, tower, graded) if encodes_again else visual.source
             return replace(visual, source=clips[key])
 
         return tuple(replace(row, visual=tuple(map(with_source, row.visual))) for row in rows)
@@ -129,14 +134,12 @@ class TrainedTower:
         made = [updates for updates in range(self.updates + 1) if made_after(updates)]
         by = f"by the tower after {made[0]} updates" if made else "from another file, plan or tower"
         raise EngineError(
-            f"the embedding {key} of {visual.path} was made {by}, rows must bring those of the tower after "
-            f"{self.embedded_at} updates: hand the tower to the encoder ranks after every step, and encode clips after "
-            "that"
+            f"embedding {key} of {visual.path} was made {by}, but rows need those of the tower after "
+            f"{self.embedded_at} updates. Update the encoder ranks' tower after every step before encoding clips"
         )
 
     def _chunks(self, visual: Visual, first: int, last: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Frames that the tower runs together, with the row and the frame that they begin at: all that rows `first` to
-        `last` need."""
+        """Yield (first row, first frame, frames) of the chunks that the tower encodes for rows `first` to `last`."""
         plan, shape = visual.plan, self.current.shape
         rows = [shape.row(plan, unit) for unit in range(0, shape.units(len(plan.times)), shape.step)]
         begin = (bisect_right(rows, first) - 1) * shape.cut
@@ -145,16 +148,16 @@ class TrainedTower:
         blocks = [Clip(visual.path, plan, at, min(at + count, end)) for at in range(begin, end, count)]
         for block, pixels in zip(blocks, self.pool.stream(blocks), strict=True):
             if isinstance(pixels, VideoError):
-                raise EngineError(f"a clip could be encoded, but not again with gradient: {pixels}") from pixels
+                raise EngineError(f"a clip that was encoded before cannot be decoded again: {pixels}") from pixels
             for number, frames in enumerate(torch.from_numpy(pixels).split(shape.cut), block.first // shape.cut):
                 yield rows[number], number * shape.cut, frames
 
     # Steps -------------------------------------------------------------------------------------------------------
 
     def add_gradients_to(self, engine: ShardedModel) -> None:
-        """Add what was summed up to the gradients that the engine holds; every rank calls, also one without clips."""
+        """Add the accumulated gradients to those of the engine; every rank calls, also one without clips."""
         parameters = list(getattr(engine.module, SUBMODULE).parameters())
-        with engine.gathered(parameters):  # sums as gradients: each weight times its sum has that derivative
+        with engine.gathered(parameters):  # the derivative of weight * sum is the sum
             products = (weight * total.to(weight.dtype) for weight, total in zip(parameters, self.sums, strict=True))
             engine.backward(sum(product.sum() for product in products))
         for total in self.sums:
@@ -162,7 +165,7 @@ class TrainedTower:
 
     @torch.no_grad()
     def copy_weights_from(self, engine: ShardedModel) -> None:
-        """Take the engine's weights, after a step or a load; every rank calls."""
+        """Copy the engine's weights after a step or a load; every rank calls."""
         parameters = list(getattr(engine.module, SUBMODULE).parameters())
         with engine.gathered(parameters) as whole:
             for mine, weight in zip(self._weights, whole, strict=True):
@@ -170,14 +173,14 @@ class TrainedTower:
         self.updates = engine.steps
 
     def write(self, path: Path) -> None:
-        """The present weights as safetensors under checkpoint names, as `Tower.update` takes them."""
+        """Write the current weights as safetensors under checkpoint names, for `Tower.update`."""
         with on_device(self.current.module):
             weights = self.current.module.state_dict()
             save_file({f"model.{name}": tensor.cpu().contiguous() for name, tensor in weights.items()}, path)
 
 
 class MicroBatchClip:
-    """A clip as the rows of one micro-batch show it, in place of its `Embedding`."""
+    """Source of a clip's embeddings for the rows of one micro-batch, in place of its `Embedding`."""
 
     def __init__(self, owner: TrainedTower, visual: Visual, tower: Tower | None, graded: bool):
         self.key, self.visual = visual.source.key, visual
@@ -185,7 +188,7 @@ class MicroBatchClip:
         self._parts: dict[tuple[int, int], torch.Tensor] = {}
 
     def read(self, first: int, last: int) -> torch.Tensor:
-        """Rows `first` to `last` (exclusive), in the model's precision; rows that were read are kept."""
+        """Return rows `first` to `last` (exclusive) in the model's dtype; they are kept for `gradient`."""
         part = (int(first), int(last))
         if part not in self._parts:
             cached, tower = self.visual.source, self._tower
@@ -196,12 +199,12 @@ class MicroBatchClip:
 
     @property
     def span(self) -> tuple[int, int]:
-        """From the first row read to the last; (0, 0) if none was."""
+        """Range of rows read; (0, 0) if none."""
         firsts, lasts = zip(*(self._parts or {(0, 0): None}), strict=True)
         return min(firsts), max(lasts)
 
     def gradient(self, first: int, last: int) -> torch.Tensor | None:
-        """float32 [last - first, hidden] that a backward left there; None where no row was read."""
+        """Return the gradient of these rows, float32 [last - first, hidden]; None if none of them was read."""
         total = None
         for (start, stop), rows in self._parts.items():
             low, high = max(first, start), min(last, stop)

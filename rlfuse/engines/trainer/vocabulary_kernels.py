@@ -1,7 +1,7 @@
 """Triton kernels over rows of logits: one read for log-probs and entropy, one read and one write for the gradient.
 
 Role: launched by `fused_log_probs` on CUDA tensors; TRITON_INTERPRET=1 runs them on CPUs. One program per row; sums are
-float32, whatever the logits are. Logits of -inf count for nothing, as in `algorithms.losses`.
+float32 for any dtype of logits. Logits of -inf contribute nothing, as in `algorithms.losses`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK, _WARPS = 4096, 8
-_LOWEST = tl.constexpr(-3e38)  # a finite maximum of no logits, as -inf - -inf is NaN
+_LOWEST = tl.constexpr(-3e38)  # finite initial maximum, as -inf - -inf is NaN
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def _scaled(logits, at, inside, temperature, SCALE: tl.constexpr):
 
 @triton.jit
 def _forward(logits, targets, results, rows, size, temperature, SCALE: tl.constexpr, BLOCK: tl.constexpr):
-    """Into `results` [4, rows]: log-prob, entropy, highest logit, log of the sum of exp(logit - highest)."""
+    """Fill `results` [4, rows]: log-prob, entropy, highest logit, log of the sum of exp(logit - highest)."""
     row = tl.program_id(0).to(tl.int64)
     highest, total, products = _LOWEST, 0.0, 0.0  # products: sum of (logit - highest) * exp(logit - highest)
     for start in range(0, size, BLOCK):
@@ -38,7 +38,7 @@ def _forward(logits, targets, results, rows, size, temperature, SCALE: tl.conste
         total = total * tl.exp(shift) + tl.sum(weights, 0)
         highest = top
     target = tl.load(targets + row)
-    valid = (target >= 0) & (target < size)  # NaN for another one, which skips the step
+    valid = (target >= 0) & (target < size)  # an invalid target gives NaN, which skips the step
     chosen = tl.load(logits + row * size + target, mask=valid, other=float("nan")).to(tl.float32)
     if SCALE:
         chosen = tl.div_rn(chosen, temperature)
@@ -63,7 +63,7 @@ def _backward(
     SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Over the logits, their gradient; `results` are those of `_forward`."""
+    """Overwrite the logits with their gradient; `results` are those of `_forward`."""
     row = tl.program_id(0).to(tl.int64)
     target, upstream = tl.load(targets + row), tl.load(of_log_probs + row)
     highest, spread = tl.load(results + 2 * rows + row), tl.load(results + 3 * rows + row)
@@ -99,7 +99,7 @@ def backward(
     of_entropy: Tensor | None,
     temperature: float,
 ) -> None:
-    """Overwrite the logits with their gradient, from float32 [rows] of log-probs and maybe of entropy."""
+    """Overwrite the logits with their gradient, given float32 [rows] gradients of log-probs and optionally entropy."""
     rows, size = logits.shape
     learns, options = of_entropy is not None, _options(size, temperature)
     upstream = of_log_probs, of_entropy if learns else of_log_probs

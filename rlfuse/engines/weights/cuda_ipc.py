@@ -2,8 +2,9 @@
 
     each rank packs a bucket --one CUDA IPC handle--> workers on the same GPU copy its tensors out, load them
 
-Each bucket has a buffer on the device, which lives until the engines have loaded it: torch pairs one export with one
-receiver. Contract tests bind this to vLLM 0.32. One H200 ran it with a handle per tensor; packed buckets have not run.
+Each bucket has a buffer on the device, allocated until the engines have loaded it: torch pairs one export with one
+receiver. Contract tests check it against vLLM 0.32. It ran on one H200 with a handle per tensor; packed buckets are
+untested there.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ def share_ipc(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Any], torch.T
 
     if away := [name for name, tensor in tensors.items() if tensor.device.type != "cuda"]:
         raise EngineError(
-            f"weights to be shared by CUDA IPC lie in host memory ({away[0]}, {len(away)} of {len(tensors)} in all): "
-            "the trainer's ranks have to take their devices before weights are pushed"
+            f"Weights in host memory cannot be shared by CUDA IPC ({away[0]}, {len(away)} of {len(tensors)} tensors). "
+            "Acquire the devices of the trainer's ranks before pushing weights"
         )
     described, buffer = pack(tensors)
     gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     handles = {gpu: reduce_tensor(buffer)[1]}
-    torch.cuda.synchronize()  # engines read the memory as it is, not after this process's stream
+    torch.cuda.synchronize()  # engines do not wait for this process's stream
     return described | {"ipc_handles": handles}, buffer
 
 

@@ -42,7 +42,7 @@ class Exporter:
         ranks: TensorShares | None = None,
         sharded: ShardedModel | None = None,
     ):
-        """`ranks`: those with the other shares of the model's layers; `sharded`: the model that shards its tensors."""
+        """Create an exporter. `ranks`: group with the other shares of layers; `sharded`: backend model of `model`."""
         self.model, self.rank, self.ranks, self._sharded = model, rank, ranks, sharded
         tied = set(model.all_tied_weights_keys or ())
         self.tensors = {name: each for name, each in model.named_parameters() if not name.startswith(f"{TOWER}.")}
@@ -69,7 +69,7 @@ class Exporter:
             for name, tensor, unsharded in zip(names, tensors, gathered, strict=True):
                 needed = self._shares(tensor) > 1 and (everywhere or self.rank < self.ranks.degree)
                 found = self.ranks.gather_whole(tensor, tensor.partition_dim) if needed else unsharded.detach()
-                if has:  # else each is let go before the next one comes
+                if has:  # otherwise each is freed before the next one is gathered
                     whole[name] = found
             yield revert_weight_conversion(self.model, whole) if has else {}
 
@@ -105,7 +105,7 @@ class Exporter:
         source = config.get_config_dict(config.name_or_path)[0] if config.name_or_path else {}
         try:
             saved = self._config_of(folder, source)
-        except Exception:  # whatever the code of a custom class raises
+        except Exception:  # a custom class may raise anything
             if not source:
                 raise
             copy_files(config.name_or_path, folder, "*.py")
@@ -119,7 +119,7 @@ class Exporter:
     def _config_of(self, folder: Path, source: dict[str, Any]) -> dict[str, Any]:
         """Return the model's configuration with its source's keys; write custom code to `folder`."""
         config = self.model.config
-        if self.model.is_remote_code():  # its code, and in the config where it is
+        if self.model.is_remote_code():  # saves its code and refers to it in the config
             custom_object_save(self.model, str(folder), config=config)
         config.save_pretrained(folder)
         saved = json.loads((folder / "config.json").read_text())

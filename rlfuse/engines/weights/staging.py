@@ -28,7 +28,7 @@ from rlfuse.errors import EngineError
 
 
 class WeightStaging:
-    """A folder below `root` during a push."""
+    """Staging folder below `root`, which exists during a push."""
 
     def __init__(self, root: Path = SHARED_MEMORY):
         self.root = root
@@ -63,7 +63,7 @@ class WeightStaging:
 
 
 class StagingHandle:
-    """A node's staging, engines and slots, on the driver. `node`: None for the driver's process."""
+    """Driver-side handle of a node's staging, engines and slots. `node`: None for the driver's process."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class StagingHandle:
         """Raise EngineError with `key` unless the node sees `path`."""
         if not await self.ask("exists", str(path)):
             raise EngineError(
-                f"node {self._node} does not see {path}: {key} has to lie on storage that all nodes share, at the same "
+                f"{path} does not exist on node {self._node}. Put {key} on storage that all nodes share, at the same "
                 "path"
             )
 

@@ -36,7 +36,7 @@ MIB = 1 << 20
 
 
 class WeightExporter(PushingRanks, Protocol):
-    """The trainer, all ranks as one. Every method is bounded in time and raises `EngineError`."""
+    """Interface of the trainer group for pushes. Every method is bounded in time and raises `EngineError`."""
 
     async def bucket_plan(self) -> list[list[str]]:
         """Return all tensors of the actor in buckets, see `plan_buckets`."""
@@ -49,11 +49,11 @@ class WeightExporter(PushingRanks, Protocol):
 
 
 class WeightReceiver(Sleeper, Protocol):
-    """A rollout engine, implemented by `RolloutHandle`."""
+    """Interface of a rollout engine, implemented by `RolloutHandle`."""
 
     name: str
     lost: bool
-    """Whether it has to be replaced, or its replacement has no weights yet."""
+    """True if it has to be replaced, or its replacement has no weights yet."""
 
     async def wait_ready(self) -> None:
         """Wait for the replacement of a lost engine. All but this, `sleep` and `wake` raise EngineLost."""
@@ -74,8 +74,7 @@ class TowerSync(Protocol):
 
 
 def plan_buckets(sizes: Sequence[tuple[str, int]], bucket_bytes: int) -> list[list[str]]:
-    """Cut names, in order, into buckets of at most `bucket_bytes`; a larger layer or tensor gets a bucket of its
-    own."""
+    """Split names, in order, into buckets of at most `bucket_bytes`; a larger layer or tensor gets its own bucket."""
     buckets: list[list[str]] = []
     room = -1
     for _, group in groupby(sizes, key=lambda each: layer_of(each[0])):
@@ -100,7 +99,7 @@ def check_pushable(config: PreTrainedConfig) -> None:
     if quantized := getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None):
         method = quantized.get("quant_method") if isinstance(quantized, dict) else type(quantized).__name__
         raise EngineError(
-            f"its weights are quantized ({method}): engines that start with such layers take no trained weights; "
+            f"its weights are quantized ({method}), and engines with quantized layers cannot load trained weights; "
             "train an unquantized copy"
         )
 
@@ -108,10 +107,10 @@ def check_pushable(config: PreTrainedConfig) -> None:
 def resolve_transfer(setting: str, device: str, stages: int = 1) -> str:
     """Resolve auto of `rollout.weight_transfer` for the device, `cpu` or `cuda`, and a pipeline's `stages`."""
     if setting == "auto":
-        # CUDA IPC is made for two processes on one GPU, but a stage's GPU is not that of every engine that needs it.
+        # CUDA IPC needs both processes on one GPU, but a stage is on another GPU than most engines.
         return "ipc" if device == "cuda" and stages == 1 else "shm"
     if device != "cuda" and setting != "shm":
-        raise ValueError(f"rollout.weight_transfer={setting} needs GPUs, this run's device is {device}: choose shm")
+        raise ValueError(f"rollout.weight_transfer={setting} needs GPUs, but this run's device is {device}. Choose shm")
     return setting
 
 
@@ -127,12 +126,12 @@ class WeightPush:
         stagings: Sequence[StagingHandle] = (),
         tower: TowerSync | None = None,
     ):
-        """`stagings`: one for each node, by default this process's. `tower`: pushes a trained one to the encoder
-        ranks."""
+        """Create a push. `stagings`: one per node, by default that of this process; `tower`: push of a trained
+        tower."""
         self.exporter, self.engines, self.bucket_mb, self.transfer = exporter, list(engines), bucket_mb, transfer
         self.stagings = list(stagings) or [StagingHandle(engines, WeightStaging())]
         self.tower = tower
-        self._largest = 0  # bytes of the largest bucket written so far: the plan has names only
+        self._largest = 0  # bytes of the largest bucket so far, as the plan has only names
         self._version = 0
 
     async def push(self, version: int) -> None:
@@ -169,7 +168,7 @@ class WeightPush:
         """Return the engines that have the weights; the others were lost."""
         plan = await self.exporter.bucket_plan()
         if not plan:
-            raise EngineError("trainer listed no weights to push: bucket_plan() was empty")
+            raise EngineError("The trainer has no weights to push: bucket_plan() is empty.")
         receivers = _Receivers(engines)
         await {"shm": self._through_memory, "ipc": self._through_ipc}[self.transfer](plan, receivers)
         await receivers.each(lambda engine: engine.finish_update(self._version))
@@ -180,8 +179,8 @@ class WeightPush:
         wrong = [f"{name} has {version}" for name, version in held.items() if version != self._version]
         if wrong:
             raise EngineError(
-                f"weights were pushed as version {self._version}, but {', '.join(wrong)}. Restart the run from its "
-                "last checkpoint (trainer.resume_mode=auto): those engines generate with other weights."
+                f"Weights were pushed as version {self._version}, but {', '.join(wrong)}. Restart the run from its "
+                "last checkpoint (trainer.resume_mode=auto), as those engines have other weights."
             )
 
     # Shared memory -----------------------------------------------------------------------------------------------
@@ -228,7 +227,7 @@ class WeightPush:
 
     @asynccontextmanager
     async def _room(self, staging: StagingHandle) -> AsyncIterator[None]:
-        """Explain full memory with its sizes."""
+        """Replace errors about full memory by one with its sizes."""
         try:
             yield
         except (EngineError, OSError) as error:
@@ -239,9 +238,9 @@ class WeightPush:
     async def _no_room(self, staging: StagingHandle, needed: int) -> EngineError:
         free, where = await staging.ask("free"), staging.location
         return EngineError(
-            f"trainer could not write a bucket of weights to {where}: it needs up to {-(-needed // MIB)} MiB, "
-            f"{free // MIB} MiB are free, and two buckets exist at a time. Lower rollout.update_weights_bucket_mb (now "
-            f"{self.bucket_mb}) or give {where} more room (docker: --shm-size)."
+            f"A bucket of weights could not be written to {where}: up to {-(-needed // MIB)} MiB needed, "
+            f"{free // MIB} MiB free, with two buckets at a time. Lower rollout.update_weights_bucket_mb (now "
+            f"{self.bucket_mb}) or enlarge {where} (docker: --shm-size)."
         )
 
     # Devices: not run without GPUs, see `cuda_ipc` -----------------------------------------------------------------
@@ -262,7 +261,7 @@ class WeightPush:
 
 
 class _Receivers:
-    """The engines of one push, without those that were lost during it."""
+    """Engines of one push, without those lost during it."""
 
     def __init__(self, engines: Sequence[WeightReceiver]):
         self.engines = list(engines)

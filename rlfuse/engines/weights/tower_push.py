@@ -1,8 +1,8 @@
-"""A vision tower that learns, from the trainer to the encoder ranks, as a part of every push of weights.
+"""Push of the trained vision tower from the trainer to the encoder ranks, as part of every weight push.
 
-Role: called by `engines.weights.sync.WeightPush` while trainer ranks are on their devices, where
-`video.freeze_vision_tower=false`. Keys of embeddings name the tower's version, so that what an older one made is never found
-again. Waits for trainer and encoder ranks, each bounded by itself.
+Role: called by `engines.weights.sync.WeightPush` while trainer ranks are on their devices, with
+`video.freeze_vision_tower=false`. Keys of embeddings contain the tower's version, so that older
+embeddings are not reused. Waits for trainer and encoder ranks, each with its own limit.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from rlfuse.video.encoding import SequenceParallelEncoder
 
 
 class TowerPush:
-    """`folder`: where the tower is handed over; its present file stays, for encoder ranks that start anew."""
+    """Push of the tower through files in `folder`; the latest file is kept for encoder ranks that restart."""
 
     def __init__(self, trainer: TrainerGroup, encoder: SequenceParallelEncoder, folder: Path):
         self.trainer, self.encoder, self.folder = trainer, encoder, folder
         self._present: Path | None = None
 
     async def push(self, version: int) -> None:
-        """Encoder ranks hold the trainer's present tower, under the step that is `version` of the actor's weights."""
+        """Load the trainer's tower on the encoder ranks; `version`: that of the actor's weights, used in the file
+        name."""
         path = self.folder / f"tower-{version}.safetensors"
         updates = await self.trainer.save_tower(path)
         await self.encoder.update_tower(path, updates)

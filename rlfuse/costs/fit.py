@@ -1,7 +1,7 @@
 """Fit `Costs` to a run's events by non-negative least squares, and measure how well they predict these events.
 
-The slowest twentieth of each kind does not decide the proportions of its costs; costs of kinds without spans stay as
-they were.
+The slowest 5 % of the spans of each kind do not affect the proportions of its costs. Costs of kinds without spans are
+not changed.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ import numpy as np
 from rlfuse.costs.model import Costs
 from rlfuse.costs.spans import (
     EQUAL_RATES,
-    busiest,
+    busiest_ranks,
     call_terms,
     decoding_amounts,
     decoding_terms,
     driver_spans,
     is_optimizer_step,
-    unexplained,
+    unexplained_seconds,
     updates,
 )
 from rlfuse.events import Span
 from rlfuse.samples import PASSES
 
-KEPT_SHARE = 0.95  # share of the spans of a kind that decide the proportions of its costs
-OUTLIER = 5.0  # a span that takes this many times the predicted seconds is ignored
-ROUNDS = 20  # of fitting and leaving out the slowest, at most
-MIN_SPANS = 4  # spans of a kind from which costs are fitted
-INSTANT_TOKENS_PER_S = 1e12  # tokens per second where no cost of tokens is measurable
+KEPT_SHARE = 0.95  # fraction of the spans of a kind that determine the proportions of its costs
+OUTLIER = 5.0  # spans that take more than this multiple of the predicted seconds are ignored
+ROUNDS = 20  # maximum iterations of fitting and dropping the slowest spans
+MIN_SPANS = 4  # minimum spans of a kind to fit its costs
+INSTANT_TOKENS_PER_S = 1e12  # tokens per second if the cost per token is not measurable
 
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """How well the fitted costs predict the spans of one kind that they were fitted to."""
+    """Prediction error of the fitted costs on the spans of one kind."""
 
     spans: int
     seconds: float  # measured, of all of them
@@ -47,15 +47,15 @@ class Accuracy:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Costs and their accuracy; kinds without spans are missing in `accuracy`."""
+    """Costs and their accuracy by kind; kinds without spans are missing in `accuracy`."""
 
     costs: Costs
     accuracy: dict[str, Accuracy]
 
 
 def fit(spans: Sequence[Span], before: Costs | None = None, rates: Sequence[float] = (), width: int = 1) -> Fit:
-    """Return costs fitted to the spans of one or more steps; `before` (or the defaults) where there are none.
-    `rates`: of each slot, with `width` trainer ranks; the costs are then those of a slot of rate 1."""
+    """Return costs fitted to the spans of one or more steps, and `before` (or the defaults) for kinds without spans.
+    `rates`: of each slot, which has `width` trainer ranks; the costs are those of a slot with rate 1."""
     accuracy: dict[str, Accuracy] = {}
     of = {f"rollout/{slot}": rate for slot, rate in enumerate(rates)}
     of |= {f"trainer/{rank}": rates[rank // width] for rank in range(len(rates) * width)}
@@ -73,8 +73,8 @@ def fit(spans: Sequence[Span], before: Costs | None = None, rates: Sequence[floa
         if seconds:
             means[name] = mean = _mean(np.array(seconds))
             accuracy[name.removesuffix("_s")] = _accuracy(np.full(len(seconds), mean), np.array(seconds))
-    costs, rest = replace(costs, **means), list(unexplained(spans))
-    if rest:  # the switch back to generating is part of it, which simulated ranks take on their own
+    costs, rest = replace(costs, **means), list(unexplained_seconds(spans))
+    if rest:  # includes the switch back to generating, which the simulation counts separately
         costs = replace(costs, step_s=max(0.0, _mean(np.array(rest)) - costs.switch_s))
     return Fit(costs, accuracy)
 
@@ -82,7 +82,7 @@ def fit(spans: Sequence[Span], before: Costs | None = None, rates: Sequence[floa
 def _fit_decoding(
     spans: Sequence[Span], costs: Costs, accuracy: dict[str, Accuracy], rates: Mapping[str, float]
 ) -> Costs:
-    """Fit base, per sequence beyond a flat batch, per context token and per prefilled token."""
+    """Fit the costs per step, per sequence above the flat batch, per context token and per prefilled token."""
     stretches = [span for span in spans if span.kind == "decode" and span.seconds > 0]
     if len(stretches) < MIN_SPANS:
         return costs
@@ -92,7 +92,7 @@ def _fit_decoding(
     fits = []
     for flat in (1 << power for power in range(int(max(1, amounts[:, 1].max())).bit_length())):
         terms = decoding_terms(amounts, flat)
-        factors, loss = robust(terms, seconds)
+        factors, loss = fit_robust(terms, seconds)
         fits.append((loss, flat, factors, terms @ factors))
     _, flat, factors, predicted = min(fits, key=lambda each: each[:2])
     base, sequence, token, prefilled = map(float, factors)
@@ -112,7 +112,7 @@ def calls(
 ) -> list[tuple[float, float]]:
     """Return (seconds measured by the driver, tokens of its busiest rank times its rate) of each call of these
     kinds."""
-    found = busiest(spans, kinds, inner, rates)
+    found = busiest_ranks(spans, kinds, inner, rates)
     return [(call.seconds, rates.get(each[0].where, 1) * sum(span.tokens for span in each)) for call, each in found]
 
 
@@ -121,7 +121,7 @@ def _fit_calls(name: str, found: Sequence[tuple[float, float]], costs: Costs, ac
         return costs
     seconds, tokens = np.array(found, float).T
     terms = call_terms(tokens)
-    factors, _ = robust(terms, seconds)
+    factors, _ = fit_robust(terms, seconds)
     accuracy[name] = _accuracy(terms @ factors, seconds)
     call_s, rate = float(factors[0]), _tokens_per_s(float(factors[1]))
     if name == "scoring":
@@ -133,9 +133,9 @@ def _tokens_per_s(token_s: float) -> float:
     return 1 / token_s if token_s > 1 / INSTANT_TOKENS_PER_S else INSTANT_TOKENS_PER_S
 
 
-def robust(columns: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, float]:
-    """Return non-negative factors with which `columns @ factors` is close to the seconds, and the mean square error of
-    those that are kept."""
+def fit_robust(columns: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, float]:
+    """Return non-negative factors such that `columns @ factors` approximates the seconds, and the mean squared error of
+    the rows that are not outliers."""
     kept = np.ones(len(seconds), bool)
     for _ in range(ROUNDS):
         factors = fit_non_negative(columns[kept], seconds[kept])
@@ -154,11 +154,13 @@ def _mean(seconds: np.ndarray) -> float:
 
 
 def fit_non_negative(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Return the least-squares factors of at least 0: the best of all subsets of the (few) columns."""
+    """Return the non-negative least-squares factors, by trying all subsets of the (few) columns."""
     count, best, least = columns.shape[1], np.zeros(columns.shape[1]), float((seconds**2).sum())
     scale = np.abs(columns).max(axis=0)
     scale[scale == 0] = 1.0
-    few = np.asarray(np.linalg.qr(np.column_stack([columns / scale, seconds]), mode="r"))  # rows, of the same squares
+    few = np.asarray(
+        np.linalg.qr(np.column_stack([columns / scale, seconds]), mode="r")
+    )  # few rows with equal squared errors
     columns, seconds = few[:, :-1], few[:, -1]
     for chosen in (list(c) for size in range(1, count + 1) for c in combinations(range(count), size)):
         factors = np.linalg.lstsq(columns[:, chosen], seconds, rcond=None)[0]

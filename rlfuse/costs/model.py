@@ -1,4 +1,4 @@
-"""The cost model of a step: seconds of each kind of work on a typical slot, as plain data with predictions.
+"""Cost model of a step: seconds of each kind of work on a typical slot.
 
 A decoding step of b sequences with c cached tokens takes `step_base_s + step_per_sequence_s * max(0, b - flat_batch) +
 step_per_context_token_s * c`: decoding is bound by reading the weights until the batch exceeds `flat_batch`.
@@ -12,13 +12,14 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Defaults are those of a small model on one CPU core; `costs.fit` replaces them by measured ones."""
+    """Costs of each kind of work. Defaults: a small model on one CPU core; `costs.fit` replaces them by measured
+    ones."""
 
     step_base_s: float = 0.01
     step_per_sequence_s: float = 1e-4
     step_per_context_token_s: float = 0.0
     flat_batch: int = 8
-    max_sequences: int = 256  # most sequences that an engine decodes at once
+    max_sequences: int = 256  # maximum sequences that an engine decodes at once
     kv_tokens: int = 1 << 30  # capacity of an engine's KV cache
     max_tokens: int = 1 << 20  # longest response
     prefill_tokens_per_s: float = 20_000.0
@@ -27,11 +28,11 @@ class Costs:
     train_tokens_per_s: float = 3_000.0  # forward and backward of one model
     train_call_s: float = 0.0
     optimizer_s: float = 0.0  # an optimizer step, all ranks together
-    switch_s: float = 0.0  # changing a slot's role, either way
-    move_s: float = 0.02  # evicting samples from an engine and handing them over, without prefill or transfer
+    switch_s: float = 0.0  # switching a slot between engine and trainer
+    move_s: float = 0.02  # moving samples between engines, without prefill or KV transfer
     kv_bytes_per_token: float = 1.0
     link_bytes_per_s: float = 0.0  # between two slots' KV caches; 0: caches cannot be moved
-    step_s: float = 0.0  # per training step: weights to the engines, data, bookkeeping
+    step_s: float = 0.0  # per training step: weight push, data, bookkeeping
 
     def decode_step(self, batch: float, context: float) -> float:
         """Return the seconds of one decoding step of `batch` sequences with `context` cached tokens in total."""
@@ -42,8 +43,8 @@ class Costs:
         return tokens / self.prefill_tokens_per_s
 
     def scoring(self, tokens: float, calls: float = 1) -> tuple[float, float]:
-        """Return the seconds of one pass over `tokens`: fixed costs of its calls, and its work, which a slow slot
-        stretches."""
+        """Return the seconds of one pass over `tokens`: fixed costs of its calls, and its work, which scales with the
+        slot's rate."""
         return calls * self.score_call_s, tokens / self.score_tokens_per_s
 
     def training(self, tokens: float, calls: float = 1) -> tuple[float, float]:

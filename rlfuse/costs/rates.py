@@ -1,4 +1,4 @@
-"""Estimate the rate of each slot: seconds of its work over the seconds that it takes a typical slot (rate 1).
+"""Estimate the rate of each slot: the time of its work relative to a typical slot (rate 1).
 
 `Rates` are updated during a run; a rate changes only when the median of the last three observations differs from it
 by DEAD_BAND. `slot_rates` and `typical_seconds` read recorded runs, and fit costs and rates together, as a slow worker
@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from rlfuse.costs.fit import robust
+from rlfuse.costs.fit import fit_robust
 from rlfuse.costs.model import Costs
 from rlfuse.costs.spans import call_terms, decoding_amounts, decoding_terms, is_work, role_of
 from rlfuse.events import Span
 
 THRESHOLD = 1.2  # a slot is slow from this rate on, and fast below its inverse
-DEAD_BAND = 0.3  # relative difference between a rate and new observations below which it does not move
-OBSERVATIONS = 3  # observations whose median decides, so that one hiccup does not
+DEAD_BAND = 0.3  # relative difference between a rate and new observations below which the rate does not change
+OBSERVATIONS = 3  # number of observations whose median is used, so that a single hiccup has no effect
 HICCUP_S = 1.0  # hiccups are shorter: work that exceeds its prediction by more counts twice
-MIN_EXPECTED_S = 0.2  # work predicted to be shorter is observed together with the next
+MIN_EXPECTED_S = 0.2  # shorter work is combined with the next observation
 REFRESH = 8  # the typical ratio is recomputed after slots / REFRESH observations
 
 
@@ -43,7 +43,7 @@ class Rates:
         measured: bool = True,
     ):
         self._measured = measured
-        self.current = [1.0] * slots  # slot -> its rate, for plans
+        self.current = [1.0] * slots  # rate by slot
         self.drained: set[int] = set() if drained is None else drained
         self.steps_since_measured: dict[int, int] = {}  # slow slot -> steps since its last observation
         self._last = [deque((1.0,) * OBSERVATIONS, OBSERVATIONS) for _ in range(slots)]
@@ -89,8 +89,8 @@ class Rates:
             self._last[slot].append(seconds / (expected * typical))
         self._decide(slot)
 
-    def probed(self, slot: int, rate: float) -> None:
-        """Record that fixed work took a drained slot `rate` times as long as slots in use."""
+    def record_probe(self, slot: int, rate: float) -> None:
+        """Record the `rate` of a drained slot, measured with fixed work relative to slots in use."""
         self._last[slot].append(rate)
         if self._measured:
             self._decide(slot)
@@ -108,7 +108,7 @@ class Rates:
     def drain(self, slot: int, until_recovered: bool = False) -> None:
         self.drained.add(slot)
         self._returning.discard(slot)
-        if until_recovered:  # judged by probes alone: earlier observations may miss the reason for draining
+        if until_recovered:  # only probes count: earlier observations may not show the reason for draining
             self._returning.add(slot)
             self._last[slot].clear()
 
@@ -118,7 +118,7 @@ class Rates:
 
 
 class _Peers:
-    """Measured over predicted seconds of one kind of work, by slot."""
+    """Ratios of measured to predicted seconds of one kind of work, by slot."""
 
     def __init__(self, slots: int):
         self._slots = slots
@@ -136,31 +136,34 @@ class _Peers:
         return self._typical
 
 
-SLOW = 1.1  # recorded rates below are within the noise: the worker counts as typical
-MAX_ROUNDS, SETTLED = 20, 1e-3  # of alternating fits; until rates change by less
-FEWEST = 4  # operations of a kind from which the dependence of their time on tokens is fitted
+SLOW = 1.1  # recorded rates below this are noise: the worker counts as typical
+MAX_ROUNDS, SETTLED = 20, 1e-3  # alternating fits end after this many rounds, or when rates change by less
+MIN_OPERATIONS = 4  # minimum operations of a kind to fit the dependence on tokens
 
 Group = tuple[np.ndarray, np.ndarray]  # comparable operations, int [n], and the terms of their time
 
 
-def slot_rates(spans: Sequence[Span], slots: int, width: int, together: bool) -> tuple[float, ...]:
-    """Return the rate of each slot, or nothing where all are typical. `width`: trainer ranks of a slot; `together`:
-    ranks wait for each other within their passes, so that only decoding shows how slow a slot is."""
-    of_ranks = [] if together else ["trainer"]
+def slot_rates(spans: Sequence[Span], slots: int, width: int, ranks_synchronise: bool) -> tuple[float, ...]:
+    """Return the rate of each slot, or nothing where all are typical. `width`: trainer ranks of a slot;
+    `ranks_synchronise`: ranks wait for each other within their passes, so that only decoding shows how slow a slot
+    is."""
+    of_ranks = [] if ranks_synchronise else ["trainer"]
     work = [span for span in spans if is_work(span) and role_of(span.where) in ("rollout", *of_ranks)]
     work = [span for span in work if span.attributes.get("degree", 1) == 1]
     if not work:
         return ()
     widths = {"rollout": 1, "trainer": width}
     worker = np.array([int(span.where.partition("/")[2]) // widths[role_of(span.where)] for span in work])
-    own = np.array([span.seconds for span in work])
+    measured = np.array([span.seconds for span in work])
     found = np.ones(slots)
-    rates = relative(own, typical_seconds(comparable([span.kind for span in work], work, 1), own, worker), worker)
+    rates = relative_rates(
+        measured, typical_seconds(group_comparable([span.kind for span in work], work, 1), measured, worker), worker
+    )
     found[: len(rates)] = rates
     return tuple(found.tolist()) if max(found.max(), 1 / found.min()) >= SLOW else ()
 
 
-def comparable(kinds: Sequence[str], spans: Sequence[Span], flat_batch: int) -> list[Group]:
+def group_comparable(kinds: Sequence[str], spans: Sequence[Span], flat_batch: int) -> list[Group]:
     """Group spans, each counted as one of these kinds, by kind, function or model, and stage."""
     found: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for number, (kind, span) in enumerate(zip(kinds, spans, strict=True)):
@@ -175,47 +178,52 @@ def comparable(kinds: Sequence[str], spans: Sequence[Span], flat_batch: int) -> 
     return groups
 
 
-def typical_seconds(groups: Sequence[Group], own: np.ndarray, worker: np.ndarray) -> np.ndarray:
+def typical_seconds(groups: Sequence[Group], measured: np.ndarray, worker: np.ndarray) -> np.ndarray:
     """Return float [N]: the expected seconds of each operation at the speed that at least half of the workers reach; of
-    two the faster one's. `own`, float [N]: measured; operations in no group keep theirs. `worker`: int [N]."""
-    typical, expected = own.copy(), _expected_seconds(groups, own, worker)
+    two the faster one's. `measured`, float [N]: measured; operations in no group keep theirs. `worker`: int [N]."""
+    typical, expected = measured.copy(), _expected_seconds(groups, measured, worker)
     for numbers, _ in groups:
         _, of = np.unique(worker[numbers], return_inverse=True)
-        usual = median_low(relative(own[numbers], expected[numbers], of).tolist())
+        usual = median_low(relative_rates(measured[numbers], expected[numbers], of).tolist())
         typical[numbers] = expected[numbers] * usual
     return typical
 
 
-def _expected_seconds(groups: Sequence[Group], own: np.ndarray, worker: np.ndarray) -> np.ndarray:
+def _expected_seconds(groups: Sequence[Group], measured: np.ndarray, worker: np.ndarray) -> np.ndarray:
     """Return float [N]: what the work of each operation takes, up to a factor that those of a group share.
 
     Workers that get less work because they are slow take as long as the others, which may look as if tokens cost
     nothing. So it is fitted twice, from rates of 1 and from rates by tokens alone; the better prediction counts.
     """
-    by_tokens = own.copy()
+    by_tokens = measured.copy()
     for numbers, columns in groups:
         if (tokens := columns[:, -1].sum()) and columns.shape[1] == 2:
-            by_tokens[numbers] = columns[:, -1] * own[numbers].sum() / tokens
+            by_tokens[numbers] = columns[:, -1] * measured[numbers].sum() / tokens
     equal = np.ones(int(worker.max(initial=0)) + 1)
-    found = [_expected(groups, own, worker, rates) for rates in (relative(own, by_tokens, worker), equal)]
-    return min(found, key=lambda expected: np.abs(own - expected * relative(own, expected, worker)[worker]).sum())
+    found = [
+        _expected(groups, measured, worker, rates) for rates in (relative_rates(measured, by_tokens, worker), equal)
+    ]
+    return min(
+        found,
+        key=lambda expected: np.abs(measured - expected * relative_rates(measured, expected, worker)[worker]).sum(),
+    )
 
 
-def _expected(groups: Iterable[Group], own: np.ndarray, worker: np.ndarray, rates: np.ndarray) -> np.ndarray:
-    expected = own.copy()
+def _expected(groups: Iterable[Group], measured: np.ndarray, worker: np.ndarray, rates: np.ndarray) -> np.ndarray:
+    expected = measured.copy()
     for _ in range(MAX_ROUNDS):
         for numbers, columns in groups:
-            seconds = own[numbers] / rates[worker[numbers]]
-            few = len(numbers) < FEWEST
-            expected[numbers] = seconds.mean() if few else columns @ robust(columns, seconds)[0]
-        before, rates = rates, relative(own, expected, worker)
+            seconds = measured[numbers] / rates[worker[numbers]]
+            few = len(numbers) < MIN_OPERATIONS
+            expected[numbers] = seconds.mean() if few else columns @ fit_robust(columns, seconds)[0]
+        before, rates = rates, relative_rates(measured, expected, worker)
         if np.allclose(rates, before, rtol=SETTLED):
             break
     return expected
 
 
-def relative(own: np.ndarray, expected: np.ndarray, of: np.ndarray) -> np.ndarray:
+def relative_rates(measured: np.ndarray, expected: np.ndarray, of: np.ndarray) -> np.ndarray:
     """Return float [workers]: measured over expected seconds of the operations `of` each; 1 where nothing was
     expected."""
     foreseen = np.bincount(of, expected)
-    return np.divide(np.bincount(of, own), foreseen, out=np.ones_like(foreseen), where=foreseen > 0)
+    return np.divide(np.bincount(of, measured), foreseen, out=np.ones_like(foreseen), where=foreseen > 0)

@@ -1,4 +1,4 @@
-"""Read the events of a run as amounts of work: what fits, rates and health checks count. Pure functions of spans."""
+"""Extract amounts of work from the events of a run, for fits, rates and health checks. Pure functions of spans."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rlfuse.samples import PASSES
 
 TRAINING = ("forward", "backward")
 ROLES = {"rollout": ("decode",), "trainer": (*PASSES, *TRAINING), "reward": ("reward",), "encoder": ("encode",)}
-"""Work that a worker does alone. Collectives (optimizer steps, weight updates) are excluded: all ranks wait there for
-the slowest one, so that every other rank looks slow."""
-EQUAL_RATES: Mapping[str, float] = {}  # of workers of which none is slow
+"""Role -> kinds of work that a worker does alone. Collectives (optimizer steps, weight updates) are excluded, because
+all ranks wait for the slowest one there and would look slow."""
+EQUAL_RATES: Mapping[str, float] = {}  # rates by worker, if none is slow
 
 
 def role_of(worker: str) -> str:
@@ -30,8 +30,8 @@ def is_work(span: Span) -> bool:
 
 
 def predicted(span: Span, costs: Costs) -> float:
-    """Return the predicted seconds of a span of work; of rewards and encoding, which `costs` does not cover, its
-    samples."""
+    """Return the predicted seconds of a span of work; for rewards and encoding, which `costs` does not cover, the
+    number of samples."""
     attributes = span.attributes
     if span.kind == "decode":
         decoding = attributes["steps"] * costs.decode_step(attributes["batch"], attributes["context"])
@@ -50,14 +50,14 @@ def decoding_amounts(spans: Sequence[Span]) -> np.ndarray:
 
 
 def decoding_terms(amounts: np.ndarray, flat_batch: int) -> np.ndarray:
-    """Return float [N, 4], the terms that the decoding time is linear in: steps, sequences beyond a flat batch in
-    them, cached tokens in them, prefilled tokens."""
+    """Return float [N, 4], the terms that the decoding time is linear in: steps, and summed over steps the
+    sequences above the flat batch, the cached tokens and the prefilled tokens."""
     steps, batch, context, prefill = amounts.T
     return np.stack([steps, steps * np.maximum(0, batch - flat_batch), steps * context, prefill], axis=1)
 
 
 def call_terms(tokens: Sequence[float]) -> np.ndarray:
-    """Return float [N, 2]: one call and its tokens."""
+    """Return float [N, 2]: 1 and the tokens of each call."""
     return np.stack([np.ones(len(tokens)), np.array(tokens, float)], axis=1)
 
 
@@ -83,8 +83,8 @@ def spans_within(spans: Sequence[Span], step: Span) -> list[Span]:
 
 
 def lengths_of(spans: Iterable[Span]) -> dict[str, tuple[int, int]]:
-    """Return sample id -> (prompt, response) tokens. The last span of a moved sample counts the tokens that it arrived
-    with, too."""
+    """Return sample id -> (prompt, response) tokens. The last span of a migrated sample also counts the tokens that it
+    arrived with."""
     return {
         span.samples[0]: (
             span.attributes.get("prompt_tokens", 1),
@@ -95,7 +95,7 @@ def lengths_of(spans: Iterable[Span]) -> dict[str, tuple[int, int]]:
     }
 
 
-def busiest(
+def busiest_ranks(
     spans: Sequence[Span], kinds: Iterable[str], inner: Iterable[str], rates: Mapping[str, float] = EQUAL_RATES
 ) -> list[tuple[Span, list[Span]]]:
     """Return each call of the driver of these kinds, with the spans of the rank that had the most work in it: tokens
@@ -122,7 +122,7 @@ def busiest(
     return found
 
 
-def unexplained(spans: Sequence[Span]) -> Iterator[float]:
+def unexplained_seconds(spans: Sequence[Span]) -> Iterator[float]:
     """Yield for each step the seconds in which no slot did any of the work above."""
     work = [span for span in spans if span.kind == "decode"]
     work += driver_spans(spans, {*PASSES, "switch", *updates(spans)})

@@ -17,8 +17,8 @@ from chaos import EXACT, differences
 
 STEPS = 4
 KILLED = (
-    r"killed by signal 9 \(SIGKILL\); the sender is unknown\. Only that, or os\._exit, ends a process without a message\."
-    r"( Its last event: .+ with \d+ MiB in memory, \d+\.\d s ago\.)? Free memory now: .* in /dev/shm\."
+    r"killed by signal 9 \(SIGKILL\); the sender is unknown\. Only that, or os\._exit, ends a process without "
+    r"a message\.( Its last event: .+ with \d+ MiB in memory, \d+\.\d s ago\.)? Free memory now: .* in /dev/shm\."
 )
 
 
@@ -73,8 +73,8 @@ def test_every_loss_is_counted_explained_and_repaired(runs):
     asked = "rollout/0 died during the call to [^:]+: "
     assert re.fullmatch(f"{asked}{KILLED}\nlogs: {runs[1]}/logs \\(rollout-0.log has the error\\)", killed), killed
     silent, still = sorted(stopped)
-    assert re.search("rollout/0: it did not answer for 6 s .*; the last that was heard of it is", silent)
-    assert re.search("rollout/1.* stood still for 6 s .* samples at hand; .* a step of .* samples at", still)
+    assert re.search("rollout/0: no answer for 6 s .*; last known activity: ", silent)
+    assert re.search("rollout/1.* made no progress for 6 s .* unfinished samples; .* a step of .* samples at", still)
     for span in lost:  # all of its step, and all of them generated elsewhere
         assert span.samples and all(int(name.split("/")[0]) == span.step for name in span.samples)
     hung, dead, starved = [span.cause for span in spans if span.kind == "restart" and span.where == "driver"]

@@ -191,7 +191,7 @@ async def test_samples_that_finish_while_they_are_evicted(engines):
         rest = [one for one in samples if one.id in partials]
         assert_same(results | await generate(engines[1], rest, sampling, partials), expected)
     await engines[0].evict(["1/999/0"])  # unknown or long gone: nothing to do
-    with pytest.raises(EngineError, match="carry='disk': choose tokens or kv"):
+    with pytest.raises(EngineError, match="carry='disk': use tokens or kv"):
         await engines[0].evict([], "disk")
     assert not left_over()
 
@@ -309,12 +309,12 @@ async def test_an_engine_sleeps_only_when_nothing_is_generated(engines):
     taking = asyncio.create_task(generate(engine, [sample(421)], replace(GREEDY, max_tokens=400)))
     while not (await engine.load()).running:
         await asyncio.sleep(0.005)
-    with pytest.raises(EngineError, match=r"rollout/4 can't sleep while 1 samples are generated"):
+    with pytest.raises(EngineError, match=r"rollout/4 can't sleep while 1 samples are being generated"):
         await engine.sleep()
     await engine.evict([sample(421).id])
     await taking
     await engine.sleep()
-    with pytest.raises(EngineError, match=r"rollout/4 is asleep: wake it"):
+    with pytest.raises(EngineError, match=r"rollout/4 is asleep; wake it"):
         await generate(engine, [one], WARM)
     await engine.wake()
     assert_same(await generate(engine, [one], WARM), expected)

@@ -30,9 +30,9 @@ async def test_the_update_is_that_of_a_pass_before_it(four, pipeline_models, lay
             schedule("fused", layout, True), {name: rows if name == "critic" else learned for name in COUNTS}
         )
         found.append(await four.step("actor", lengths(rows)))
-        assert execution.scores == {} and len(execution.gained) == (0 if passes else len(rows))
+        assert execution.scores == {} and len(execution.old_log_probs) == (0 if passes else len(rows))
         learned = bare
-    for have, want in zip(execution.gained, old, strict=True):
+    for have, want in zip(execution.old_log_probs, old, strict=True):
         np.testing.assert_allclose(have, want, atol=1e-6)
     assert found[1]["actor/ppo_kl"] == 0 and found[1]["actor/grad_norm"] > 0
     assert found[0] == pytest.approx(found[1], rel=1e-5, abs=1e-6)
@@ -47,6 +47,6 @@ async def test_other_rows_are_scored_in_the_same_schedule(four, pipeline_models)
     plan = Planner(2, split=True).plan({"actor": 4}, {"actor": 2, "ref": 3})
     bare, _ = bare_and_scored(trained, alone[0])
     execution = await four.run(plan.rows, {"actor": bare}, {"actor": scored, "ref": scored})
-    for have, want in zip((execution.gained, execution.scores["actor"]), alone, strict=True):
+    for have, want in zip((execution.old_log_probs, execution.scores["actor"]), alone, strict=True):
         np.testing.assert_allclose(np.concatenate(have), np.concatenate(want), atol=1e-6)
     assert (await four.step("actor", lengths(trained)))["actor/ppo_kl"] == 0

@@ -289,7 +289,7 @@ def assert_told(text):
     """Of the node that left, the one that was lost and the rank by which the run ended."""
     assert text.count("on other nodes.") == 1, text
     assert "trainer/" in text and "died" in text and "resume" in text, text
-    assert "No restart: 1 of at most cluster.max_restarts=1 were made." in text
+    assert "No restart: 1 of at most cluster.max_restarts=1 restarts were made." in text
     assert re.search(r"lost node [\d.]+ \(\w{8}\), which ran rollout/1, trainer/1", text)
     assert re.search(r"The run resumes from global_step_\d+ \(restart 1 of at most 1\)", text)
     assert "Traceback" not in text

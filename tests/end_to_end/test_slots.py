@@ -38,7 +38,7 @@ def test_the_commands_say_what_they_did(found):
     drained, last, listed, restored = found["told"]
     assert drained.startswith("slot 1 is drained until it is restored"), drained
     assert last.startswith("refused: slot 0 is the last working slot of 2"), last
-    assert restored == "slot 1 works again\n"
+    assert restored == "slot 1 is restored\n"
     first, second = (line.split() for line in listed.splitlines()[1:])
     assert (first[0], second[0]) == ("0", "1") and "working" in first and "drained" in second, listed
     while_drained = found["table"].splitlines()[2].split()

@@ -171,7 +171,7 @@ def test_a_job_outlives_the_terminal_that_sent_it_until_it_is_stopped(submit, jo
     status, out = finish(submit("status"))
     assert status == 0 and re.search(rf"{name}  stopped  [\d,]+ s  rlfuse/far", out), out
     status, out = finish(submit("stop", name))
-    assert status == 0 and f"{name} has ended already: stopped" in out, out
+    assert status == 0 and f"{name} has already ended: stopped" in out, out
     status, out = finish(submit("logs", "nobody-knows-me"))
     assert status == 2 and "check --address" in out
 
@@ -179,4 +179,4 @@ def test_a_job_outlives_the_terminal_that_sent_it_until_it_is_stopped(submit, jo
 def test_what_only_the_cluster_knows_to_be_wrong_has_the_status_of_train(submit, job):
     status, out = finish(submit(*job[1], "model.path=/absent/model", "trainer.experiment_name=wrong"))
     assert status == 2, out
-    assert "model.path=/absent/model: there is no such folder" in out and " failed" in out
+    assert "model.path=/absent/model: the folder does not exist" in out and " failed" in out

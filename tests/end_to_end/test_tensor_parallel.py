@@ -190,5 +190,5 @@ async def test_a_slot_that_has_a_whole_model_works_alone(group, folders):
     )
     config.rollout.tensor_model_parallel_size = 1
     assert config.lockstep
-    with pytest.raises(ValueError, match="2 ranks share each layer, a call on slot 0 alone"):
+    with pytest.raises(ValueError, match="2 ranks share each layer: a call on slot 0 alone"):
         await scores_of(group, "actor", rows, 0)

@@ -394,5 +394,5 @@ async def test_resuming_under_another_zero_stage_says_what_differs(group, policy
     await group.take(settings(policy_folder, 2))
     await group.load(tmp_path / "checkpoint")
     await group.take(settings(policy_folder, 3))
-    with pytest.raises(EngineError, match=r"zero_stage.*same.*model.path=.*huggingface"):
+    with pytest.raises(EngineError, match=r"zero_stage.*saved settings.*model.path=.*huggingface"):
         await group.load(tmp_path / "checkpoint")

@@ -199,7 +199,7 @@ async def test_clips_that_fail_are_named_and_the_others_go_on(encoder, model, cl
     assert all(isinstance(outcome, ClipFailure) for outcome in outcomes.values())
     for name, said in {
         "broken": "moov atom not found",
-        "hang": "decoding frames .* took longer than 2 s",
+        "hang": "decoding frames .* exceeded 2 s",
         "die": "encoder/. died during the call to encode frames",
         "missing": "No such file",
         "short": r"instead of uint8 \[\d, 56, 84, 3\]",
@@ -287,7 +287,7 @@ async def test_as_few_ranks_as_are_done_in_time_encode_ahead_while_there_is_room
     (handle,) = await encoder.encode([one], "now")
     assert torch.equal(handle.read(), unsharded(Tower(model), one)) and await encoder.drain() == []
 
-    with pytest.raises(EngineError, match="are held by ahead, now, "):
+    with pytest.raises(EngineError, match=r"held by ahead, now\)"):
         await encoder.encode_ahead(halves, "ahead", 1e6, lambda: False)
     assert (await encoder.metrics())["video/encoded_ahead_tokens"] == 2 * 1600
     await encoder.release("ahead")

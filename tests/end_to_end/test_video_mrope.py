@@ -145,7 +145,7 @@ async def test_siblings_share_and_other_clips_and_towers_do_not(engine, ask):
     await engine.drain()
     group = [ask(10, sibling=sibling) for sibling in range(3)]
     stayed = await collect(engine, group, WARM)
-    await collect(engine, [replace(ask(11), sibling=5), replace(ask(10, version="next"), sibling=6)], WARM)
+    await collect(engine, [replace(ask(11), rollout_index=5), replace(ask(10, version="next"), rollout_index=6)], WARM)
     cached = {span.samples[0]: span.attributes["cached_tokens"] for span in await drained(engine, "generate")}
     whole_blocks = (len(group[0].prompt.token_ids) - 1) // 32 * 32
     assert sorted(cached[one.id] for one in group) == [0, whole_blocks, whole_blocks]
@@ -160,9 +160,7 @@ async def test_a_plan_with_other_timestamps_is_refused(engine, ask):
     one = ask(20)
     [clip] = one.prompt.visual
     visual = (replace(clip, plan=replace(clip.plan, timestamps=SEED_TIMES)),)
-    with pytest.raises(
-        EngineError, match=r"video\.of can't be passed to vLLM: .* into the prompt itself: plan the clip with"
-    ):
+    with pytest.raises(EngineError, match=r"video\.of can't be passed to vLLM: .* into the prompt: plan the clip with"):
         await collect(engine, [replace(one, prompt=replace(one.prompt, visual=visual))], WARM)
 
 

@@ -278,13 +278,13 @@ async def test_what_does_not_fit_is_refused_before_anything_runs(engine, ask, cl
     gone = replace(one.prompt.visual[0].source, path="/nowhere")
     bare = replace(one, prompt=replace(one.prompt, visual=()))
     for refused, reason in (
-        (long, rf"{size} prompt tokens \(40 of them visual\), the engine holds 512"),
+        (long, rf"{size} prompt tokens \(40 of them visual\), but prompt and response must fit into 512"),
         (changed(one, source=None), "clip.mp4 has no embedding"),
         (changed(one, source=narrow), "of width 64, but the model's is 128"),
-        (changed(one, source=short), "embedding of 39 tokens, a plan of 40 at 40 places"),
-        (changed(one, positions=one.prompt.visual[0].positions[1:]), "a plan of 40 at 39 places"),
+        (changed(one, source=short), "embedding of 39 tokens, a plan of 40 and 40 positions"),
+        (changed(one, positions=one.prompt.visual[0].positions[1:]), "a plan of 40 and 39 positions"),
         (changed(one, source=gone), "is not at /nowhere"),
-        (changed(one, source=broken), r"the embedding of clip.mp4 \(broken\) holds NaN"),
+        (changed(one, source=broken), r"the embedding of clip.mp4 \(broken\) contains NaN"),
         (bare, "40 visual placeholders in its prompt, but its clips have 0 positions"),
     ):
         with pytest.raises(EngineError, match=reason):

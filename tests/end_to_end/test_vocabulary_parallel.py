@@ -104,7 +104,7 @@ async def test_passes_score_as_one_process(groups, folders, name):
         planner = Planner(layout[0].stages, split=True, vocabulary=True)
         plan = planner.plan({"actor": 4}, {"actor": 2, "ref": 3})
         done = await group.run(plan.rows, {"actor": bare}, {"actor": rows, "ref": rows})
-        for scores in (done.gained, done.scores["actor"], done.scores["ref"]):
+        for scores in (done.old_log_probs, done.scores["actor"], done.scores["ref"]):
             np.testing.assert_allclose(np.concatenate(scores), want, atol=1e-5)
         await group.step("actor", lengths(bare))
 

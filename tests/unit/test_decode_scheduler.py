@@ -322,7 +322,7 @@ def test_steps_state_and_tokens_are_those_of_vllm_s_own_scheduler(model, monkeyp
     assert (
         scenario in ("drafts", "stop texts", "other log-probs", "grammars", "images") or len(short) > core.steps / 3
     ), (len(short), core.steps)
-    assert not core.scheduler.held and not core.scheduler._leaving
+    assert not core.scheduler.held and not core.scheduler._outbox
 
 
 def test_the_tokens_of_a_sample_leave_with_its_first_and_its_last(model):

@@ -19,12 +19,12 @@ import ray
 
 from rlfuse.cluster import child_processes
 from rlfuse.engines.vllm import engine_fork
-from rlfuse.engines.vllm.engine_fork import EngineFork, Forks, can_fork, forking
+from rlfuse.engines.vllm.engine_fork import EngineFork, ForkingContext, can_fork, forking
 
 ENDLESS = """
 import time
-from rlfuse.engines.vllm.engine_fork import Forks
-child = Forks().Process(target=time.sleep, args=(600,))
+from rlfuse.engines.vllm.engine_fork import ForkingContext
+child = ForkingContext().Process(target=time.sleep, args=(600,))
 child.start()
 print(child.pid, flush=True)
 time.sleep(600)
@@ -62,7 +62,7 @@ def test_a_fork_has_no_file_socket_lock_handler_or_garbage_of_its_actor_and_no_r
         sending.send(len(os.listdir("/proc/self/fd")))
         signal.pause()
 
-    child = Forks().Process(target=look)
+    child = ForkingContext().Process(target=look)
     try:
         child.start()
         assert receiving.poll(60)
@@ -115,7 +115,7 @@ def test_what_the_capture_of_graphs_leaves_in_a_fork_is_collected_and_nothing_of
         frozen = gc.get_freeze_count() == before
         sending.send((collects, gc.isenabled(), frozen, at_capture() is None, of_actor() is None))
 
-    child = Forks().Process(target=capture)
+    child = ForkingContext().Process(target=capture)
     try:
         child.start()
         assert receiving.poll(60) and receiving.recv() == (False, True, True, True, False)
@@ -171,21 +171,23 @@ def test_engines_are_forks_where_no_device_is_open_and_else_vllm_s_own(monkeypat
     inspect_class = inspect.unwrap(registry._LazyRegisteredModel.inspect_model_cls)
     assert "_run_in_subprocess" in inspect_class.__code__.co_names
     with forking("cpu", {}):
-        assert isinstance(multiproc_executor.get_mp_context(), Forks)
+        assert isinstance(multiproc_executor.get_mp_context(), ForkingContext)
         context = utils.get_mp_context()
         assert context.get_start_method() == "fork" and context.Process is EngineFork
         assert registry._run_in_subprocess(os.getpid) == os.getpid()
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)  # vLLM sets it where it can't fork
     with forking("cuda", {}):
-        assert isinstance(utils.get_mp_context(), Forks) and isinstance(multiproc_executor.get_mp_context(), Forks)
+        assert isinstance(utils.get_mp_context(), ForkingContext) and isinstance(
+            multiproc_executor.get_mp_context(), ForkingContext
+        )
         assert registry._run_in_subprocess is look_elsewhere, "a class of models may ask for CUDA devices"
         (tmp_path / "nvidiactl").touch()
         monkeypatch.setattr(engine_fork, "DRIVER", re.compile(str(tmp_path)))
         with (tmp_path / "nvidiactl").open():
-            assert not isinstance(utils.get_mp_context(), Forks)
+            assert not isinstance(utils.get_mp_context(), ForkingContext)
     with forking("cuda", {"distributed_executor_backend": "ray"}):
-        assert not isinstance(utils.get_mp_context(), Forks)
+        assert not isinstance(utils.get_mp_context(), ForkingContext)
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     with forking("cuda", {}):
         assert utils.get_mp_context().get_start_method() == "spawn", "as the user says"

@@ -102,14 +102,15 @@ def test_blocks_arrive_where_they_should_and_no_other_changes(tmp_path: Path, en
 
 def test_room_is_asked_for_what_the_blocks_take(tmp_path: Path, engine):
     one, free = engine(LAYOUTS[0], BLOCK, 0), shutil.disk_usage(tmp_path).free
-    assert one.connector._room(free // one.block_bytes // 4, tmp_path) is True
-    assert one.connector._room(free // one.block_bytes, tmp_path) is False
+    assert one.connector._has_space(free // one.block_bytes // 4, tmp_path) is True
+    assert one.connector._has_space(free // one.block_bytes, tmp_path) is False
 
 
 def test_nixl_is_refused_where_engines_sleep():
     assert resolve_kv_transfer("auto", "cuda") == resolve_kv_transfer("auto", "cpu") == "shm"
     with pytest.raises(
-        ValueError, match=r"rollout.kv_transfer=nixl: .*sleeps gives up the memory.*set rollout.kv_transfer=auto"
+        ValueError,
+        match=r"rollout.kv_transfer=nixl: .*a sleeping engine frees the memory.*set rollout.kv_transfer=auto",
     ):
         resolve_kv_transfer("nixl", "cuda")
 
@@ -118,19 +119,19 @@ async def test_a_kv_cache_is_kept_where_it_is_wanted_until_weights_change():
     store = KVCacheStore()
     try:
         base = store.parameters("1/0/0", None, 3)["save"]
-        store.want("1/0/0")
-        store.want("not begun")
+        store.request_save("1/0/0")
+        store.request_save("not begun")
         Path(f"{base}.wanted").rename(f"{base}.tokens")  # as ranks leave it
-        key = await store.collect("1/0/0", 3)
-        assert key == f"3@{base}" and store.wanted("1/0/0") and not store.wanted("not begun")
-        store.end("1/0/0", None)
+        key = await store.wait_saved("1/0/0", 3)
+        assert key == f"3@{base}" and store.is_save_requested("1/0/0") and not store.is_save_requested("not begun")
+        store.forget("1/0/0", None)
         assert "load" not in store.parameters("1/0/0", key, 4), "other weights computed it"
-        assert store.parameters("1/0/0", key, 3)["load"] == base and not store.wanted("1/0/0")
+        assert store.parameters("1/0/0", key, 3)["load"] == base and not store.is_save_requested("1/0/0")
         await store.invalidate()
         assert not list(store.folder.glob("*.tokens"))
-        store.want("1/0/0")
-        assert await store.collect("1/0/0", 4) is None, "nothing was written"
-        store.end("1/0/0", key)
+        store.request_save("1/0/0")
+        assert await store.wait_saved("1/0/0", 4) is None, "nothing was written"
+        store.forget("1/0/0", key)
         assert not list(store.folder.glob("*.wanted"))
     finally:
         store.close()

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlfuse.engines.pipeline import schedule_executor
-from rlfuse.engines.pipeline.head_shares import HeadShares, group_of
+from rlfuse.engines.pipeline.head_shares import HeadShares, process_group
 from rlfuse.engines.pipeline.layout import Pipelines
 from rlfuse.engines.pipeline.p2p_groups import COLLECTIVE_TIMEOUT_FACTOR
 from rlfuse.engines.pipeline.schedule_executor import ScheduleExecutor
@@ -78,19 +78,19 @@ def lost(purpose, rank, error):
 
 def test_an_input_orders_streams_and_the_host_goes_on(device):
     run, work = StreamWaits(60.0, lost), Work()
-    run.arrived(work, "for the input", 1)
+    run.wait_received(work, "for the input", 1)
     assert work.ordered and not work.completed
 
 
 def test_the_host_runs_ahead_of_the_device_by_a_few_operations_only(device):
     run = StreamWaits(60.0, lost)
     for _ in range(RUN_AHEAD):
-        run.ended(run.now(), "for the end", 0)
+        run.mark_end(run.now(), "for the end", 0)
     assert device.done < device.recorded - 1  # none was waited for
     first = device.done + 1
     device_goes_on = threading.Timer(0.05, lambda: setattr(device, "done", first))
     device_goes_on.start()
-    run.ended(run.now(), "for the end", 0)
+    run.mark_end(run.now(), "for the end", 0)
     assert device.done == first  # it waited for the oldest alone
     device.done = device.recorded
     run.finish()
@@ -98,16 +98,18 @@ def test_the_host_runs_ahead_of_the_device_by_a_few_operations_only(device):
 
 def test_a_device_that_does_not_go_on_is_told_with_operation_and_peer(device):
     run = StreamWaits(0.05, lost)
-    with pytest.raises(EngineError, match="for the end of actor B on trainer/3, in vain: the device is still at it"):
+    with pytest.raises(
+        EngineError, match="for the end of actor B on trainer/3, in vain: the operation is not complete"
+    ):
         for _ in range(RUN_AHEAD + 1):
-            run.ended(run.now(), "for the end of actor B", 3)
+            run.mark_end(run.now(), "for the end of actor B", 3)
 
 
 def test_the_row_ends_when_all_has_left_and_only_then_are_there_times(device):
     run, work = StreamWaits(0.05, lost), Work()
     moments = [run.now() for _ in range(3)]
-    run.left(work, torch.zeros(1), "to hand over the result", 2)
-    run.ended(moments[-1], "for the end", 0)
+    run.track_send(work, torch.zeros(1), "to hand over the result", 2)
+    run.mark_end(moments[-1], "for the end", 0)
     device.done = device.recorded
     with pytest.raises(EngineError, match="to hand over the result on trainer/2"):
         run.finish()
@@ -119,10 +121,10 @@ def test_the_row_ends_when_all_has_left_and_only_then_are_there_times(device):
 
 def test_a_send_that_has_left_is_not_held(device):
     run, first = StreamWaits(60.0, lost), Work()
-    run.left(first, torch.zeros(1), "", 1)
+    run.track_send(first, torch.zeros(1), "", 1)
     first.completed = True
-    run.left(Work(), torch.zeros(1), "", 1)
-    assert len(run._leaving) == 1
+    run.track_send(Work(), torch.zeros(1), "", 1)
+    assert len(run._sending) == 1
 
 
 def test_a_send_over_gloo_that_fails_is_told_at_the_end_of_the_row():
@@ -132,7 +134,7 @@ def test_a_send_over_gloo_that_fails_is_told_at_the_end_of_the_row():
             raise RuntimeError("Connection closed by peer\nat some line")
 
     run = HostWaits(60.0, lost)
-    run.left(Broken(), torch.zeros(1), "to hand over the result of critic F", 1)
+    run.track_send(Broken(), torch.zeros(1), "to hand over the result of critic F", 1)
     with pytest.raises(EngineError, match=r"to hand over the result of critic F on trainer/1.*closed by peer"):
         run.finish()
 
@@ -164,10 +166,10 @@ def of_four():
     def join(rank):
         dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
 
-    group_of.cache_clear()
+    process_group.cache_clear()
     yield join
     dist.destroy_process_group()
-    group_of.cache_clear()
+    process_group.cache_clear()
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -188,8 +190,11 @@ class Named:
 
     def __init__(self, told):
         self.now, self.seconds, self.finish = lambda: 0.0, float, lambda: None
-        self.arrived = lambda work, purpose, rank: told.append((purpose.split(",")[0], rank))
-        self.left, self.ended = lambda *_: None, lambda moment, purpose, rank: self.arrived(None, purpose, rank)
+        self.wait_received = lambda work, purpose, rank: told.append((purpose.split(",")[0], rank))
+        self.track_send, self.mark_end = (
+            lambda *_: None,
+            lambda moment, purpose, rank: self.wait_received(None, purpose, rank),
+        )
 
 
 class Scoring:

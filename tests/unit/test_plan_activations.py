@@ -9,7 +9,14 @@ from test_plan import job
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rlfuse.config.facts import Facts
-from rlfuse.engines.memory.activations import MIB, WORKSPACES, activations, leaves, leaving, words
+from rlfuse.engines.memory.activations import (
+    MIB,
+    WORKSPACES,
+    activations,
+    describe_activations,
+    largest_activation_plan,
+    plan_activations,
+)
 from rlfuse.engines.memory.estimate import GIB, TRAINING, Budget, memory_of
 from rlfuse.engines.memory.model_sizes import read_shape
 from rlfuse.engines.memory.tracing import HEAP, SequenceLengths, _row
@@ -61,9 +68,9 @@ def peak_of(config, model, offloading):
 def test_ranks_do_what_the_plan_says_in_as_much_memory(tmp_path, given, stay, disk):
     shape, model = given
     config = job(model__dtype="float32", model__enable_activation_offload=True, model__activation_disk_mb=disk)
-    layer = leaving(config, shape, "actor", SAMPLES, "cpu").layer
+    layer = plan_activations(config, shape, "actor", SAMPLES, "cpu").layer
     config.model.activation_device_mb = (stay + 0.5) * layer / MIB
-    planned = leaving(config, shape, "actor", SAMPLES, "cpu")
+    planned = plan_activations(config, shape, "actor", SAMPLES, "cpu")
     offloading, _ = offloaded(model, tmp_path, device=(stay + 0.5) * layer, disk=disk * MIB)
     peak_of(config, model, offloading)  # the first tells what a layer leaves
     measured = peak_of(config, model, offloading)
@@ -79,16 +86,16 @@ def test_what_leaves_is_in_the_plan(given):
     stays = memory_of(config, {"actor": shape}, Budget("cuda", GIB))
     config.model.enable_activation_offload, config.model.activation_device_mb = True, 1
     away = memory_of(config, {"actor": shape}, Budget("cuda", GIB))
-    found = leaves(config, shape, "actor", "cuda")
+    found = largest_activation_plan(config, shape, "actor", "cuda")
     assert away.total(TRAINING) < stays.total(TRAINING) and found.places.layers[-1] is Place.DEVICE
     assert away.host - stays.host == found.offloaded_bytes(Place.HOST) == 5 * found.layer
     config.model.activation_host_mb = int(2.5 * found.layer) >> 20
-    lines = list(words(leaves(config, shape, "actor", "cuda"), "actor"))
-    assert "actor: in a micro-batch of 4,096 tokens, of 6 layers" in lines[0] and "are run again" in lines[0]
+    lines = list(describe_activations(largest_activation_plan(config, shape, "actor", "cuda"), "actor"))
+    assert "actor: activations of 6 layers in a micro-batch of 4,096 tokens" in lines[0] and "recomputed" in lines[0]
     config.model.activation_disk_mb = 4096
-    lines = list(words(leaves(config, shape, "actor", "cuda"), "actor"))
-    assert "wait on the disk" in lines[0] and "GiB to the disk; a drive rated for 600 TB" in lines[1]
-    assert not list(words(leaves(job(), shape, "actor", "cuda"), "actor"))
+    lines = list(describe_activations(largest_activation_plan(config, shape, "actor", "cuda"), "actor"))
+    assert "on disk" in lines[0] and "GiB to disk; a drive rated for 600 TB" in lines[1]
+    assert not list(describe_activations(largest_activation_plan(job(), shape, "actor", "cuda"), "actor"))
 
 
 @pytest.mark.slow
@@ -115,7 +122,10 @@ def test_blocks_in_the_heap_leave_holes_on_cpu_hosts_and_mapped_ones_none(given)
 def test_copies_that_nothing_hides_are_not_planned(given):
     shape, _ = given
     config = job(model__enable_activation_offload=True, model__activation_device_mb=0)
-    slow, fast = (leaves(config, shape, "actor", "cuda", seconds=1e-6, host_s=speed) for speed in (1.0, FAST * FAST))
+    slow, fast = (
+        largest_activation_plan(config, shape, "actor", "cuda", seconds=1e-6, host_s=speed)
+        for speed in (1.0, FAST * FAST)
+    )
     assert slow.recomputed_fraction == 5 / 6 and fast.recomputed_fraction == 0
 
 

@@ -101,10 +101,10 @@ def test_a_slot_that_is_drained_until_it_is_well_comes_back_by_probes():
     rates.drain(3, until_recovered=True)
     rates.begin(Costs())
     assert rates.drained == {3} and not rates.steps_since_measured
-    rates.probed(3, 3.9)
-    rates.probed(3, 1.0)
+    rates.record_probe(3, 3.9)
+    rates.record_probe(3, 1.0)
     assert rates.drained == {3}, "once may be luck"
-    rates.probed(3, 1.1)
+    rates.record_probe(3, 1.1)
     assert rates.drained == set() and rates.current == [1.0] * 4
 
 
@@ -114,7 +114,7 @@ def test_a_typical_slot_is_drained_until_it_is_restored():
     rates.begin(Costs())
     assert not rates.steps_since_measured
     for _ in range(5):
-        rates.probed(1, 1.0)
+        rates.record_probe(1, 1.0)
     assert rates.drained == {1}
     rates.restore(1)
     assert rates.drained == set()

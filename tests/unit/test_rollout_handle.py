@@ -145,7 +145,7 @@ async def test_a_dead_engine_is_lost_to_all_its_calls_until_the_next_one_has_tak
     lost, restart = engine.recorder.drain()
     assert (lost.kind, lost.where, lost.samples) == ("lost", "rollout/1", (ONE.id, TWO.id))
     assert (restart.kind, restart.where) == ("restart", "rollout/1") and "died" in restart.cause
-    assert "its 2 samples are generated again, another one starts" in engine.said[0]
+    assert "its 2 unfinished samples will be regenerated. A replacement is starting." in engine.said[0]
 
 
 async def test_ray_s_head_that_is_gone_holds_up_nothing_but_the_replacement(engine, monkeypatch):
@@ -159,7 +159,7 @@ async def test_ray_s_head_that_is_gone_holds_up_nothing_but_the_replacement(engi
 
     engine.handle._create = hang
     monkeypatch.setattr(rollout_handle, "from_head", asyncio.to_thread)
-    engine.handle._lose(engine.actors[0], "rollout/1: it did not answer")
+    engine.handle._lose(engine.actors[0], "rollout/1: no answer")
     while not began.is_set():
         await asyncio.sleep(0.001)
     assert not go.is_set(), "the event loop runs while Ray does not answer"
@@ -171,7 +171,7 @@ async def test_ray_s_head_that_is_gone_holds_up_nothing_but_the_replacement(engi
 async def test_what_a_lost_engine_still_sends_does_not_count(engine):
     old = asyncio.create_task(engine.generate(ONE, TWO))
     await asyncio.sleep(0)
-    engine.handle._lose(engine.actors[0], "rollout/1: it did not answer")
+    engine.handle._lose(engine.actors[0], "rollout/1: no answer")
     engine.actors[0].finish(0, ONE)
     with pytest.raises(EngineLost):
         await soon(old)
@@ -181,8 +181,8 @@ async def test_what_a_lost_engine_still_sends_does_not_count(engine):
 
 async def test_the_rest_of_a_push_is_not_for_the_engine_that_comes_in_the_course_of_it(engine):
     await engine.handle.begin_update()
-    engine.handle._lose(engine.actors[0], "rollout/1: it did not answer")
-    with pytest.raises(EngineLost, match="lost when it was asked to load a bucket"):
+    engine.handle._lose(engine.actors[0], "rollout/1: no answer")
+    with pytest.raises(EngineLost, match="lost during the push: load a bucket"):
         await engine.handle.receive({})
     with pytest.raises(EngineLost):
         await engine.handle.begin_update()
@@ -195,7 +195,7 @@ async def test_an_engine_is_replaced_so_often_and_not_more(engine):
         engine.handle._lose(engine.actors[number], f"rollout/1: loss {number}")
         await engine.push()
     engine.handle._lose(engine.actors[2], "rollout/1: the last loss")
-    with pytest.raises(EngineError, match=r"the last loss\nrollout/1 is not replaced: .* 2 of at most .*=2 times"):
+    with pytest.raises(EngineError, match=r"the last loss\nrollout/1 is not replaced: 2 restarts reached .*=2"):
         await engine.handle.wait_ready()
     engine.handle._lose(engine.actors[2], "an echo")
     assert [span.kind for span in engine.recorder.drain()].count("lost") == 3 and len(engine.actors) == 3
@@ -204,12 +204,12 @@ async def test_an_engine_is_replaced_so_often_and_not_more(engine):
 async def test_an_error_of_its_own_is_tried_once_more_and_no_more_where_the_successor_has_the_same(engine):
     for number, head in enumerate((16, 17)):
         failed = EngineFailed(f"rollout/1: vLLM's engine process failed with an exception.\nValueError: size {head}")
-        assert isinstance(engine.handle._judged(failed, engine.actors[number]), EngineLost)
-        assert ("another one starts" in engine.said[2 * number]) == (number == 0)
+        assert isinstance(engine.handle._to_engine_lost(failed, engine.actors[number]), EngineLost)
+        assert ("replacement is starting" in engine.said[2 * number]) == (number == 0)
         if number == 0:
             await engine.push()
     with pytest.raises(
-        EngineError, match=r"size 17\nrollout/1 is not replaced: its successor failed in the same way\."
+        EngineError, match=r"size 17\nrollout/1 is not replaced: its replacement failed with the same error\."
     ):
         await engine.handle.wait_ready()
     assert len(engine.actors) == 2 and engine.handle.restarts == 1
@@ -217,17 +217,17 @@ async def test_an_error_of_its_own_is_tried_once_more_and_no_more_where_the_succ
 
 async def test_other_errors_of_its_own_and_kills_are_tried_as_often_as_may_be(engine):
     for number, error in enumerate((EngineFailed("ValueError: one"), EngineLost("killed"), EngineLost("killed"))):
-        engine.handle._judged(error, engine.actors[number])
+        engine.handle._to_engine_lost(error, engine.actors[number])
         if number < 2:
             await engine.push()
-    with pytest.raises(EngineError, match=r"2 of at most .*=2 times"):
+    with pytest.raises(EngineError, match=r"2 restarts reached .*=2"):
         await engine.handle.wait_ready()
 
 
 async def test_on_a_device_with_room_for_one_the_next_engine_starts_with_the_push(monkeypatch):
-    engine = Engine(monkeypatch, beside=False)
+    engine = Engine(monkeypatch, starts_immediately=False)
     await engine.handle.start(None, None, 64, "cuda")
-    engine.handle._lose(engine.actors[0], "rollout/1: it did not answer")
+    engine.handle._lose(engine.actors[0], "rollout/1: no answer")
     await engine.handle.sleep()
     await engine.handle.wake()
     assert await engine.handle.drain() == [] and len(engine.actors) == 1
@@ -238,8 +238,11 @@ async def test_on_a_device_with_room_for_one_the_next_engine_starts_with_the_pus
 @pytest.mark.parametrize(
     ("pulse", "words"),
     [
-        (None, r"did not answer for 0.2 s \(cluster.heartbeat_s\); the last that was heard of it is a step"),
-        (Pulse(9.0, "a step of 2 samples"), "stood still for 0.2 s .* with 1 samples at hand; .* a step of 2 samples"),
+        (None, r"no answer for 0.2 s \(cluster.heartbeat_s\); last known activity: a step"),
+        (
+            Pulse(9.0, "a step of 2 samples"),
+            "no progress for 0.2 s .* with 1 unfinished samples; .* a step of 2 samples",
+        ),
     ],
 )
 async def test_an_engine_that_is_silent_or_still_for_too_long_is_lost_and_one_that_is_slow_is_not(
@@ -286,7 +289,7 @@ async def test_an_engine_is_not_asked_to_do_what_it_has_done(engine):
     assert [await asked(handle.wake("weights")) for _ in range(2)] == [1, 0]
     assert [await asked(handle.wake()) for _ in range(2)] == [1, 0]
     await handle.sleep()
-    handle._lose(engine.actors[0], "rollout/1: it did not answer")
+    handle._lose(engine.actors[0], "rollout/1: no answer")
     await engine.push()
     assert await asked(handle.wake()) == 0 and await asked(handle.sleep()) == 1, "the next one starts awake, too"
 
@@ -306,7 +309,7 @@ async def test_a_successor_that_dies_while_it_starts_is_replaced_as_often_as_may
     lost, *restarts = engine.recorder.drain()
     assert (lost.kind, ["error" in span.attributes for span in restarts]) == ("lost", [True, False])
     engine.handle._lose(engine.actors[2], "rollout/1: the second loss")
-    with pytest.raises(EngineError, match=r"the second loss\nrollout/1 is not replaced: .* 3 of at most .*=3 times"):
+    with pytest.raises(EngineError, match=r"the second loss\nrollout/1 is not replaced: 3 restarts reached .*=3"):
         await engine.handle.wait_ready()
 
 

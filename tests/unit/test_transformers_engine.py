@@ -181,7 +181,7 @@ def test_new_weights_reach_samples_in_flight(model, drawn, tmp_path):
         np.testing.assert_allclose(after[request.id].log_probs, found, atol=1e-5)
 
 
-@pytest.mark.parametrize("broken, told", [("missing", "no model.norm.weight"), ("extra", "a.b is no param")])
+@pytest.mark.parametrize("broken, told", [("missing", "lacked model.norm.weight"), ("extra", "a.b is not a param")])
 def test_a_push_with_other_tensors_is_refused(model, tmp_path, broken, told):
     tensors = {n: p.data.clone() for n, p in AutoModelForCausalLM.from_pretrained(model.path).named_parameters()}
     if broken == "missing":
@@ -249,7 +249,7 @@ def test_what_an_engine_tells_of_its_work(model):
             await asyncio.sleep(0)
         load = await engine.load()
         assert (load.running, load.waiting) == (4, 8) and 0 < load.kv_use < 1
-        with pytest.raises(ValueError, match="being generated already"):
+        with pytest.raises(ValueError, match="already being generated"):
             await all_of(engine, requests(1))
         with pytest.raises(RuntimeError, match="can't sleep while 12 samples"):
             await engine.sleep()
@@ -364,7 +364,7 @@ def test_keys_that_the_backend_cannot_honour_are_refused(model, key, value):
     section, leaf = key.split(".")
     setattr(getattr(config, section), leaf, value)
     (told,) = TransformersEngine.unsupported_reasons(config)
-    assert told.startswith(f"{key}={value}: rollout.name=transformers does not support it")
+    assert told.startswith(f"{key}={value}: rollout.name=transformers does not support this value")
 
 
 def test_models_with_recurrent_layers_are_refused(tmp_path):

@@ -1,7 +1,7 @@
-"""Find the micro-batches that need the most memory, and how much, whatever the data contains within the limits.
+"""Estimate the activation memory of the worst-case micro-batches, for any data within the length limits.
 
-The worst case may be the longest samples (attention), short prompts (logits for nearly every token) or the answers to
-one prompt (keys and values copied per answer); all are tried.
+The worst case may be the longest samples (attention), short prompts (logits for nearly every token) or the responses to
+one prompt (keys and values copied per response); all are evaluated.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from rlfuse.engines.trainer.attention import attends_by_layout
 from rlfuse.video.embedding import BF16
 
 MIB, GIB = 1 << 20, 1 << 30
-DISK_BYTES_PER_S = 2e9  # of an NVMe drive, either way, where nothing was measured; ranks measure theirs
-ENDURANCE = 600e12  # bytes that a 1 TB consumer drive is rated for to be written
+DISK_BYTES_PER_S = 2e9  # default for an NVMe drive, reading or writing; ranks measure theirs
+ENDURANCE = 600e12  # rated write endurance of a 1 TB consumer drive, in bytes
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationPlan:
-    """What becomes of a micro-batch's activations."""
+    """Placement of a micro-batch's activations, and the resulting memory."""
 
     tokens: int
-    layer: float  # bytes that the largest layer leaves
+    layer: float  # bytes of activations of the largest layer
     places: Placement
-    peak: float  # bytes on the device at most
+    peak: float  # maximum bytes on the device
 
-    def waiting(self, tier: Place) -> float:
+    def offloaded_bytes(self, tier: Place) -> float:
         return self.places.layers.count(tier) * self.layer
 
     @property
@@ -45,7 +45,7 @@ class ActivationPlan:
         return self.places.layers.count(Place.RECOMPUTE) / len(self.places.layers)
 
 
-def leaving(
+def plan_activations(
     config: Config,
     shape: Shape,
     role: str,
@@ -54,8 +54,8 @@ def leaving(
     seconds: float = inf,
     host_s: float = inf,
 ) -> ActivationPlan:
-    """Of a micro-batch that `role` learns from. `seconds`: of its forward pass through a layer; `host_s`: bytes a
-    second to the host. By default copies keep up."""
+    """Plan the activations of a training micro-batch of `role`. `seconds`: of its forward pass through a layer;
+    `host_s`: bytes a second to the host; by default transfers are not a bottleneck."""
     model, tokens = config.model, sum(map(sum, texts.lengths))
     kept = _work(config, shape, role, texts, device, model.enable_gradient_checkpointing)
     if not model.enable_activation_offload:
@@ -72,7 +72,7 @@ def leaving(
 
 
 def tiers_of(config: Config, device: str, host_s: float) -> dict[Place, TierCapacity]:
-    """As ranks have them; a host without a limit of its own is taken to have room."""
+    """Return the offload tiers of a rank; host memory without a configured limit counts as unlimited."""
     model = config.model
     host = inf if model.activation_host_mb is None else model.activation_host_mb * MIB
     rooms = {Place.HOST: TierCapacity(host if device == "cuda" else 0.0, host_s)}
@@ -84,19 +84,19 @@ def _work(config: Config, shape: Shape, role: str, texts: SequenceLengths, devic
     return shape.model.work(replace(config, model=model), role, texts, device)
 
 
-def words(found: ActivationPlan, role: str) -> Iterator[str]:
-    """A line on what leaves, and one on what a disk bears."""
+def describe_activations(found: ActivationPlan, role: str) -> Iterator[str]:
+    """Yield a line on offloaded and recomputed layers, and one on the endurance of the disk."""
     layers = found.places.layers
     counts = {place: layers.count(place) for place in (*TIERS, Place.RECOMPUTE) if place in layers}
     if not counts:
         return
-    named = {Place.HOST: "wait in host memory", Place.DISK: "wait on the disk", Place.RECOMPUTE: "are run again"}
+    named = {Place.HOST: "in host memory", Place.DISK: "on disk", Place.RECOMPUTE: "recomputed"}
     parts = ", ".join(f"{count} {named[place]}" for place, count in counts.items())
-    yield f"{role}: in a micro-batch of {found.tokens:,} tokens, of {len(layers)} layers {parts}"
+    yield f"{role}: activations of {len(layers)} layers in a micro-batch of {found.tokens:,} tokens: {parts}"
     if written := found.offloaded_bytes(Place.DISK):
         yield (
-            f"{role}: each such micro-batch writes {written / GIB:.2f} GiB to the disk; a drive rated for "
-            f"{ENDURANCE / 1e12:.0f} TB written bears {ENDURANCE / written:,.0f} of them"
+            f"{role}: each such micro-batch writes {written / GIB:.2f} GiB to disk; a drive rated for "
+            f"{ENDURANCE / 1e12:.0f} TB written endures {ENDURANCE / written:,.0f} of them"
         )
 
 
@@ -105,8 +105,8 @@ PASS_OF = {"actor": "reference", "critic": "values"}  # passes of trained models
 
 
 def micro_batch_tokens(config: Config, learns: bool = False) -> int:
-    """Of the largest micro-batch on one rank: the budget, or one sequence that is longer even when it is cut. `learns`:
-    of those with gradients."""
+    """Return the tokens of the largest micro-batch on a rank: the token budget, or one sequence (split by sequence
+    parallelism) that exceeds it. `learns`: of micro-batches with gradients."""
     return max(_filled(config, learns), -(-_longest(config) // config.training.ulysses_sequence_parallel_size))
 
 
@@ -119,29 +119,32 @@ def _prompts(config: Config, learns: bool) -> int:
 
 
 def _sharers(config: Config, learns: bool) -> int:
-    """Holders of a model among which every call is divided: all that wait for each other, else those of one slot."""
+    """Return the number of model copies over which a call is distributed: all if they run in lockstep, else one
+    slot's."""
     if config.lockstep_backward if learns else config.lockstep:
         return config.mesh.copies
     return config.rollout.tensor_model_parallel_size // config.mesh.tp
 
 
 def _filled(config: Config, learns: bool) -> int:
-    """Tokens of a micro-batch of several samples: as many of the longest as one rank gets of a call at most."""
+    """Return the tokens of the largest micro-batch of several samples that a rank gets in a call."""
     longest, most = _longest(config), config.actor.ppo_micro_batch_size_per_gpu
-    siblings = config.rollout.n if config.training.pipeline_parallel_size == 1 else 1  # that stay on one rank
+    siblings = (
+        config.rollout.n if config.training.pipeline_parallel_size == 1 else 1
+    )  # samples of a prompt that stay on one rank
     units = _prompts(config, learns) * config.rollout.n // siblings
     share = -(-units // _sharers(config, learns)) * siblings
     return min(config.actor.ppo_max_token_len_per_gpu, share * longest, most * longest if most else 1 << 60)
 
 
-def worst(config: Config, linear: bool, learns: bool = True) -> list[SequenceLengths]:
-    """Micro-batches of which one needs the most memory; `linear`: attention keeps no scores. Then the longest samples
-    need no more than others of as many tokens. `learns`: those with gradients."""
+def worst_micro_batches(config: Config, linear: bool, learns: bool = True) -> list[SequenceLengths]:
+    """Return candidate micro-batches, one of which needs the most memory. `linear`: attention stores no scores, so only
+    the number of tokens matters. `learns`: micro-batches with gradients."""
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     tokens, filled = micro_batch_tokens(config, learns), _filled(config, learns)
     most = _prompts(config, learns) * config.rollout.n
     most = min(most, config.actor.ppo_micro_batch_size_per_gpu or most)
-    short = min(prompt, max(1, -(-filled // most) - response))  # so few samples fill it with longer ones only
+    short = min(prompt, max(1, -(-filled // most) - response))  # with few samples, prompts must be longer to fill it
     found = [_rows(config, filled, short, most)]
     if not linear or tokens > filled:
         found.append(_rows(config, tokens, prompt, most))
@@ -152,7 +155,8 @@ def worst(config: Config, linear: bool, learns: bool = True) -> list[SequenceLen
 
 
 def _rows(config: Config, tokens: int, prompt: int, most: int) -> SequenceLengths:
-    """Samples with the longest response and such a prompt, the last one cut, or one that is a slice of a sample."""
+    """Return samples with prompts of length `prompt` and maximum responses; the last one is cut to `tokens` in
+    total."""
     response = config.data.max_response_length
     whole = min(tokens // (prompt + response), most)
     left = tokens - whole * (prompt + response) if whole < most else 0
@@ -162,23 +166,24 @@ def _rows(config: Config, tokens: int, prompt: int, most: int) -> SequenceLength
 
 
 def embeddings(config: Config, shape: Shape) -> int:
-    """Bytes of the visual embeddings of a micro-batch whose prompts are nothing but clips: as they are read, and once
-    more in the order of the batch where they feed several layers (`models.visual_embeddings`)."""
-    prompts = max(each.prompts for learns in (False, True) for each in worst(config, False, learns))
+    """Return the bytes of the visual embeddings of a micro-batch whose prompts consist of clips only; twice that if
+    they feed several layers and are copied into batch order (`models.visual_embeddings`)."""
+    prompts = max(each.prompts for learns in (False, True) for each in worst_micro_batches(config, False, learns))
     return prompts * shape.embedded * BF16 * (2 if shape.embedded > shape.hidden else 1)
 
 
 def activations(config: Config, shape: Shape, role: str, device: str, position: int = 0) -> float:
-    """Bytes that a micro-batch needs beside parameters and their gradients, on the pipeline's device at `position`."""
+    """Return the bytes of a micro-batch without parameters and their gradients, on the pipeline's device at
+    `position`."""
     linear = device == "cuda" and config.model.dtype != "float32" and attends_by_layout(shape.model.model)
     if config.training.pipeline_parallel_size > 1:
-        texts = [each for each in worst(config, linear) if not each.shared]
+        texts = [each for each in worst_micro_batches(config, linear) if not each.shared]
         return max(_of_stage(config, shape, role, each, device, position) for each in texts)
-    tried = [(role, each) for each in worst(config, linear)] if role in PASS_OF else []
+    tried = [(role, each) for each in worst_micro_batches(config, linear)] if role in PASS_OF else []
     if not tried or micro_batch_tokens(config) > micro_batch_tokens(config, learns=True):
-        tried += [(PASS_OF.get(role, role), each) for each in worst(config, linear, learns=False)]
+        tried += [(PASS_OF.get(role, role), each) for each in worst_micro_batches(config, linear, learns=False)]
     return max(
-        leaving(config, shape, does, each, device).peak
+        plan_activations(config, shape, does, each, device).peak
         if does in PASS_OF
         else shape.model.work(config, does, each, device).peak
         for does, each in tried
@@ -186,7 +191,7 @@ def activations(config: Config, shape: Shape, role: str, device: str, position: 
 
 
 def graph_bytes(config: Config, shapes: Mapping[str, Shape], device: str) -> float:
-    """Bytes of passes that are recorded: activations of the largest, and a copy of the trained models' gradients."""
+    """Return the bytes of CUDA graphs of passes: activations of the largest, and a copy of the trained gradients."""
     layer = max(sum(each.layers) / len(each.layers) for each in shapes.values())
     if device == "cpu" or no_graphs_reason(config, layer):
         return 0.0
@@ -196,48 +201,53 @@ def graph_bytes(config: Config, shapes: Mapping[str, Shape], device: str) -> flo
     return pool + WORKSPACES + gradients
 
 
-def holes(config: Config, shape: Shape, role: str, size: float) -> float:
-    """Bytes between activations of so many in the heap of a CPU host's rank: as many again as blocks in it take, were
-    nothing run again; what is, leaves holes twice.
+def heap_fragmentation(config: Config, shape: Shape, role: str, size: float) -> float:
+    """Return the bytes lost to heap fragmentation on a CPU rank with `size` bytes of activations: the size of the small
+    blocks without recomputation,
+    as recomputation fragments the heap equally.
 
-    `posix_memalign`, by which torch has its blocks, asks for more than their size, so that glibc (2.36) finds no room
-    for a block where one of the same size was freed, unless one beside it was, too.
+    torch allocates with `posix_memalign`, which requests more than the block size, so glibc (2.36) can't reuse a freed
+    block for one of the same size unless an adjacent block was freed as well.
     """
     stays = replace(config, model=replace(config.model, enable_gradient_checkpointing=False))
     whole = config.training.pipeline_parallel_size == 1
-    tried = [each for each in worst(config, False, role in PASS_OF) if whole or not each.shared]
+    tried = [each for each in worst_micro_batches(config, False, role in PASS_OF) if whole or not each.shared]
     found = [shape.model.work(stays, role, each, "cpu") for each in tried]
     if whole:
         return max(each.small for each in found)
-    return size * max(each.small / max(1, each.peak) for each in found)  # a stage's, of all that are in flight
+    return size * max(each.small / max(1, each.peak) for each in found)  # of a stage, for all micro-batches in flight
 
 
-def leaves(
+def largest_activation_plan(
     config: Config, shape: Shape, role: str, device: str, seconds: float = math.inf, host_s: float = math.inf
 ) -> ActivationPlan:
-    """What becomes of the activations of the micro-batch with gradients that leaves the most; rates as of `leaving`."""
-    found = [leaving(config, shape, role, each, device, seconds, host_s) for each in worst(config, linear=True)]
+    """Return the plan of the micro-batch with gradients that has the largest activations; arguments as of
+    `plan_activations`."""
+    found = [
+        plan_activations(config, shape, role, each, device, seconds, host_s)
+        for each in worst_micro_batches(config, linear=True)
+    ]
     return max(found, key=lambda each: each.layer)
 
 
 def _of_stage(config: Config, shape: Shape, role: str, texts: SequenceLengths, device: str, position: int) -> float:
-    """What micro-batches in flight keep, and what one needs besides while it is there.
+    """Return the bytes of the micro-batches in flight, and the additional ones of the running micro-batch.
 
-    A schedule may hold training.activation_memory times what serial 1F1B's fullest device does: all its stages'. Chunks
-    count alike, so all that is held may be of the largest one.
+    A schedule may hold training.activation_memory times the activations of serial 1F1B's fullest device, which holds
+    one micro-batch per stage. Chunks count equally, so all may be of the largest one.
     """
     stages = config.training.pipeline_parallel_size
     work, chunks = shape.model.work(config, role, texts, device), parts_on(config, shape, role, position)
     flight = (config.training.activation_memory or 2.0) * stages
     if config.fusion.training == "fused" and config.uses_critic:
-        flight /= 2  # the limit is for both models together
+        flight /= 2  # the limit applies to both models together
     kept = len(chunks) * max(sum(work.layers[layer] for layer in part.layers) for part in chunks)
     more = _one_layer(config, shape, role, texts, device) if config.model.enable_gradient_checkpointing else 0
-    head, sharers = work.peak - sum(work.layers), _pipelines(config, role).sharers
-    if sharers > 1:  # hidden states as handed out, their gradient, and its sum where the last stage is
+    head, head_degree = work.peak - sum(work.layers), _pipelines(config, role).head_degree
+    if head_degree > 1:  # broadcast hidden states, their gradient, and its sum on the last stage
         item = 4 if config.model.dtype == "float32" else BF16
-        handed = 3 * sum(response for _, response in texts.lengths) * shape.hidden * item
-        more = max(more, head / sharers + handed)
+        broadcast_bytes = 3 * sum(response for _, response in texts.lengths) * shape.hidden * item
+        more = max(more, head / head_degree + broadcast_bytes)
     elif any(part.last for part in chunks):
         more = max(more, head)
     return kept * flight + more
@@ -250,7 +260,7 @@ def _one_layer(config: Config, shape: Shape, role: str, texts: SequenceLengths, 
 
 
 def parts_on(config: Config, shape: Shape, role: str, position: int) -> tuple[Part, ...]:
-    """A model's stages on this device."""
+    """Return the stages of a model on the pipeline's device at `position`."""
     return _on_device(_pipelines(config, role), stage_parts(config, shape, role), position)
 
 
@@ -264,23 +274,23 @@ def _pipelines(config: Config, role: str) -> Pipelines:
 
 
 def stage_parts(config: Config, shape: Shape, role: str = "actor") -> tuple[Part, ...]:
-    """Which layers, and which share of the head, make each stage, as ranks cut the model when a run starts. `shape`: of
-    a rank's share of the layers, as all that tell of stages here."""
+    """Return the layers and head share of each stage, as ranks split the model at startup. `shape`: that of a
+    tensor-parallel rank's share, as in all functions on stages here."""
     return _parts(shape, _pipelines(config, role), logits_fraction(config.data))
 
 
 def head_share(config: Config, shape: Shape, role: str = "actor") -> float:
-    """Of a forward pass, what each device takes of the head; 0 unless they share it."""
-    sharers = _pipelines(config, role).sharers
+    """Return the fraction of a forward pass that each device spends in the head; 0 unless the head is shared."""
+    head_degree = _pipelines(config, role).head_degree
     layers, embedding, head = layer_costs(shape, logits_fraction(config.data))
-    return head / (sum(layers) + embedding + head) / sharers if sharers > 1 else 0.0
+    return head / (sum(layers) + embedding + head) / head_degree if head_degree > 1 else 0.0
 
 
 def layer_costs(shape: Shape, share: float) -> LayerCosts:
-    """In multiply-adds per token, of which this `share` reaches the head."""
+    """Return the costs in multiply-adds per token; `share`: fraction of tokens that reach the head."""
     return [float(size) for size in shape.layers], float(shape.hidden), share * shape.head
 
 
 @functools.cache
 def _parts(shape: Shape, pipelines: Pipelines, share: float) -> tuple[Part, ...]:
-    return tuple(parts(pipelines.balanced(layer_costs(shape, share)), pipelines.sharers))
+    return tuple(parts(pipelines.balanced(layer_costs(shape, share)), pipelines.head_degree))

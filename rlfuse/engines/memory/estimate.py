@@ -1,7 +1,7 @@
-"""What a device holds in each phase, and whether it fits: a pure function of configuration, shapes and device memory.
+"""Estimate the memory of a device in each phase, as a pure function of configuration, shapes and device memory.
 
-The backend's `model_memory` estimates the models; an engine's memory is as in vLLM 0.32. Bytes are of the
-fullest device.
+The backend's `model_memory` estimates the models; the engine's memory follows vLLM 0.32. Sizes are bytes of the fullest
+device.
 """
 
 from __future__ import annotations
@@ -11,7 +11,15 @@ from dataclasses import dataclass, replace
 
 from rlfuse.config.quantization import EXPERTS_ONLY
 from rlfuse.config.schema import Config
-from rlfuse.engines.memory.activations import PASS_OF, activations, embeddings, graph_bytes, holes, leaves, parts_on
+from rlfuse.engines.memory.activations import (
+    PASS_OF,
+    activations,
+    embeddings,
+    graph_bytes,
+    heap_fragmentation,
+    largest_activation_plan,
+    parts_on,
+)
 from rlfuse.engines.memory.model_memory import ITEM, STATES, ModelMemory, Part
 from rlfuse.engines.memory.model_sizes import Shape
 from rlfuse.engines.memory.residency import MODELS, PHASES, TRAINING, Item, contents
@@ -22,49 +30,52 @@ from rlfuse.engines.vllm.kv_cache import HEADROOM, UNKNOWN, Bounds, max_kv_cache
 from rlfuse.engines.weights.sync import resolve_transfer
 
 GIB, MIB = 1 << 30, 1 << 20
-FAMILY_TOKENS = 768  # per frame at most (VideoLLaMA3, Qwen2.5-VL), if unknown
-PROCESS = 600 * MIB  # what each process of a slot takes besides: a CUDA context, or Python with torch
-SERVED_BYTES = 8  # per word and sequence, while vLLM samples: logits in float32, and their log-probs
-CPU_STEP_TOKENS = 2048  # of an engine on CPUs in one step at the most, as vLLM has it inside of another program
-CPU_WORKER = 60 * MIB  # an engine's process on CPUs above PROCESS (tests/benchmarks/memory_peaks.py)
+FAMILY_TOKENS = 768  # default maximum per frame (VideoLLaMA3, Qwen2.5-VL)
+PROCESS = 600 * MIB  # additional memory of each process: a CUDA context, or Python with torch
+SERVED_BYTES = 8  # per token of the vocabulary and sequence, while vLLM samples: float32 logits and log-probs
+CPU_STEP_TOKENS = 2048  # maximum tokens of an engine step on CPUs: vLLM's default inside another program
+CPU_WORKER = 60 * MIB  # an engine process on CPUs, in addition to PROCESS (tests/benchmarks/memory_peaks.py)
 GRAPHS = 1 * GIB  # a sleeping engine's CUDA graphs and NCCL buffers; not measured
-NCCL = 1 * GIB  # what a rank's communicators keep. Likewise.
-SCORED_TOKENS, SCORER = 16384, GIB + 256 * MIB  # of a reward model in vLLM; not measured
-P2P_BUFFERS = 1 * GIB  # a pipeline rank's kernels and NCCL buffers of lanes; not measured
+NCCL = 1 * GIB  # buffers of a rank's communicators; not measured
+SCORED_TOKENS, SCORER = (
+    16384,
+    GIB + 256 * MIB,
+)  # tokens of a step and work space of a reward model in vLLM; not measured
+P2P_BUFFERS = 1 * GIB  # a pipeline rank's kernels and NCCL buffers of point-to-point groups; not measured
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A device: `cuda` or `cpu`, and its bytes; on CPU hosts the slot's share of the memory."""
+    """Memory of a device, `cuda` or `cpu`; on CPU hosts the slot's share of the host memory."""
 
     device: str
     bytes: int
-    host: int | None = None  # bytes of a node's own memory for what is off its GPUs; None: as many as it takes
+    host: int | None = None  # bytes of a node's host memory for offloaded data; None: unlimited
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Bytes on their way between a GPU and its host."""
+    """Bytes transferred between a GPU and its host."""
 
     all: float = 0.0
-    optimizers: float = 0.0  # of these, what only optimizer steps read
+    optimizers: float = 0.0  # of these, data that only optimizer steps use
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The fullest device."""
+    """Memory plan of the fullest device."""
 
     parts: tuple[Part, ...]
     budget: Budget
-    kv_tokens: int  # that an engine's cache holds, all its devices together; 0 or less: none fits
-    host: float  # bytes of pinned memory per slot while models or activations are off the GPU
-    optimizers_alone: bool = False  # each optimizer is on the device in its own steps only, and for checkpoints
-    kv_cache_bytes: int | None = None  # given to each device of an engine; None: vLLM decides
-    alternates: bool = True  # engine and ranks take turns on the device; False: both stay there
+    kv_tokens: int  # capacity of an engine's cache on all its devices; 0 or less: it does not fit
+    host: float  # bytes of pinned host memory per slot for offloaded models and activations
+    optimizers_alone: bool = False  # each optimizer is on the device only in its steps and for checkpoints
+    kv_cache_bytes: int | None = None  # set for each device of an engine; None: vLLM decides
+    alternates: bool = True  # engine and ranks alternate on the device; False: both stay
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """In the order in which they happen; one on CPU hosts, where nothing takes turns."""
+        """Phases in order; only one on CPU hosts, where engine and ranks both stay."""
         return PHASES if self.budget.device == "cuda" else (TRAINING,)
 
     def of(self, phase: str) -> list[Part]:
@@ -78,7 +89,7 @@ class Memory:
 
     @property
     def moved(self) -> Moved:
-        """What a slot moves between a GPU and its host to change roles."""
+        """Bytes that a slot transfers between GPU and host when it changes roles."""
         if self.budget.device == "cpu":
             return Moved()
         optimizers = self.size_of({Item.OPTIMIZER})
@@ -101,13 +112,13 @@ def memory_of(
     served: Mapping[str, Shape] | None = None,
     models: Sequence[Part] = (),
 ) -> Memory:
-    """`shapes`: of `actor`, and of `critic` and `reference` where the job has them; `served`: of reward models;
-    `models`: as `models_of` has them, where that was asked before."""
+    """Return the memory plan of a job. `shapes`: of `actor`, and of `critic` and `reference` if the job has them;
+    `served`: of reward models; `models`: result of `models_of`, if already computed."""
     engine, kv_tokens, bounds = _engine(config, shapes["actor"], budget)
     models = models or models_of(config, shapes, budget.device)
     parts = [*models, *engine, *_residents(config, shapes, budget, served or {})]
     if budget.device == "cuda":
-        parts += _on_their_way(config, shapes["actor"])
+        parts += _transfer_buffers(config, shapes["actor"])
     host, recorded = _host(config, shapes, budget.device), graph_bytes(config, shapes, budget.device)
     graphs = [Part("actor", "CUDA graphs", recorded, Item.PARAMETERS)] if recorded else []
     alone, wanted = config.actor.optimizer_residency == "step", config.rollout.free_cache_engine
@@ -115,7 +126,7 @@ def memory_of(
     fits = bounds.alongside_ranks is not None and stay.total(stay.tightest) <= (1 - HEADROOM) * budget.bytes
     if budget.device == "cuda" and (fits if wanted is None else not wanted):
         return stay
-    # vLLM pins each allocation of an engine's weights for itself, which torch rounds up to a power of two.
+    # vLLM pins each weight allocation separately, and torch rounds pinned blocks up to a power of two.
     away = stay.size_of(MODELS) - recorded + 2 * stay.size_of({Item.ENGINE_WEIGHTS}) if budget.device == "cuda" else 0.0
     return replace(stay, parts=tuple(parts), host=host + away, kv_cache_bytes=bounds.alternating, alternates=True)
 
@@ -124,26 +135,26 @@ def _residents(config: Config, shapes: Mapping[str, Shape], budget: Budget, serv
     found, tower = [], shapes["actor"].tower
     if tower:
         found.append(Part("tower", "encoders' parameters", tower * ITEM[config.model.dtype], Item.RESIDENTS))
-    here = -(-len(served) // config.slots)  # on the slot that has the most of them
+    here = -(-len(served) // config.slots)  # on the slot with the most
     if largest := sorted(served.values(), key=lambda shape: -shape.parameters)[:here]:
         item = ITEM[config.reward.model_dtype]
         weights = sum(each.parameters for each in largest) * item
         found.append(Part("reward models", "parameters", weights, Item.RESIDENTS))
-        work = sum(_layer_at_work(each, SCORED_TOKENS, item) + SCORER for each in largest)
+        work = sum(_layer_work_space(each, SCORED_TOKENS, item) + SCORER for each in largest)
         found.append(Part("reward models", "work space", work, Item.RESIDENTS))
     count = 2 + bool(tower) + here
-    found.append(Part("processes", "of their own", count * PROCESS, Item.RESIDENTS))
+    found.append(Part("processes", "base memory", count * PROCESS, Item.RESIDENTS))
     if budget.device == "cuda":
-        found.append(Part("engine", "CUDA graphs and buffers", GRAPHS, Item.RESIDENTS))
+        found.append(Part("engine", "graphs and buffers", GRAPHS, Item.RESIDENTS))
         if config.slots > 1:
             found.append(Part("processes", "NCCL's buffers", NCCL, Item.RESIDENTS))
         if config.training.pipeline_parallel_size > 1:
-            found.append(Part("processes", "kernels and lanes", P2P_BUFFERS, Item.RESIDENTS))
+            found.append(Part("processes", "kernels and buffers", P2P_BUFFERS, Item.RESIDENTS))
     return found
 
 
-def _on_their_way(config: Config, shape: Shape) -> list[Part]:
-    """Buckets, one more where ranks gather it; and the layer that the engine loads beside what it replaces."""
+def _transfer_buffers(config: Config, shape: Shape) -> list[Part]:
+    """Return the buckets of a weight push, one more if ranks gather them, and the engine layer that is being loaded."""
     item = ITEM[config.model.dtype]
     layer = max(shape.layers) * item
     bucket = max(config.rollout.update_weights_bucket_mb * MIB, layer)
@@ -160,8 +171,8 @@ def _on_their_way(config: Config, shape: Shape) -> list[Part]:
 
 
 def models_of(config: Config, shapes: Mapping[str, Shape], device: str) -> list[Part]:
-    """Return the models' parts on the pipeline's fullest position, where there is one, whatever an engine's cache is
-    and how many sequences it runs."""
+    """Return the models' parts on the pipeline's fullest position, where there is one, independent of the engine's
+    cache and number of sequences."""
     stages, width = config.training.pipeline_parallel_size, config.training.tensor_model_parallel_size
     shapes = {role: shape.share(width) for role, shape in shapes.items()}
     found = [_position(config, shapes, device, position) for position in range(stages)]
@@ -182,59 +193,59 @@ def _position(config: Config, shapes: Mapping[str, Shape], device: str, position
                 work[role] = activations(config, shape, role, device)
             continue
         found += memory.states(role, held)
-        alone = _in_its_step(config, role, found, device)
+        alone = _step_optimizer(config, role, found, device)
         found += memory.buffers(role, held)
         if phases := memory.in_step(role, held):
             steps += [*phases[:-1], [*phases[-1], *alone]]
         work[role] = activations(config, shape, role, device, position)
     if not config.video.freeze_vision_tower:
-        steps.append([Part("tower", "activations", _tower_at_work(config, shapes["actor"]), Item.ACTIVATIONS)])
-    passes = _at_work(config, work)
+        steps.append([Part("tower", "activations", _tower_work_space(config, shapes["actor"]), Item.ACTIVATIONS)])
+    passes = _busiest_activations(config, work)
     if device == "cpu":
-        between = [(part, holes(config, shapes[part.role], part.role, part.size)) for part in passes]
+        between = [(part, heap_fragmentation(config, shapes[part.role], part.role, part.size)) for part in passes]
         passes += [Part(part.role, "heap fragmentation", size, part.item) for part, size in between]
     if shapes["actor"].embedded:
         size = embeddings(config, shapes["actor"])
         passes.append(Part("actor", "visual embeddings", size, Item.ACTIVATIONS))
     passes += memory.in_passes(shapes)
-    # What optimizers read, and a tower's units, come when activations have gone, one after the other.
+    # Optimizer steps and vision tower units run after activations are freed, one after the other.
     return [*found, *max([passes, *steps], key=lambda each: sum(part.size for part in each))]
 
 
-def _in_its_step(config: Config, role: str, found: list[Part], device: str) -> list[Part]:
-    """What only steps of the role read, where that comes when activations have gone."""
+def _step_optimizer(config: Config, role: str, found: list[Part], device: str) -> list[Part]:
+    """Return the optimizer memory of the role, if it is only resident in its steps."""
     if config.actor.optimizer_residency != "step" or device == "cpu":
         return []
-    mine = {role, "tower"} if role == "actor" else {role}  # a tower that learns is stepped with the actor
+    mine = {role, "tower"} if role == "actor" else {role}  # a trained tower is stepped with the actor
     size = sum(part.size for part in found if part.role in mine and part.item == Item.OPTIMIZER)
     return [Part(role, "optimizer, in its step", size, Item.ACTIVATIONS)]
 
 
 def _trained_tower(config: Config, size: int, memory: ModelMemory) -> list[Part]:
-    """A tower that learns: as the backend holds it, as it runs, its sums of gradients, and as the run began. See
-    `engines.trainer.vision_tower`."""
+    """Return the parts of a trained tower: the backend's copy, the running copy, accumulated gradients, and the initial
+    weights. See `engines.trainer.vision_tower`."""
     each = ITEM[config.model.dtype] * (1 + config.uses_reference) + 4
     copies = Part("tower", "trained copies", memory.parameters(size) + each * size, Item.PARAMETERS)
     return [copies, *memory.states("tower", size)]
 
 
-def _tower_at_work(config: Config, shape: Shape) -> float:
-    """Of a unit of the largest frames, and of its gradient, whose sums are counted elsewhere."""
+def _tower_work_space(config: Config, shape: Shape) -> float:
+    """Return the activation bytes of a unit of the largest frames, and of its gradient without accumulation."""
     video, item = config.video, ITEM[config.model.dtype]
     most = {"family": FAMILY_TOKENS, "seed_vl": max(video.levels), "fixed": video.tokens_per_frame}
     tokens = most[video.sampling]
     return shape.tower_activation_bytes(tokens, item) + shape.tower * item
 
 
-def _at_work(config: Config, work: Mapping[str, float]) -> list[Part]:
-    """Activations: of one model at a time; in a fused schedule of both."""
+def _busiest_activations(config: Config, work: Mapping[str, float]) -> list[Part]:
+    """Return the activations of the busiest model, or of all in a fused schedule."""
     both = config.training.pipeline_parallel_size > 1 and config.fusion.training == "fused"
     busiest = max(work, key=lambda role: work[role])
     return [Part(role, "activations", size, Item.ACTIVATIONS) for role, size in work.items() if both or role == busiest]
 
 
 def parameters_on(config: Config, shape: Shape, role: str, position: int) -> int:
-    """Of the model's stages on this device."""
+    """Return the number of parameters of the model's stages on this device."""
     if config.training.pipeline_parallel_size == 1:
         return shape.parameters
     return sum(
@@ -247,7 +258,7 @@ def parameters_on(config: Config, shape: Shape, role: str, position: int) -> int
 
 
 def _engine(config: Config, shape: Shape, budget: Budget) -> tuple[list[Part], int, Bounds]:
-    """Parts of an engine on one of its devices, the tokens that its cache holds, and the cache's bounds."""
+    """Return the parts of an engine on one of its devices, the tokens that its cache holds, and the cache's bounds."""
     item, width = ITEM[config.model.dtype], config.rollout.tensor_model_parallel_size
     weights = ((shape.parameters + shape.tower) * item - quantization_savings(config, shape)) / width
     longest = config.data.max_prompt_length + config.data.max_response_length
@@ -255,17 +266,17 @@ def _engine(config: Config, shape: Shape, budget: Budget) -> tuple[list[Part], i
     if budget.device == "cpu":
         given["max_num_batched_tokens"] = min(CPU_STEP_TOKENS, given["max_num_batched_tokens"])
     given |= config.rollout.engine_kwargs
-    # Some video models take a clip's whole embedding in one step.
+    # Some video models process a clip's whole embedding in one step.
     tokens = max(given["max_num_batched_tokens"], longest if shape.tower else 0)
     work = given.get("max_num_seqs", config.rollout.max_num_seqs) * shape.vocabulary * SERVED_BYTES / width
-    work += _layer_at_work(shape, tokens, item, width)
-    if shape.embedded:  # in vLLM's encoder cache, and in what the layers that are fed read from
+    work += _layer_work_space(shape, tokens, item, width)
+    if shape.embedded:  # in vLLM's encoder cache, and in the inputs of the layers that receive it
         work += tokens * (2 * shape.embedded - shape.hidden) * item
     found = [Part("engine", "parameters", weights, Item.ENGINE_WEIGHTS)]
     if budget.device == "cpu":
         cache = config.rollout.kv_cache_memory_mb * MIB / width
         bounds = UNKNOWN
-        found += _beside_on_cpus(shape, item / width)
+        found += _packing_overhead(shape, item / width)
     else:
         share = given["gpu_memory_utilization"] * budget.bytes - weights - work
         cache, bounds = size_kv_cache(share, max_kv_cache_bytes(config, shape, item, tokens), given)
@@ -278,36 +289,40 @@ def _engine(config: Config, shape: Shape, budget: Budget) -> tuple[list[Part], i
 
 
 def quantization_savings(config: Config, shape: Shape) -> float:
-    """Bytes of an engine's weights that `rollout.quantization` saves, on all its devices together. vLLM leaves
-    embedding and head as they are; a layer's norms, and the scales, are too small to count."""
+    """Return the bytes of an engine's weights that `rollout.quantization` saves, on all its devices. vLLM does not
+    quantize embedding and head; norms and scales are negligible."""
     share = {None: 0.0, EXPERTS_ONLY: shape.expert_share}.get(config.rollout.quantization, 1.0)
     return (ITEM[config.model.dtype] - 1) * share * sum(shape.layers)
 
 
-def _beside_on_cpus(shape: Shape, item: float) -> list[Part]:
-    """What vLLM's `dispatch_cpu_unquantized_gemm` leaves, which packs all weights: embedding and head stay beside their
-    packed copies, even where the two are one tensor, and glibc keeps the room that packing one of them took."""
+def _packing_overhead(shape: Shape, item: float) -> list[Part]:
+    """Return the memory added by vLLM's `dispatch_cpu_unquantized_gemm`, which packs all weights. Embedding and head
+    are kept in addition to their packed copies, even if tied, and glibc keeps the memory used for packing one of
+    them."""
     packed, room = shape.embedding + shape.head, max(shape.embedding, shape.head)
     return [
         Part("engine", "embedding and head, packed", packed * item, Item.RESIDENTS),
-        Part("engine", "left in the heap by packing", room * item, Item.RESIDENTS),
-        Part("engine", "code and buffers of its worker", CPU_WORKER, Item.RESIDENTS),
+        Part("engine", "heap memory of packing", room * item, Item.RESIDENTS),
+        Part("engine", "worker code and buffers", CPU_WORKER, Item.RESIDENTS),
     ]
 
 
-def _layer_at_work(shape: Shape, tokens: int, item: int, width: int = 1) -> float:
-    """Bytes while a layer runs without a backward pass to come."""
+def _layer_work_space(shape: Shape, tokens: int, item: int, width: int = 1) -> float:
+    """Return the bytes of a layer in a pass without gradients."""
     return tokens * (4 * shape.hidden + 3 * shape.intermediate / width) * item
 
 
 def _host(config: Config, shapes: Mapping[str, Shape], device: str) -> float:
-    """Pinned memory at most of offloaded activations and optimizers."""
+    """Return the maximum pinned memory of offloaded activations and optimizers."""
     if device == "cpu":
         return 0.0
     away = 0.0
     if config.model.enable_activation_offload and config.training.pipeline_parallel_size == 1:
         learning = {role: shape for role, shape in shapes.items() if role in PASS_OF}
-        away += max(leaves(config, shape, role, device).offloaded_bytes(Place.HOST) for role, shape in learning.items())
+        away += max(
+            largest_activation_plan(config, shape, role, device).offloaded_bytes(Place.HOST)
+            for role, shape in learning.items()
+        )
     if config.actor.offload_optimizer:
         width = config.training.tensor_model_parallel_size
         trained = sum(shape.share(width).parameters for role, shape in shapes.items() if role != "reference")

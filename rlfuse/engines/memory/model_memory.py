@@ -11,12 +11,12 @@ from rlfuse.engines.memory.model_sizes import Shape
 from rlfuse.engines.memory.residency import Item
 
 ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
-MAX_CACHED_BYTES = 32 << 20  # of a tensor whose memory a rank on CPUs keeps for the next one
-STATES = 8  # bytes a parameter: AdamW's two moments, in float32
+MAX_CACHED_BYTES = 32 << 20  # maximum size of a tensor whose memory a CPU rank caches for reuse
+STATES = 8  # bytes per parameter: AdamW's two moments in float32
 
 
 def gradient_item(config: Config) -> int:
-    """Return the bytes of a number of a gradient's sum. Those of float32 weights are float32."""
+    """Return the bytes per element of accumulated gradients. Those of float32 weights are float32."""
     return max(ITEM[config.model.dtype], ITEM[config.actor.grad_accum_dtype])
 
 
@@ -27,14 +27,14 @@ class Part:
     role: str  # `actor`, `critic`, `reference`, `engine`, `tower`, `reward models` or `processes`
     what: str
     size: float  # bytes
-    item: Item  # when it is there
+    item: Item  # determines when it is resident
 
 
 class ModelMemory(Protocol):
-    """Of models that `copies` ranks hold, `held` parameters each; sizes are bytes on one rank."""
+    """Memory model of a backend, for models of `held` parameters on `copies` ranks; sizes are bytes on one rank."""
 
     choices: ClassVar[Mapping[str, tuple[object, ...]]]
-    """Keys that trade memory for exchanges among ranks: values from the most memory to the least."""
+    """Keys that trade memory for communication, with their values from most to least memory."""
 
     def __init__(self, config: Config, copies: int, device: str) -> None: ...
 

@@ -1,6 +1,6 @@
-"""Read a model's sizes from its config.json: its classes are built on the meta device, nothing is downloaded.
+"""Compute a model's sizes from its config.json by building its classes on the meta device, without weights.
 
-The KV cache is as vLLM has it: one latent vector per token with MLA, one head for all queries with multi-query.
+The KV cache follows vLLM: one latent vector per token with MLA, one head for all queries with multi-query attention.
 """
 
 from __future__ import annotations
@@ -20,26 +20,28 @@ if TYPE_CHECKING:
 
     from rlfuse.engines.memory.tracing import MetaModel
 
-LATENT = frozenset({"deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash"})
+MLA_FAMILIES = frozenset(
+    {"deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash"}
+)
 """Families that vLLM serves with multi-head latent attention."""
-ATTENDING = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 HYBRID = ("layers_block_type", "block_types", "attn_type_list", "hybrid_override_pattern", "linear_attn_config")
-"""Where configurations of hybrid models name the kind of each layer."""
+"""Fields in which configurations of hybrid models list the kind of each layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """Keys and values of a token in one layer of an engine."""
+    """Layout of an engine's KV cache."""
 
-    heads: int  # that tensor-parallel devices divide, or copy where there are too few
-    numbers: int  # of each head
-    full: int  # layers that keep all tokens
-    sliding: int = 0  # layers that keep `window` tokens
+    heads: int  # split over tensor-parallel devices, or copied if there are too few
+    numbers: int  # elements per token and head, keys and values
+    full: int  # number of layers that cache all tokens
+    sliding: int = 0  # number of layers that cache `window` tokens
     window: int = 0
 
     def bytes_of(self, tokens: int, item: int, width: int = 1, step_tokens: int = 0) -> int:
-        """Return a sample's bytes on each of `width` tensor-parallel devices. `step_tokens`: the most that the engine
-        takes in one step. vLLM keeps layers in groups of one size, and a window's tokens beside those of a step."""
+        """Return a sample's bytes on each of `width` tensor-parallel devices. `step_tokens`: maximum tokens of an
+        engine step. vLLM groups layers into groups of equal size, and caches a window plus the tokens of a step."""
         token = max(1, self.heads // width) * self.numbers * item
         windowed = min(tokens, self.window + step_tokens)
         if not self.sliding or not self.full:
@@ -52,45 +54,45 @@ class Cache:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shape:
-    """One model; sizes of parts are numbers of parameters."""
+    """Sizes of a model, in numbers of parameters."""
 
-    parameters: int  # all that the trainer holds, without a vision tower
+    parameters: int  # of the trained model, without a vision tower
     layers: tuple[int, ...]  # of each decoder layer
     embedding: int
-    head: int  # of the output layer; that of the embedding again where the two are one tensor
-    active: float  # share of the layers' parameters that a token passes: below 1 in mixtures of experts
+    head: int  # of the output layer, also if tied to the embedding
+    active: float  # fraction of the layers' parameters used per token: below 1 in mixtures of experts
     hidden: int
-    intermediate: int  # width of the widest part of a layer; of experts all that a token passes
+    intermediate: int  # width of the widest part of a layer; of all experts used per token
     heads: int
     head_width: int
-    vocabulary: int  # outputs of the head: words, or 1 of a value model
+    vocabulary: int  # outputs of the head: vocabulary size, or 1 for a value model
     cache: Cache
-    model: MetaModel | None = field(repr=False)  # None for a model that only serves
-    experts: int = 0  # in each layer of a mixture, and how many of them a token passes
+    model: MetaModel | None = field(repr=False)  # None for a model that is only served
+    experts: int = 0  # per layer of a mixture of experts
     experts_used: int = 0
-    modules: int = 0  # with parameters of their own
+    modules: int = 0  # number of modules with parameters
     tower: int = 0  # of a video model's tower and projector
     sight: tuple[int, int, int] = (0, 0, 0)  # the tower's layers, hidden size and intermediate size
-    embedded: int = 0  # numbers of a visual token's embedding, for all layers that are fed
+    embedded: int = 0  # size of a visual token's embedding, for all layers that receive it
 
     def share(self, width: int) -> Shape:
-        """What each of `width` ranks holds, which share the layers. The same shape for the same width."""
+        """Return the shape on each of `width` tensor-parallel ranks; cached by width."""
         return self if width == 1 else _share(self, width)
 
     @property
     def expert_share(self) -> float:
-        """Share of the layers' parameters that are experts'."""
+        """Fraction of the layers' parameters that belong to experts."""
         return (1 - self.active) / (1 - self.experts_used / self.experts) if self.active < 1 else 0.0
 
     def tower_activation_bytes(self, tokens: int, item: int) -> int:
-        """Bytes that a tower that learns leaves for its backward pass, of a unit of so many tokens of four patches. An
-        estimate of gated layers: a tower's code reads the numbers of its grid, and can't run without them."""
+        """Return the activation bytes of a trained tower for a unit of `tokens` tokens of four patches. An estimate for
+        gated layers, since a tower's code depends on grid values and can't run on meta tensors."""
         layers, hidden, intermediate = self.sight
         return 4 * tokens * layers * (2 * hidden * (4 + 2 * item) + 4 * (hidden + intermediate) * item)
 
     @property
     def passed(self) -> float:
-        """Parameters of the layers that every token is multiplied by; the head comes on top for those that predict."""
+        """Number of layer parameters used per token, without the head."""
         return sum(self.layers) * self.active
 
 
@@ -103,7 +105,8 @@ def _share(shape: Shape, width: int) -> Shape:
 
 
 def read_shape(path: str, key: str, trust_remote_code: bool = False, value: bool = False) -> Shape:
-    """The policy at `path`, or the value model made of it. Raises ConfigError, naming `key`."""
+    """Return the shape of the policy at `path`, or of a value model initialized from it. Raises ConfigError that names
+    `key`."""
     from transformers import AutoConfig
 
     from rlfuse.engines.memory.tracing import MetaModel, first_line
@@ -114,18 +117,18 @@ def read_shape(path: str, key: str, trust_remote_code: bool = False, value: bool
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         tower = _tower(config)
-        model = _on_paper(config, trust_remote_code, value)
+        model = _meta_model(config, trust_remote_code, value)
         traced = MetaModel(prepare_for_training(model, ModelConfig()), _stack(model))
         return replace(_shape_of(traced, value), **tower)
     except VideoError as error:
         raise ConfigError([f"{key}={path}: {error}"]) from error
-    except Exception as error:  # whatever a family's own code raises for a configuration that it can't take
+    except Exception as error:  # model code may raise anything for an invalid configuration
         family = f" of a {type(config).__name__}" if config is not None else ""
-        raise ConfigError([f"{key}={path}: the sizes{family} can't be told: {first_line(error)}"]) from error
+        raise ConfigError([f"{key}={path}: the sizes{family} can't be computed: {first_line(error)}"]) from error
 
 
 def shapes_of(config: Config) -> dict[str, Shape]:
-    """`actor`, and `critic` and `reference` where the job has them."""
+    """Return the shapes of `actor`, and of `critic` and `reference` if the job has them."""
     path, trust = config.model.path, config.model.trust_remote_code
     shapes = {"actor": read_shape(path, "model.path", trust)}
     if config.uses_critic:
@@ -137,7 +140,7 @@ def shapes_of(config: Config) -> dict[str, Shape]:
 
 
 def served_shapes(config: Config, device: str) -> dict[str, Shape]:
-    """Of reward models and judges, where they are on the slots' GPUs."""
+    """Return the shapes of reward models and judges that run on the slots' GPUs, by key."""
     if device == "cpu" or config.reward.device == "cpu":
         return {}
     paths, trust = {}, config.model.trust_remote_code
@@ -149,8 +152,9 @@ def served_shapes(config: Config, device: str) -> dict[str, Shape]:
     return {key: read_shape(path, key, trust, value=key == "reward.model_path") for key, path in paths.items()}
 
 
-def _on_paper(config: PreTrainedConfig, trust_remote_code: bool, value: bool) -> PreTrainedModel:
-    """The model that trainer ranks load, without memory; of video models that are trained in part, that part."""
+def _meta_model(config: PreTrainedConfig, trust_remote_code: bool, value: bool) -> PreTrainedModel:
+    """Return the model of trainer ranks on the meta device; for video models with an untrained tower, the text
+    model."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -168,7 +172,8 @@ def _on_paper(config: PreTrainedConfig, trust_remote_code: bool, value: bool) ->
 
 
 def _tower(config: PreTrainedConfig) -> dict[str, Any]:
-    """Fields of `Shape`, of a video model. Raises VideoError for one that can't be used, as `rlfuse train` does."""
+    """Return the fields of `Shape` of a video model's tower. Raises VideoError for an unsupported one, as `rlfuse
+    train` does."""
     import torch
 
     from rlfuse.video.models.base import embedding_width
@@ -225,7 +230,7 @@ def _first(text: PreTrainedConfig, names: Sequence[str]) -> int | None:
 
 def _widest(text: PreTrainedConfig, used: int | None) -> int:
     dense = _first(text, ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")) or 4 * text.hidden_size
-    if isinstance(dense, Sequence):  # one for each layer
+    if isinstance(dense, Sequence):  # one per layer
         dense = max(dense)
     if used is None:
         return dense
@@ -235,17 +240,19 @@ def _widest(text: PreTrainedConfig, used: int | None) -> int:
 
 
 def _cache(text: PreTrainedConfig, stateful: bool) -> Cache:
-    """As vLLM's `ModelArchConfigConvertor` reads the configuration.
+    """Return the cache layout as vLLM's `ModelArchConfigConvertor` reads it from the configuration.
 
-    ValueError if a layer has a recurrent state, for which vLLM adds blocks and pads those of attention. `stateful`:
-    transformers says so of the model; families without `layer_types` name their layers in one of `HYBRID`.
+    Raises ValueError if a layer has a recurrent state, for which vLLM adds blocks and pads attention blocks.
+    `stateful`: of the transformers class; families without `layer_types` list their layers in one of `HYBRID`.
     """
     layers = text.num_hidden_layers
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * layers
-    other = sorted({*kinds} - ATTENDING) or [name for name in HYBRID if getattr(text, name, None)]
+    other = sorted({*kinds} - ATTENTION_KINDS) or [name for name in HYBRID if getattr(text, name, None)]
     if other or stateful:
-        raise ValueError(f"layers with {', '.join(other) or 'recurrent states'} keep states that no plan knows")
-    if text.model_type in LATENT:
+        raise ValueError(
+            f"layers with {', '.join(other) or 'recurrent states'} have states that memory plans do not support"
+        )
+    if text.model_type in MLA_FAMILIES:
         return Cache(1, text.kv_lora_rank + text.qk_rope_head_dim, layers)
     heads = text.num_attention_heads
     shared = getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False)

@@ -1,4 +1,4 @@
-"""Find settings with which a job fits that does not: each is tried on the plan itself."""
+"""Find settings that make a job fit into memory; each is tried on the memory plan."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from rlfuse.engines.trainer.backends import model_memory
 
 
 def problems(config: Config, memory: Memory) -> list[str]:
-    """One line for each thing that does not fit: what, by how much, its largest parts. `remedies` says what helps."""
+    """Return one line per phase or cache that does not fit: what, by how much, and its largest parts. For settings that
+    help, see `remedies`."""
     found = []
     longest = config.data.max_prompt_length + config.data.max_response_length
     if memory.kv_tokens < longest:
         key = "rollout.gpu_memory_utilization" if memory.budget.device == "cuda" else "rollout.kv_cache_memory_mb"
         have = f"room for {memory.kv_tokens} tokens" if memory.kv_tokens > 0 else "no room next to the engine's weights"
         found.append(
-            f"generating: the KV cache has {have}, the longest sample needs {longest} (data.max_prompt_length + "
+            f"generating: the KV cache has {have}, but the longest sample needs {longest} (data.max_prompt_length + "
             f"data.max_response_length); {key}={getattr(config.rollout, key.split('.')[1])}, "
             f"rollout.tensor_model_parallel_size={config.rollout.tensor_model_parallel_size}"
         )
@@ -35,8 +36,8 @@ def problems(config: Config, memory: Memory) -> list[str]:
     waiting, host = memory.host * config.trainer.n_gpus_per_node, memory.budget.host
     if host is not None and waiting > host:
         found.append(
-            f"a node's host memory: needs {waiting / GIB:.1f} GiB, pinned for what is off its "
-            f"{config.trainer.n_gpus_per_node} devices, of {host / GIB:.1f} (host_memory_gb); "
+            f"a node's host memory: needs {waiting / GIB:.1f} GiB of pinned memory for data offloaded from its "
+            f"{config.trainer.n_gpus_per_node} devices, but has {host / GIB:.1f} (host_memory_gb); "
             f"{config.sharding}, actor.offload_optimizer={config.actor.offload_optimizer}"
         )
     return found
@@ -48,18 +49,18 @@ def _too_much(memory: Memory, phase: str, total: float) -> str:
     over, limit = total - memory.budget.bytes, memory.budget.bytes
     where = f"{phase}: " if memory.budget.device == "cuda" else ""
     return (
-        f"{where}needs {total / GIB:.2f} GiB of a device's {limit / GIB:.2f}, {over / GIB:.2f} too many. The largest: "
+        f"{where}needs {total / GIB:.2f} GiB of a device's {limit / GIB:.2f}, {over / GIB:.2f} too many. Largest: "
         f"{largest}."
     )
 
 
-Setting = tuple[str, object]  # a key and the value to give it
+Setting = tuple[str, object]  # key and value
 
 
 def remedies(
     config: Config, shapes: Mapping[str, Shape], budget: Budget, served: Mapping[str, Shape] | None = None
 ) -> str:
-    """A sentence: each setting that is enough alone, else settings that are together, else that none was found."""
+    """Return a sentence with the settings that are sufficient alone, otherwise a sufficient combination, if any."""
     plan = _Plan(config, shapes, budget, served or {})
     families = list(_families(config, plan.memory))
     alone = [found for family in families if (found := next((each for each in family if plan.fits([each])), None))]
@@ -68,7 +69,7 @@ def remedies(
     strongest = (next((each for each in reversed(family) if plan.valid([each])), None) for family in families)
     together = [each for each in strongest if each]
     if not together or not plan.fits(together):
-        return "None of the tried settings makes it fit: take devices with more memory, or a smaller model."
+        return "None of the tried settings makes it fit. Use devices with more memory, or a smaller model."
     for setting in list(together):
         if plan.fits(fewer := [each for each in together if each != setting]):
             together = fewer
@@ -98,7 +99,7 @@ class _Plan:
 
 
 def changed(config: Config, settings: Iterable[Setting]) -> Config:
-    """The configuration with other values of these keys."""
+    """Return the configuration with these settings."""
     groups: dict[str, dict[str, object]] = {}
     for key, value in settings:
         group, name = key.split(".")
@@ -112,7 +113,7 @@ def _words(setting: Setting) -> str:
 
 
 def _families(config: Config, memory: Memory) -> Iterator[list[Setting]]:
-    """What could help where it does not fit: values of one key each, the mildest first."""
+    """Yield lists of settings that could help, one list per key, mildest value first."""
     tight = {phase for phase in memory.phases if memory.total(phase) > memory.budget.bytes}
     longest, device = config.data.max_prompt_length + config.data.max_response_length, memory.budget.device
     if TRAINING in tight:
@@ -142,8 +143,9 @@ def _families(config: Config, memory: Memory) -> Iterator[list[Setting]]:
 
 
 def _caches(config: Config, memory: Memory, longest: int) -> list[Setting]:
-    """Other sizes of the engine's cache: of a GPU the nearest shares, of a host what the longest sample takes. The
-    given share comes last, as what goes together with other settings: none is stronger than the others."""
+    """Return other sizes of the engine's cache: on GPUs other fractions, nearest first; on CPU hosts the minimum for
+    the longest sample. The configured fraction is last, for combination with other settings, as none is the
+    strongest."""
     if memory.budget.device == "cuda":
         given = config.rollout.gpu_memory_utilization
         shares = sorted({share / 20 for share in range(2, 20)} - {given}, key=lambda share: abs(share - given))

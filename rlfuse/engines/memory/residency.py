@@ -1,8 +1,8 @@
-"""Which items are on a slot's device in which phase: a ledger of the calls that move something.
+"""Items that are resident on a slot's device in each phase, derived from a table of the calls that move them.
 
-`contents` gives `rlfuse plan` the items of each phase; tests replay the calls of the real controller on a
-`ResidencyReplay`, which refuses a call whose items are elsewhere. Under actor.optimizer_residency=step an optimizer is
-there for checkpoints and in its own steps alone (`step_alone`). Where engine and ranks fit together, nothing moves.
+`contents` returns the items of each phase to `rlfuse plan`. Tests replay the calls of the real controller on a
+`ResidencyReplay`, which rejects a call if an item that it needs is not resident. With actor.optimizer_residency=step an
+optimizer is resident only during checkpoints and its steps (`step_alone`). If engine and ranks both fit, nothing moves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PHASES = (LOADING, GENERATING, TRAINING, SYNC, SAVING)  # in order; a first sync
 
 
 class Item(StrEnum):
-    """Something that lies on a device."""
+    """Kind of memory on a device."""
 
     PARAMETERS = "parameters"
     REFERENCE = "reference"
@@ -40,40 +40,40 @@ ENGINE = frozenset({Item.ENGINE_WEIGHTS, Item.KV_CACHE})
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What one kind of call needs and does on the device of its slot."""
+    """Requirements and effects of a kind of call on the device of its slot."""
 
-    phase: str | None = None  # none: it only moves; what it leaves behind is of the phase that follows
+    phase: str | None = None  # None: a move between phases, which counts to the next phase
     needs: Set[Item] = frozenset()
-    conflicts_with: Set[Item] = frozenset()  # must have left
-    brings: Set[Item] = frozenset()
-    during: Set[Item] = frozenset()  # on the device only while the call lasts
-    takes: Set[Item] = frozenset()
-    beside: bool = False  # whether other calls may run meanwhile, except those that take models away
+    conflicts_with: Set[Item] = frozenset()  # must not be resident
+    loads: Set[Item] = frozenset()
+    during: Set[Item] = frozenset()  # resident only during the call
+    frees: Set[Item] = frozenset()
+    is_concurrent: bool = False  # may run concurrently with calls that do not free models
 
 
 CALLS = {
-    "start_ranks": Call(LOADING, conflicts_with=ENGINE, brings=MODELS | {Item.RESIDENTS}),
-    "start_engine": Call(conflicts_with=TRAINED, brings=ENGINE),
-    "acquire_device": Call(conflicts_with=ENGINE, brings=MODELS),
-    "take_weights": Call(conflicts_with=ENGINE, brings=MODELS - {Item.OPTIMIZER}),
-    "fetch_optimizer": Call(needs={Item.PARAMETERS}, conflicts_with=ENGINE, brings={Item.OPTIMIZER}, beside=True),
-    "leave_optimizer": Call(takes={Item.OPTIMIZER}),
-    "release_device": Call(takes=TRAINED),
-    "sleep": Call(needs=ENGINE, takes=ENGINE),
-    "wake(weights)": Call(brings={Item.ENGINE_WEIGHTS}),
-    "wake(kv_cache)": Call(conflicts_with=TRAINED, brings={Item.KV_CACHE}),
+    "start_ranks": Call(LOADING, conflicts_with=ENGINE, loads=MODELS | {Item.RESIDENTS}),
+    "start_engine": Call(conflicts_with=TRAINED, loads=ENGINE),
+    "acquire_device": Call(conflicts_with=ENGINE, loads=MODELS),
+    "take_weights": Call(conflicts_with=ENGINE, loads=MODELS - {Item.OPTIMIZER}),
+    "fetch_optimizer": Call(needs={Item.PARAMETERS}, conflicts_with=ENGINE, loads={Item.OPTIMIZER}, is_concurrent=True),
+    "leave_optimizer": Call(frees={Item.OPTIMIZER}),
+    "release_device": Call(frees=TRAINED),
+    "sleep": Call(needs=ENGINE, frees=ENGINE),
+    "wake(weights)": Call(loads={Item.ENGINE_WEIGHTS}),
+    "wake(kv_cache)": Call(conflicts_with=TRAINED, loads={Item.KV_CACHE}),
     "generate": Call(GENERATING, needs=ENGINE, conflicts_with=TRAINED),
     "score": Call(TRAINING, needs={Item.PARAMETERS, Item.REFERENCE}, conflicts_with=ENGINE, during={Item.ACTIVATIONS}),
     "accumulate": Call(
-        TRAINING, needs={Item.PARAMETERS}, conflicts_with=ENGINE, brings={Item.GRADIENTS}, during={Item.ACTIVATIONS}
+        TRAINING, needs={Item.PARAMETERS}, conflicts_with=ENGINE, loads={Item.GRADIENTS}, during={Item.ACTIVATIONS}
     ),
-    "step": Call(TRAINING, needs={Item.PARAMETERS, Item.OPTIMIZER}, conflicts_with=ENGINE, takes={Item.GRADIENTS}),
+    "step": Call(TRAINING, needs={Item.PARAMETERS, Item.OPTIMIZER}, conflicts_with=ENGINE, frees={Item.GRADIENTS}),
     "step_alone": Call(
         TRAINING,
         needs={Item.PARAMETERS},
         conflicts_with=ENGINE | {Item.OPTIMIZER},
         during={Item.ACTIVATIONS},
-        takes={Item.GRADIENTS},
+        frees={Item.GRADIENTS},
     ),
     "push": Call(
         SYNC,
@@ -85,7 +85,7 @@ CALLS = {
     "save": Call(SAVING, needs=MODELS, conflicts_with=ENGINE, during={Item.BUCKETS}),
     "load": Call(SAVING, needs=MODELS, conflicts_with=ENGINE),
 }
-"""`push` is a bucket between a slot's ranks and its engine, `export` one of ranks whose own engine takes no part."""
+"""`push` sends a bucket from a slot's ranks to its engine; `export` is a bucket of ranks without their own engine."""
 
 STEP = (
     *("start_ranks", "release_device", "start_engine"),
@@ -94,7 +94,7 @@ STEP = (
     *("wake(weights)", "push", "release_device", "wake(kv_cache)", "generate"),
     *("sleep", "acquire_device", "save", "release_device", "wake(weights)", "wake(kv_cache)"),
 )
-"""A slot from its start over one step to a checkpoint, with everything that may be there in a phase."""
+"""Calls on a slot from startup over one step to a checkpoint, which cover all items of each phase."""
 WITH_STEP_RESIDENCY = {
     "start_ranks": ("start_ranks", "leave_optimizer"),
     "acquire_device": ("take_weights",),
@@ -102,9 +102,9 @@ WITH_STEP_RESIDENCY = {
     "save": ("fetch_optimizer", "save", "leave_optimizer"),
     "load": ("fetch_optimizer", "load", "leave_optimizer"),
 }
-"""What takes the place of calls where optimizers are there for steps alone."""
+"""Replacements of calls with actor.optimizer_residency=step."""
 MOVES = frozenset({"acquire_device", "take_weights", "release_device", "sleep", "wake(weights)", "wake(kv_cache)"})
-"""Calls by which a device changes hands."""
+"""Calls that switch a device between engine and ranks."""
 CO_RESIDENT_STEP = (
     "start_engine",
     *(name for name in STEP if name not in {*MOVES, "start_engine"}),
@@ -112,24 +112,26 @@ CO_RESIDENT_STEP = (
 
 
 class ResidencyError(RuntimeError):
-    """Something would be used where it does not lie, or two would have a device at a time."""
+    """A call would need an item that is not resident, or conflict with one that is."""
 
 
 class ResidencyReplay:
-    """The devices of `slots` slots. `alternates`: engine and ranks take turns on them, else both stay."""
+    """Replay of calls on the devices of `slots` slots. `alternates`: engine and ranks alternate, otherwise both
+    stay."""
 
     def __init__(self, slots: int, alternates: bool = True):
         self.alternates = alternates
         self.held: list[set[Item]] = [set() for _ in range(slots)]
-        self.seen: dict[str, set[Item]] = {phase: set() for phase in PHASES}
-        """What lay on any device in each phase."""
+        self.resident: dict[str, set[Item]] = {phase: set() for phase in PHASES}
+        """Items that were resident on any device in each phase."""
         self._away: list[set[Item]] = [set() for _ in range(slots)]
         self._last = ["nothing"] * slots
-        self._under_way: list[list[str]] = [[] for _ in range(slots)]
+        self._running: list[list[str]] = [[] for _ in range(slots)]
 
     @contextmanager
-    def doing(self, name: str, *slots: int) -> Iterator[None]:
-        """The call `name` lasts as long as the block, on these slots. ResidencyError if it can't be."""
+    def running(self, name: str, *slots: int) -> Iterator[None]:
+        """Run the call `name` on these slots for the duration of the context. Raises ResidencyError if it is not
+        allowed."""
         for slot in slots:
             self._begin(name, slot)
         try:
@@ -139,7 +141,7 @@ class ResidencyReplay:
                 self._end(name, slot)
 
     def lose_engine(self, slot: int) -> None:
-        """The slot's engine died, and what it held with it."""
+        """Record that the slot's engine died, which frees its memory."""
         self.held[slot] -= ENGINE
         self._last[slot] = "the loss of its engine"
 
@@ -150,37 +152,39 @@ class ResidencyReplay:
         if not self.alternates and name in MOVES:
             raise self._refusal(name, slot, "would move resident items although engine and ranks both stay")
         away = call.conflicts_with
-        if not self.alternates:  # both sides stay: only what a side itself keeps away
+        if not self.alternates:  # both stay, so only conflicts within one side count
             away = away - ENGINE if away >= ENGINE else frozenset()
-        if beside := away & here:
-            raise self._refusal(name, slot, f"finds {_listed(beside)} on the device")
-        if others := [other for other in self._under_way[slot] if self._clash(name, other)]:
-            raise self._refusal(name, slot, f"begins while {others[0]} is under way")
-        self._under_way[slot].append(name)
-        here |= call.brings | (self._away[slot] - {Item.OPTIMIZER} if name.startswith("take") else set())
-        for each in map(CALLS.__getitem__, self._under_way[slot]):
+        if conflicting := away & here:
+            raise self._refusal(name, slot, f"conflicts with {_listed(conflicting)} on the device")
+        if others := [other for other in self._running[slot] if self._clash(name, other)]:
+            raise self._refusal(name, slot, f"begins while {others[0]} is running")
+        self._running[slot].append(name)
+        here |= call.loads | (
+            self._away[slot] - {Item.OPTIMIZER} if name in ("acquire_device", "take_weights") else set()
+        )
+        for each in map(CALLS.__getitem__, self._running[slot]):
             if each.phase is not None:
-                self.seen[each.phase] |= here | each.during
+                self.resident[each.phase] |= here | each.during
 
     def _end(self, name: str, slot: int) -> None:
-        self._under_way[slot].remove(name)
+        self._running[slot].remove(name)
         self._last[slot] = name
         if name == "release_device":
-            self._away[slot] = self.held[slot] & CALLS[name].takes
-        self.held[slot] -= CALLS[name].takes
+            self._away[slot] = self.held[slot] & CALLS[name].frees
+        self.held[slot] -= CALLS[name].frees
 
     def _clash(self, *names: str) -> bool:
-        """Whether two calls can't be under way at a time."""
-        if not self.alternates and "start_engine" in names:  # nothing of it depends on what ranks do meanwhile
+        """Return whether two calls must not run at the same time."""
+        if not self.alternates and "start_engine" in names:  # independent of the ranks' calls
             return False
         pair = [CALLS[name] for name in names]
-        if any(call.beside for call in pair):
-            return any(call.takes & MODELS for call in pair)
+        if any(call.is_concurrent for call in pair):
+            return any(call.frees & MODELS for call in pair)
         return "start_ranks" in names or any(call.phase is None for call in pair)
 
     def _refusal(self, name: str, slot: int, why: str) -> ResidencyError:
         there = _listed(self.held[slot]) or "nothing"
-        return ResidencyError(f"slot {slot}: {name} {why}. There: {there}; the last call was {self._last[slot]}")
+        return ResidencyError(f"slot {slot}: {name} {why}. Resident: {there}; the last call was {self._last[slot]}")
 
 
 def _listed(items: Collection[Item]) -> str:
@@ -189,7 +193,7 @@ def _listed(items: Collection[Item]) -> str:
 
 @functools.cache
 def contents(optimizers_alone: bool = False, alternates: bool = True) -> dict[str, frozenset[Item]]:
-    """What may lie on a device in each phase; `optimizers_alone`: each is there in its own steps only."""
+    """Return the items on a device in each phase; `optimizers_alone`: each optimizer is resident only in its steps."""
     ledger, instead = ResidencyReplay(1, alternates), WITH_STEP_RESIDENCY if optimizers_alone else {}
     step = STEP if alternates else CO_RESIDENT_STEP
     for name in chain.from_iterable(instead.get(name, (name,)) for name in step):

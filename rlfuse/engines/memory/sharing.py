@@ -22,14 +22,14 @@ def device_sharing(memory: Memory) -> DeviceSharing:
 
 
 def describe_sharing(config: Config, memory: Memory) -> list[str]:
-    """How an engine and its ranks share a GPU, and how large the engine's KV cache is."""
+    """Return a description of how an engine and its ranks share a GPU, and of the size of the KV cache."""
     fullest, limit = memory.total(memory.tightest) / GIB, memory.budget.bytes / GIB
     if memory.alternates:
-        turns = "engine and trainer rank take turns on the device"
+        turns = "engine and trainer rank alternate on the device"
     else:
         turns = f"engine and trainer rank both stay on the device, {fullest:.1f} of {limit:.1f} GiB at most"
     if (given := memory.kv_cache_bytes) is None:
-        return [turns, "the KV cache takes what rollout.gpu_memory_utilization leaves"]
+        return [turns, "the KV cache uses the rest of rollout.gpu_memory_utilization"]
     longest = config.data.max_prompt_length + config.data.max_response_length
     cache = f"{given / GIB:.2f} GiB of KV cache"
     return [turns, f"{cache}, at most what rollout.max_num_seqs samples of {longest} tokens need"]

@@ -1,7 +1,7 @@
-"""Measure what a training pass leaves in memory: the trainer's own code, run on meta tensors.
+"""Measure the activation memory of a training pass by running the trainer's code on meta tensors.
 
-Parameters and their gradients are not counted. Fused attention keeps queries, keys, values, output and a number per
-query and head. Of layers of one kind two are run, and the last of the stack.
+Parameters and their gradients are not counted. Fused attention stores queries, keys, values, output and one number per
+query and head. Only two layers of each kind and the last layer of the stack are run.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from rlfuse.errors import ConfigError
 from rlfuse.samples import Row
 
 _PASSES = {"reference": log_probs, "values": lambda config, model, batch: batch.matrix(response_values(model, batch))}
-"""Without gradients."""
+"""Passes without gradients."""
 _RECOMPUTED = {"use_reentrant": False}
 _TENSORS = ("old_log_probs", "advantages", "ref_log_probs", "values", "returns")
-"""What objectives read of a row."""
-HEAP = 32 << 20  # smaller blocks are in the heap of a CPU rank (`rank_group.MALLOC_SETTINGS`)
+"""Tensors of a row that objectives use."""
+HEAP = 32 << 20  # smaller blocks are allocated in the heap of a CPU rank (`rank_group.MALLOC_SETTINGS`)
 _FOUND: dict[tuple[type, str, int], dict[tuple, Work]] = {}
-"""What equal models were found to need: one process may plan several jobs of a model."""
+"""Results by model, since a process may plan several jobs with the same model."""
 
 
 def first_line(error: Exception) -> str:
-    """The start of its message, and its class where it says nothing."""
+    """Return the first line of the error message, or the class name if it is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -55,7 +55,7 @@ class SequenceLengths:
     """The sequences of a micro-batch."""
 
     lengths: tuple[tuple[int, int], ...]  # tokens of prompt and response
-    shared: bool = False  # whether equal prompts are there once
+    shared: bool = False  # True if equal prompts are stored once
 
     @property
     def prompts(self) -> int:
@@ -65,13 +65,13 @@ class SequenceLengths:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Bytes of one micro-batch on one device, beside parameters."""
+    """Bytes of a micro-batch on one device, without parameters."""
 
-    before: int  # when the first layer begins
-    layers: tuple[int, ...]  # that each layer adds and that stay until its backward pass
-    kept: int  # when the loss is known: all that the backward pass needs
-    peak: int  # at the most, at any time of forward and backward pass
-    small: int  # likewise, of blocks below HEAP alone
+    before: int  # at the start of the first layer
+    layers: tuple[int, ...]  # activations of each layer, kept until its backward pass
+    kept: int  # at the loss: everything needed by the backward pass
+    peak: int  # maximum over forward and backward pass
+    small: int  # maximum of blocks smaller than HEAP
 
 
 def _settings(model: PreTrainedModel) -> str:
@@ -79,8 +79,8 @@ def _settings(model: PreTrainedModel) -> str:
 
 
 class MetaModel:
-    """A model on the meta device, ready to train as the trainer makes it; `stack` are its decoder layers. `width`:
-    ranks that share them, of which this is the first."""
+    """Model on the meta device, prepared for training as in the trainer. `stack`: its decoder layers; `width`:
+    tensor-parallel size; the model is the share of the first rank."""
 
     def __init__(self, model: PreTrainedModel, stack: nn.ModuleList, width: int = 1):
         self.model, self.stack = model, stack
@@ -88,11 +88,12 @@ class MetaModel:
         self.packs = attends_by_layout(model) or "position_ids" in model.forward.__annotations__
         self._found = _FOUND.setdefault((type(model), _settings(model), width), {})
         for parameter in model.parameters():
-            if parameter.requires_grad:  # as DeepSpeed, which adds it to a sum
+            if parameter.requires_grad:  # as DeepSpeed does after it has accumulated the gradient
                 parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
 
     def share(self, width: int) -> MetaModel:
-        """What each of `width` ranks holds of it. EngineError where they can't share its layers."""
+        """Return the model of each of `width` tensor-parallel ranks. Raises EngineError if its layers can't be
+        shared."""
         if width not in self._shares:
             whole = next(name for name, module in self.model.named_modules() if module is self.stack)
             model = shard_layers(copy.deepcopy(self.model), MemoryOnlyGroup(width))
@@ -100,8 +101,8 @@ class MetaModel:
         return self._shares[width]
 
     def work(self, config: Config, role: str, texts: SequenceLengths, device: str) -> Work:
-        """Of a micro-batch that `actor` or `critic` learns from, or of a `reference`'s or a `values` pass. ConfigError
-        for a model whose passes depend on the numbers in its tensors, or fail otherwise."""
+        """Return the memory of a training micro-batch of `actor` or `critic`, or of a `reference` or `values` pass.
+        Raises ConfigError for a model whose passes depend on tensor values, or fail for other reasons."""
         actor, model = config.actor, config.model
         loss = (actor.entropy_coeff != 0, actor.use_kl_loss, actor.loss_mode, actor.loss_agg_mode)
         run = (model.dtype, model.enable_gradient_checkpointing, model.use_remove_padding)
@@ -110,11 +111,11 @@ class MetaModel:
         if key not in self._found:
             try:
                 self._found[key] = self._run(config, role, texts, device)
-            except ConfigError:  # of a loss of the user's own, which says all itself
+            except ConfigError:  # of a custom loss; already has the full message
                 raise
-            except Exception as error:  # whatever a family's own code raises
+            except Exception as error:  # model code may raise anything
                 name, which = type(self.model).__name__, {"values": "critic"}.get(role, role)
-                wrong = f"the {which}, a {name}: the memory of its passes can't be told without running them"
+                wrong = f"the {which}, a {name}: the memory of its passes can't be computed on meta tensors"
                 raise ConfigError([f"{wrong} ({first_line(error)})"]) from error
         return self._found[key]
 
@@ -124,7 +125,7 @@ class MetaModel:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=_RECOMPUTED)
         else:
             model.gradient_checkpointing_disable()
-        batch, live = self._batch(config, texts, device), _Live(model)
+        batch, live = self._batch(config, texts, device), _MemoryCounter(model)
         kernels = _Kernels(device == "cpu" or model.dtype != torch.float32)
         fused = device == "cuda" and not config.training.vocabulary_parallel
         with live, _losses(fused), _Stack(self.stack, live, kernels) as stack:
@@ -150,8 +151,8 @@ def _row(prompt: int, response: int) -> Row:
     return Row(np.zeros(prompt, dtype=np.int32), np.zeros(response, dtype=np.int32), tensors=tensors)
 
 
-class _Live(TorchDispatchMode):
-    """Bytes of the storages that are alive, beside a model's parameters and buffers."""
+class _MemoryCounter(TorchDispatchMode):
+    """Counter of the bytes of live storages, except a model's parameters and buffers."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -160,24 +161,24 @@ class _Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if function is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return 0  # no number is known; what looks for special ones finds none
-        if function is torch.ops.aten.index_put.default and args[3:] == (True,):  # a gradient, summed into zeros that
-            # autograd copies only where a mode looks on
+            return 0  # values are unknown; pretend that none is special
+        if function is torch.ops.aten.index_put.default and args[3:] == (True,):  # a gradient summed into zeros;
+            # autograd copies them only because a mode is active
             function = torch.ops.aten.index_put_.default
         result = function(*args, **(kwargs or {}))
         for each in (result,) if isinstance(result, Tensor) else tree_iter(result):
             if isinstance(each, Tensor):
-                self._see(each.untyped_storage())
+                self._track(each.untyped_storage())
         return result
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
+    def _track(self, storage: torch.UntypedStorage) -> None:
         if (key := storage._cdata) not in self._known:
             self._known.add(key)
             self._count(storage.nbytes())
             self.peak, self.small_peak = max(self.peak, self.now), max(self.small_peak, self.small)
-            weakref.finalize(storage, self._gone, key, storage.nbytes())
+            weakref.finalize(storage, self._untrack, key, storage.nbytes())
 
-    def _gone(self, key: int, size: int) -> None:
+    def _untrack(self, key: int, size: int) -> None:
         self._known.discard(key)
         self._count(size, -1)
 
@@ -188,8 +189,8 @@ class _Live(TorchDispatchMode):
 
 @contextmanager
 def _losses(fused: bool) -> Iterator[None]:
-    """Log-probs and entropy as the device computes them: by kernels that keep nothing, or in slices of rows. The second
-    slice is there beside the first, and the others are like it."""
+    """Compute log-probs and entropy as on the device: with fused kernels, which store nothing, or in slices of rows, of
+    which the first two represent all."""
     slices, is_fused = losses._slices, fused_log_probs.is_fused
     losses._slices, fused_log_probs.is_fused = lambda rows: slices(rows)[:2], lambda _: fused
     try:
@@ -199,7 +200,8 @@ def _losses(fused: bool) -> Iterator[None]:
 
 
 class _Attention(torch.autograd.Function):
-    """What flash and memory-efficient attention keep: [B, heads, tokens, d] or, of a layout, [B, tokens, heads, d]."""
+    """Tensors stored by flash and memory-efficient attention: [B, heads, tokens, d], or [B, tokens, heads, d]
+    packed."""
 
     @staticmethod
     def forward(ctx, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -215,8 +217,8 @@ class _Attention(torch.autograd.Function):
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, segments: tuple[Segment, ...], *more: Any) -> Tensor:
-    """`attention._varlen`: behind a shared prefix every segment has keys and values of its own."""
-    _, _, *unusual = more  # soft-capping and sinks, which no kernel computes
+    """Replace `attention._varlen`: after a shared prefix every segment has a copy of its keys and values."""
+    _, _, *unusual = more  # soft-capping and sinks, which kernels do not support
     if any(each is not None for each in unusual):
         return attention.attend(query, key, value, segments, *more)
     if any(segment.prefix for segment in segments):
@@ -227,7 +229,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, segments: tuple[Segment, 
 
 
 class _Experts(torch.autograd.Function):
-    """One matrix product for each expert, which torch has no meta kernel of for every precision."""
+    """Grouped matrix product of experts, for which torch lacks meta kernels in some precisions."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, weights: Tensor) -> Tensor:
@@ -242,7 +244,8 @@ class _Experts(torch.autograd.Function):
 
 
 class _Kernels(TorchFunctionMode):
-    """torch's attention and experts as devices compute them; `grouped`: also heads of queries that share a key."""
+    """Mode that replaces torch's attention and experts by device kernels; `grouped`: including grouped-query
+    attention."""
 
     def __init__(self, grouped: bool):
         super().__init__()
@@ -250,21 +253,22 @@ class _Kernels(TorchFunctionMode):
 
     def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if function is scaled_dot_product_attention and self._in_one_kernel(*args[:3], kwargs.get("enable_gqa")):
+        if function is scaled_dot_product_attention and self._is_fused(*args[:3], kwargs.get("enable_gqa")):
             mask = kwargs.get("attn_mask")
             return _Attention.apply(*args[:3], None if mask is None else mask.to(args[0].dtype))
-        if function is torch._grouped_mm:  # what every way to it calls
+        if function is torch._grouped_mm:  # called by all implementations
             return _Experts.apply(*args[:2])
         return function(*args, **kwargs)
 
-    def _in_one_kernel(self, query: Tensor, key: Tensor, value: Tensor, shares: bool | None) -> bool:
-        """Else torch computes all scores: for keys that are broadcast, and values narrower than keys."""
+    def _is_fused(self, query: Tensor, key: Tensor, value: Tensor, shares: bool | None) -> bool:
+        """Return whether a fused kernel is used. Otherwise torch computes all scores: for broadcast keys, and values
+        narrower than keys."""
         alike = query.shape[-3] == key.shape[-3] or (self.grouped and bool(shares))
         return alike and query.shape[-1] == value.shape[-1]
 
 
-class _Again(torch.autograd.Function):
-    """A layer that leaves so many bytes, and so many in small blocks."""
+class _AllocationOnly(torch.autograd.Function):
+    """Replacement of a layer that only allocates its activations: `large` bytes, and `small` bytes in small blocks."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor, large: int, small: int) -> Tensor:
@@ -275,19 +279,20 @@ class _Again(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
-        ctx.saved_tensors  # noqa: B018, freed from here on
+        ctx.saved_tensors  # noqa: B018, freed after this access
         return torch.empty_like(gradient), None, None
 
 
 class _Stack:
-    """The layers while a pass runs: notes when each begins, and lets repeated ones leave what those like them left."""
+    """Wrapper of the layers in a pass: records memory at the start of each, and replaces repeated ones by
+    allocations."""
 
-    def __init__(self, layers: nn.ModuleList, live: _Live, kernels: _Kernels):
+    def __init__(self, layers: nn.ModuleList, live: _MemoryCounter, kernels: _Kernels):
         self._layers, self._live, self._kernels, self._recording = layers, live, kernels, True
         self.starts: list[int] = []
         self._small: list[int] = []
         self.added: list[int] = []
-        self._like = _models([_kind(layer) for layer in layers])
+        self._like = _representatives([_layer_kind(layer) for layer in layers])
         self._tuples: dict[int, int] = {}
 
     def __enter__(self) -> _Stack:
@@ -300,7 +305,7 @@ class _Stack:
             del layer.forward
 
     def ends(self, held: int) -> None:
-        """The loss is known; what is run from now on is run again."""
+        """Finish recording at the loss; later calls of layers are recomputations."""
         if len(self.starts) != len(self._layers):
             raise RuntimeError(f"{len(self.starts)} of its {len(self._layers)} layers were run")
         self._recording = False
@@ -315,7 +320,7 @@ class _Stack:
                 self.starts.append(self._live.now)
                 self._small.append(self._live.small)
             if like == number:
-                with self._kernels:  # here, because a recomputation leaves such modes
+                with self._kernels:  # here, because recomputation disables outer modes
                     result = forward(*args, **kwargs)
                 self._tuples[number] = len(result) if isinstance(result, tuple) else 0
                 return result
@@ -323,15 +328,15 @@ class _Stack:
             left, small = (each[like + 1] - each[like] for each in (self.starts, self._small))
             left, small = (left, small) if torch.is_grad_enabled() else (0, 0)
             small = max(0, min(small, left))
-            result = _Again.apply(hidden, left - small, small)
+            result = _AllocationOnly.apply(hidden, left - small, small)
             return (result, *[None] * (self._tuples[like] - 1)) if self._tuples[like] else result
 
         return run
 
 
-def _models(kinds: list[tuple]) -> list[int]:
-    """For each layer the one that it repeats, or itself: the first two of a kind, and the last of all. The second
-    stands for the others, as what goes into the first layer stays with the caller."""
+def _representatives(kinds: list[tuple]) -> list[int]:
+    """Return for each layer the index of its representative: itself for the first two of a kind and the last layer.
+    Others use the second of their kind, because the input of the first layer is kept by the caller."""
     places: dict[tuple, list[int]] = {}
     for number, kind in enumerate(kinds):
         places.setdefault(kind, []).append(number)
@@ -341,8 +346,8 @@ def _models(kinds: list[tuple]) -> list[int]:
     ]
 
 
-def _kind(layer: nn.Module) -> tuple:
-    """Equal for layers that do the same: their parameters, and whatever plain values their modules hold."""
+def _layer_kind(layer: nn.Module) -> tuple:
+    """Return a key that is equal for equivalent layers: parameter shapes and plain attributes of the modules."""
     weights = tuple((name, tuple(each.shape)) for name, each in layer.named_parameters())
     plain = tuple(
         (name, key, value)

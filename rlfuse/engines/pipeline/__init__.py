@@ -1,1 +1,1 @@
-"""Pipeline-parallel training: stages of Hugging Face models on devices, and an executor of any pipeline schedule."""
+"""Pipeline-parallel training: stages of Hugging Face models on devices, and an executor for pipeline schedules."""

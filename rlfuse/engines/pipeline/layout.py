@@ -1,9 +1,9 @@
-"""Which stage of which pipeline stands on which device: pure functions of a model's degrees.
+"""Placement of pipeline stages on devices, as pure functions of a model's parallel degrees.
 
-Role: read by the executor (who sends what to whom), by ranks (what to load) and by the group (who holds what). Devices
-are numbered within a block, one block running one schedule; with data parallelism over blocks, device d of block b is
-rank b * devices + d. Where ranks share layers (`trainer.tensor_parallel`), as many consecutive ones are one device: all
-run its row of the schedule, each with its share of every layer, and hand on to those that have the same share.
+Role: used by the executor for transfers, by ranks for loading, and by the group for distributing rows. Devices are
+numbered within a block; a block runs one schedule. With data parallelism over blocks, device d of block b is rank
+b * devices + d. With tensor parallelism (`trainer.tensor_parallel`), a device consists of consecutive ranks: all run
+its row of the schedule, each with its share of every layer, and send to the ranks with the same share.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from rlfuse.fusion.schedules.operations import Operation, direction_of, place_of
 
 @dataclass(frozen=True, slots=True)
 class Pipelines:
-    """One model's pipelines in a block. Pipeline p stands on devices p * stages .. (p + 1) * stages - 1.
+    """One model's pipelines in a block. Pipeline p is on devices p * stages .. (p + 1) * stages - 1.
 
-    With several chunks a device holds as many stages of a model: chunk-stages 0 .. chunks * stages - 1, which go there
-    and back or round and round.
+    With several chunks, each device holds as many stages of the model: chunk-stages 0 .. chunks * stages - 1, in
+    V-shaped or interleaved placement.
     """
 
     model: str
@@ -31,31 +31,33 @@ class Pipelines:
     stages: int
     pipelines: int = 1
     direction: Literal["down", "up"] = "down"
-    """Stage 0 stands on the pipeline's first device (down) or on its last (up)."""
+    """Stage 0 is on the pipeline's first device (down) or on its last (up)."""
     chunks: int = 1
     placement: str = "v"
     """`v` or `interleaved`; see `operations.place_of`."""
     layers: tuple[int, ...] | None = None
-    """Layers of each (chunk-)stage; None: as `balanced` has them of modelled costs."""
+    """Number of layers of each (chunk-)stage; None: `balanced` by modelled costs."""
     vocabulary: bool = False
-    """Whether all devices of a pipeline share the head: the device with stage s < stages has the s-th share."""
+    """True if all devices of a pipeline share the head: the device of stage s < stages has share s."""
     width: int = 1
-    """Ranks that share the layers of a stage, and so are one device."""
+    """Tensor-parallel size: ranks that share the layers of a stage and form one device."""
 
     def __post_init__(self):
         if self.chunks < 1:
-            raise ValueError(f"{self.model}: chunks={self.chunks}, but a device holds at least 1 stage.")
+            raise ValueError(f"{self.model}: chunks={self.chunks}: must be at least 1.")
         if self.layers is not None and len(self.layers) != self.depth:
-            raise ValueError(f"{self.model}: layers={self.layers} names {len(self.layers)} stages, not {self.depth}.")
+            raise ValueError(
+                f"{self.model}: layers={self.layers} has {len(self.layers)} stages instead of {self.depth}."
+            )
 
     @property
     def depth(self) -> int:
-        """Stages that a micro-batch passes."""
+        """Number of stages that a micro-batch passes."""
         return self.stages * self.chunks
 
     @property
-    def sharers(self) -> int:
-        """Of the head."""
+    def head_degree(self) -> int:
+        """Number of shares of the head."""
         return self.stages if self.vocabulary else 1
 
     @property
@@ -63,11 +65,11 @@ class Pipelines:
         return self.stages * self.pipelines
 
     def mesh(self, world: int) -> ParallelMesh:
-        """Return the mesh of this model: dp pipelines of all blocks, of pp stages."""
+        """Return the mesh of this model: dp pipelines in all blocks, with pp stages."""
         return ParallelMesh.of(world, pp=self.stages, tp=self.width)
 
     def device(self, pipeline: int, stage: int) -> int:
-        """Where a stage stands within the block."""
+        """Return the device of a stage within the block."""
         position = place_of(stage, self.stages, self.placement)
         return pipeline * self.stages + (position if self.direction == "down" else self.stages - 1 - position)
 
@@ -79,9 +81,10 @@ class Pipelines:
         return tuple(stage for stage in range(self.depth) if self.device(pipeline, stage) == device)
 
     def balanced(self, costs: LayerCosts, rates: Sequence[float] = (), most: Sequence[int] = ()) -> tuple[int, ...]:
-        """Layers of each (chunk-)stage with which the slowest device is as fast as can be; `rates`, `most`: of each."""
+        """Return the layers per (chunk-)stage that minimize the time of the slowest device. `rates`, `most`: per stage,
+        see `partition.balanced`."""
         layers, embedding, head = costs
-        head = 0.0 if self.vocabulary else head  # a share is on every device, whatever the cut
+        head = 0.0 if self.vocabulary else head  # every device has an equal share
         if self.chunks == 1:
             return balanced(layers, embedding, head, self.stages, rates, most)
         return balanced_chunks(
@@ -89,19 +92,19 @@ class Pipelines:
         )
 
     def source(self, operation: Operation) -> int | None:
-        """The stage whose result an operation waits for: before it in F, behind it in B; None at the ends, and in W and
-        H."""
+        """Return the stage whose result an operation needs: the previous one for F, the next one for B, None at the
+        ends and for W and H."""
         stage = {"F": operation.stage - 1, "B": operation.stage + 1}.get(operation.kind, -1)
         return stage if 0 <= stage < self.depth else None
 
     def target(self, operation: Operation) -> int | None:
-        """The stage that waits for an operation's result."""
+        """Return the stage that needs an operation's result; None if there is none."""
         stage = {"F": operation.stage + 1, "B": operation.stage - 1}.get(operation.kind, -1)
         return stage if 0 <= stage < self.depth else None
 
 
 def pipelines_of(config: Config, model: str) -> Pipelines:
-    """As a job has them: one in each block."""
+    """Return the layout of `model` in a job: one pipeline per block."""
     training = config.training
     split = training.split_backward and config.fusion.training == "fused"
     return Pipelines(
@@ -118,18 +121,18 @@ def pipelines_of(config: Config, model: str) -> Pipelines:
 def mesh_of(layout: Sequence[Pipelines], world: int) -> ParallelMesh:
     """Return the mesh of `world` ranks: dp blocks of pp devices of tp ranks.
 
-    ValueError unless all models take as many devices of as many ranks, and these divide the ranks.
+    Raises ValueError unless all models use the same number of devices and ranks per device, and these divide `world`.
     """
     sizes = {pipelines.model: pipelines.devices for pipelines in layout}
     if len(set(sizes.values())) != 1:
         raise ValueError(
-            f"Models of one schedule share their devices, but take {sizes} (stages * pipelines): make these equal."
+            f"All models of a schedule must use the same number of devices (stages * pipelines), but got {sizes}."
         )
     widths = {pipelines.model: pipelines.width for pipelines in layout}
     if len(set(widths.values())) != 1:
-        raise ValueError(f"Models of one schedule share their devices, but these are {widths} ranks: make these equal.")
+        raise ValueError(f"All models of a schedule must use the same number of ranks per device, but got {widths}.")
     size, width = next(iter(sizes.values())), next(iter(widths.values()))
     if world % (size * width):
         of = f" of {width} ranks" if width > 1 else ""
-        raise ValueError(f"{world} ranks are no whole number of blocks of {size} devices{of} (stages * pipelines).")
+        raise ValueError(f"{world} ranks are not a multiple of a block of {size} devices{of} (stages * pipelines).")
     return ParallelMesh.of(world, pp=size, tp=width)

@@ -1,8 +1,8 @@
-"""One stage of a Hugging Face causal language or value model: the model's own class without the other stages' parts.
+"""Load one stage of a Hugging Face causal language or value model, as the model's class without other stages' modules.
 
-Role: called by pipeline ranks. Parameters keep their names, and only a stage's own tensors are read. Tested with Qwen2,
-Llama and Qwen3; a family needs `embed_tokens`, `layers`, `norm` and `rotary_emb` in its base model, embeddings that are
-handed on unchanged (`stages.check_first_layer`), and checkpoints that name tensors as its modules do.
+Role: called by pipeline ranks. Parameters keep their names, and only the stage's tensors are read. Tested with Qwen2,
+Llama and Qwen3. A family needs `embed_tokens`, `layers`, `norm` and `rotary_emb` in its base model, embeddings that
+reach the first layer unchanged (`stages.check_first_layer`), and checkpoints with the tensor names of its modules.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 class MissingLayer(torch.nn.Module):
-    """Stands where another stage has its part, and hands hidden states on."""
+    """Placeholder for a module on another stage; returns its input (as vLLM's PPMissingLayer)."""
 
     def forward(self, hidden_states: torch.Tensor, *_, **__) -> torch.Tensor:
         return hidden_states
 
 
 def layer_costs(path: str, job: Config, pipelines: Pipelines) -> LayerCosts:
-    """Of the model at `path` on each of its ranks, for rows as the job's limits have them."""
+    """Return the modelled layer costs of the model at `path` per rank, for rows of the job's maximum lengths."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=job.model.trust_remote_code).get_text_config()
     outputs = 1 if pipelines.model == "critic" else config.vocab_size
     return modelled_costs(config, outputs, logits_fraction(job.data), pipelines.width)
 
 
 def partition(path: str, job: Config, pipelines: Pipelines) -> list[Part]:
-    """The stages of the model at `path`, balanced unless the layout says how many layers each has."""
+    """Return the stages of the model at `path`, balanced unless the layout sets the number of layers."""
     costs = layer_costs(path, job, pipelines)
     layers = pipelines.layers or pipelines.balanced(costs)
     if sum(layers) != len(costs[0]):
-        raise ValueError(f"layers={layers} are {sum(layers)}, but {path} has {len(costs[0])} layers.")
-    return parts(layers, pipelines.sharers)
+        raise ValueError(f"layers={layers} has {sum(layers)} layers, but {path} has {len(costs[0])}.")
+    return parts(layers, pipelines.head_degree)
 
 
 def load_stage(path: str, settings: ModelConfig, device: str, part: Part, value: bool) -> PreTrainedModel:
-    """The part of the policy at `path`, or of the value model whose new head is zero unless `path` has one.
+    """Return a stage of the policy at `path`, or of the value model, whose head is zero unless `path` has one.
 
-    ValueError if the family can't be cut, or `path` lacks a tensor that the stage needs.
+    Raises ValueError if the family can't be split into stages, or `path` lacks a tensor of the stage.
     """
     trust, labels = settings.trust_remote_code, {"num_labels": 1} if value else {}
     config, dtype = AutoConfig.from_pretrained(path, trust_remote_code=trust, **labels), getattr(torch, settings.dtype)
@@ -70,7 +70,7 @@ def load_stage(path: str, settings: ModelConfig, device: str, part: Part, value:
 
 
 def is_tied(model: PreTrainedModel) -> bool:
-    """Whether head and embedding are one tensor of this model, be they on one stage or on two."""
+    """Return whether head and embedding of this model are one tensor, on the same stage or not."""
     return HEAD in (model.all_tied_weights_keys or ())
 
 
@@ -78,7 +78,7 @@ def _prune(model: PreTrainedModel, part: Part) -> None:
     base = model.base_model
     if missing := [name for name in ("embed_tokens", "layers", "norm", "rotary_emb") if not hasattr(base, name)]:
         raise ValueError(
-            f"{type(model).__name__} has no {', '.join(missing)} and can't be cut into stages: train it without "
+            f"{type(model).__name__} has no {', '.join(missing)} and can't be split into stages. Train it without "
             "pipeline parallelism."
         )
     for index in range(len(base.layers)):
@@ -94,28 +94,28 @@ def _prune(model: PreTrainedModel, part: Part) -> None:
         model.lm_head = _share_of(model, *part.head)
 
 
-def _share_of(model: PreTrainedModel, share: int, sharers: int) -> torch.nn.Linear:
-    """Rows of the head, without their values; `first_id` is the token of the first."""
+def _share_of(model: PreTrainedModel, share: int, head_degree: int) -> torch.nn.Linear:
+    """Return an uninitialized share of the head; its `first_id` is the token of the first row."""
     head = model.get_output_embeddings()
-    if not isinstance(head, torch.nn.Linear) or head.out_features % sharers:
+    if not isinstance(head, torch.nn.Linear) or head.out_features % head_degree:
         raise ValueError(
-            f"training.vocabulary_parallel=true: the head of a {type(model).__name__} must be a linear layer whose "
-            f"tokens the {sharers} stages divide, but is {head}; set it to false."
+            f"training.vocabulary_parallel=true: the head of a {type(model).__name__} must be a linear layer with a "
+            f"number of tokens divisible by {head_degree} stages, but is {head}; set it to false."
         )
-    rows = head.out_features // sharers
+    rows = head.out_features // head_degree
     with torch.device("meta"):
-        own = torch.nn.Linear(head.in_features, rows, head.bias is not None, dtype=head.weight.dtype)
-    own.first_id = share * rows
-    return own
+        share_of_head = torch.nn.Linear(head.in_features, rows, head.bias is not None, dtype=head.weight.dtype)
+    share_of_head.first_id = share * rows
+    return share_of_head
 
 
 def _rows(model: PreTrainedModel) -> slice:
-    """Of the head, those of this share."""
+    """Return the rows of the head that this share has."""
     return slice(model.lm_head.first_id, model.lm_head.first_id + model.lm_head.out_features)
 
 
 def _fill(model: PreTrainedModel, path: str, part: Part) -> None:
-    """Replace meta tensors: weights by those at `path`, the rotary table by a computed one."""
+    """Load the weights at `path` in place of meta tensors, and compute the rotary table."""
     names = set(model.state_dict())
     files = _files(path)
     aliases = {name: name for name in names}
@@ -132,20 +132,24 @@ def _fill(model: PreTrainedModel, path: str, part: Part) -> None:
         if name.startswith("score."):
             state[name] = torch.zeros(model.get_parameter(name).shape, dtype=dtypes[name])
     if missing := sorted(names - state.keys()):
-        raise ValueError(f"{path} has no tensor {missing[0]} ({len(missing)} missing): its names must be the model's.")
+        raise ValueError(
+            f"{path} has no tensor {missing[0]} ({len(missing)} missing). Its names must match the model's."
+        )
     model.load_state_dict(state, assign=True)
     model.base_model.rotary_emb = type(model.base_model.rotary_emb)(config=model.config)
     if share:
-        for parameter in model.lm_head.parameters():  # marked as DeepSpeed and Megatron know it
+        for parameter in model.lm_head.parameters():  # attributes of DeepSpeed and Megatron
             parameter.tensor_model_parallel, parameter.partition_dim = True, 0
     elif is_tied(model) and EMBEDDING in names and HEAD in names:
         model.lm_head.weight = model.base_model.embed_tokens.weight
     if left := [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]:
-        raise ValueError(f"{type(model).__name__} keeps {left[0]} out of checkpoints, so stages can't be loaded.")
+        raise ValueError(
+            f"{type(model).__name__} does not store {left[0]} in checkpoints, so its stages can't be loaded."
+        )
 
 
 def _files(path: str) -> dict[str, str]:
-    """Tensor name -> the safetensors file that has it."""
+    """Return tensor name -> safetensors file."""
     quiet = {"_raise_exceptions_for_missing_entries": False}
     if index := cached_file(path, "model.safetensors.index.json", **quiet):
         shards = json.loads(Path(index).read_text())["weight_map"]
@@ -154,17 +158,17 @@ def _files(path: str) -> dict[str, str]:
     if whole := cached_file(path, "model.safetensors", **quiet):
         with safe_open(whole, "pt") as tensors:
             return dict.fromkeys(tensors.keys(), whole)
-    raise FileNotFoundError(f"{path}: no model.safetensors there, and stages are read from nothing else. Convert it.")
+    raise FileNotFoundError(f"{path} has no model.safetensors, which pipeline stages need. Convert the checkpoint.")
 
 
 def _read(files: dict[str, str], names: Iterable[str], rows: slice | None = None) -> dict[str, torch.Tensor]:
-    """Tensors by name, or these `rows` of them."""
-    wanted: dict[str, list[str]] = {}
+    """Return tensors by name, or only `rows` of each."""
+    names_by_file: dict[str, list[str]] = {}
     for name in names:
         if name in files:
-            wanted.setdefault(files[name], []).append(name)
+            names_by_file.setdefault(files[name], []).append(name)
     found = {}
-    for file, inside in wanted.items():
+    for file, inside in names_by_file.items():
         with safe_open(file, "pt") as tensors:
             found |= {name: tensors.get_slice(name)[rows] if rows else tensors.get_tensor(name) for name in inside}
     return found

@@ -1,10 +1,10 @@
-"""The process groups that stages send through: one of two ranks for each lane, connected before anything is sent.
+"""Point-to-point process groups of the stages: one group of two ranks per lane, connected before the first transfer.
 
-Invariants that NCCL needs: a communicator runs calls in the order of posting, so a send must not share one with earlier
-receives, whose peer may wait for it: hence a group per lane and pair of ranks. NCCL connects two ranks inside their
-first call and blocks the host meanwhile: hence one number goes through every lane here, in the same order everywhere.
+Requirements of NCCL: a communicator runs calls in the order of posting, so a send must not share one with earlier
+receives whose peer may wait for it; hence a group per lane and pair of ranks. NCCL connects two ranks in their first
+call and blocks the host meanwhile; hence one number is sent through every lane here, in the same order on all ranks.
 Streams must run concurrently (`cluster.cuda.pipeline_settings`, `_options`). Collective over all ranks, which wait
-somewhat more than `timeout` seconds at most. (Not run on GPUs.)
+slightly more than `timeout` seconds at most. (Not tested on GPUs.)
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from rlfuse.engines.pipeline.layout import Pipelines, mesh_of
 from rlfuse.fusion.schedules.transfers import Lane, lanes
 
 COLLECTIVE_TIMEOUT_FACTOR = 1.25
-"""Times the limit of other waits, after which torch's watchdog of NCCL ends the process: they tell more."""
+"""Multiple of the timeout of other waits at which torch's NCCL watchdog ends the process: their errors are more
+specific."""
 CHANNELS = 4
-"""Of a communicator: a receive that waits takes so many of the device's 100 or more multiprocessors."""
+"""NCCL channels of a communicator; a waiting receive occupies as many of the device's 100 or more multiprocessors."""
 
 
 class P2PGroups:
-    """Lane -> this rank's group for it."""
+    """Mapping from lanes to the process groups of this rank."""
 
     def __init__(self, layout: Sequence[Pipelines], timeout: float):
         self.mesh, self.rank = mesh_of(layout, dist.get_world_size()), dist.get_rank()
@@ -34,7 +35,7 @@ class P2PGroups:
         (self._devices,) = (ranks for ranks in blocks if self.rank in ranks)
         self._groups: dict[Lane, Any] = {}
         for lane in (lane for pipelines in layout for lane in lanes(pipelines)):
-            for ranks in blocks:  # of one block, with the same share of layers
+            for ranks in blocks:  # one block, with the same share of layers
                 pair = ranks[lane.sender], ranks[lane.receiver]
                 group = dist.new_group(list(pair), limit, pg_options=_options(limit))
                 if self.rank in pair:
@@ -45,7 +46,7 @@ class P2PGroups:
         return self._groups[lane]
 
     def members(self, lane: Lane) -> tuple[int, int]:
-        """Sender and receiver, one of which is this rank."""
+        """Return the ranks of sender and receiver, one of which is this rank."""
         return self._devices[lane.sender], self._devices[lane.receiver]
 
     def _connect(self) -> None:
@@ -56,17 +57,18 @@ class P2PGroups:
                 dist.send(number, receiver, group)
             else:
                 dist.recv(number, sender, group)
-        number.item()  # the device has been through all of them
+        number.item()  # wait until the device has run all of them
 
     def close(self) -> None:
-        """Give the groups up; all ranks at the same time, in the order in which they were made."""
+        """Destroy the groups in the order of their creation; collective."""
         for group in self._groups.values():
             dist.destroy_process_group(group)
         self._groups.clear()
 
 
 def _options(limit: timedelta) -> Any:
-    """For NCCL: few channels, and streams of high priority, which no other group takes from torch's pool of 32."""
+    """Return NCCL options: few channels, and high-priority streams, which no other group takes from torch's pool of
+    32."""
     if dist.get_backend() != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)

@@ -1,7 +1,7 @@
-"""Which layers make a stage: cuts a model into consecutive stages of nearly equal cost. Pure; no torch.
+"""Split a model into consecutive stages of nearly equal cost. Pure functions without torch.
 
-Role: called by ranks when they load, and where devices turned slow (`slow_devices`). Embedding goes to the first stage,
-norm and head to the last. Costs are modelled until passes were measured.
+Role: called by ranks when they load, and when devices become slow (`slow_devices`). The first stage has the embedding,
+the last one norm and head. Costs are modelled until passes have been measured.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from rlfuse.config.schema import DataConfig
 
 LayerCosts = tuple[list[float], float, float]
-"""Of each layer, the embedding and the head, in one unit."""
+"""Costs of each layer, of the embedding and of the head, in the same unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Part:
     last: bool
     """Has the final norm."""
     head: tuple[int, int] | None = None
-    """Which of how many shares of the head it has: (0, 1) is all of it."""
+    """(index, count) of its share of the head; (0, 1) is the whole head."""
 
     @property
     def shares_head(self) -> bool:
@@ -37,7 +37,8 @@ class Part:
 
 
 def parts(layers: Sequence[int], sharers: int = 1) -> list[Part]:
-    """The stages of a model, given how many layers each has; the head is the last one's, or the first `sharers`'."""
+    """Return the stages of a model with this many layers each. The head is on the last stage, or shared by the first
+    `sharers` stages."""
     ends = list(accumulate(layers, initial=0))
     first = len(layers) - 1 if sharers == 1 else 0
     heads = {first + share: (share, sharers) for share in range(sharers)}
@@ -52,28 +53,28 @@ def balanced(
     rates: Sequence[float] = (),
     most: Sequence[int] = (),
 ) -> tuple[int, ...]:
-    """Layers per stage such that the slowest stage is as fast as can be, and of those the most even cut.
+    """Return the layers per stage that minimize the time of the slowest stage; among equals, the most even split.
 
-    `layers`: cost of each, in any unit; `embedding` and `head` in the same unit. The last stage may be the head alone,
-    as wide vocabularies cost several layers; all others have at least one layer. `rates`: of each stage, by which a
-    slow device's costs are multiplied; `most`: layers that each stage has memory for. ValueError with too few layers,
-    or with memory for fewer.
+    `layers`: cost of each, in any unit; `embedding` and `head` in the same unit. The last stage may consist of the head
+    only, since large vocabularies cost as much as several layers; all others have at least one layer. `rates`: slowdown
+    of each stage, a factor of its costs; `most`: maximum layers per stage, by memory. Raises ValueError if there are
+    too few layers, or not enough memory.
     """
     count = len(layers)
     rates, most = rates or [1.0] * stages, most or [count] * stages
     if stages < 1 or count < max(1, stages - 1):
-        raise ValueError(f"{count} layers can't make {stages} stages: take at most {count + 1} stages.")
+        raise ValueError(f"{count} layers can't be split into {stages} stages; use at most {count + 1}.")
     sums = list(accumulate(layers, initial=0.0))
 
     @cache
     def cut(stage: int, start: int) -> tuple[float, float, tuple[int, ...]]:
-        """(slowest stage, sum of squares, layers per stage) of the best cut of layers from `start` on."""
+        """Return (slowest stage, sum of squares, layers per stage) of the best split of layers from `start` on."""
         first = embedding if stage == 0 else 0.0
         if stage == stages - 1:
             cost = (first + sums[count] - sums[start] + head) * rates[stage]
             return (cost if count - start <= most[stage] else math.inf), cost * cost, (count - start,)
         options = []
-        # each later stage but the last needs a layer, too
+        # each later stage except the last needs a layer
         for end in range(start + 1, count - (stages - 2 - stage) + 1):
             cost = (first + sums[end] - sums[start]) * rates[stage] if end - start <= most[stage] else math.inf
             slowest, squares, sizes = cut(stage + 1, end)
@@ -82,7 +83,7 @@ def balanced(
 
     slowest, _, sizes = cut(0, 0)
     if slowest == math.inf:
-        raise ValueError(f"{count} layers don't fit: the stages have memory for {tuple(most)} of them.")
+        raise ValueError(f"{count} layers don't fit: the stages have memory for {tuple(most)} layers.")
     return sizes
 
 
@@ -94,13 +95,14 @@ def balanced_chunks(
     rates: Sequence[float] = (),
     most: Sequence[int] = (),
 ) -> tuple[int, ...]:
-    """As `balanced`, where a device holds several stages, of which `devices` names each: devices are what is balanced.
+    """Return the layers per stage if a device holds several stages: balances the devices, `devices`: that of each
+    stage.
 
-    All layers count alike: one after the other goes where it is done soonest, and there to the smaller stage.
+    Assumes equal layers. Each layer is assigned to the device that finishes first, and there to the smaller stage.
     """
     stages, layer = len(devices), sum(layers) / len(layers)
     if len(layers) < stages - 1:
-        raise ValueError(f"{len(layers)} layers can't make {stages} stages: take at most {len(layers) + 1} stages.")
+        raise ValueError(f"{len(layers)} layers can't be split into {stages} stages; use at most {len(layers) + 1}.")
     rates, most = rates or [1.0] * stages, most or [len(layers)] * stages
     costs = [layer] * (stages - 1) + [head]
     costs[0] += embedding
@@ -115,14 +117,14 @@ def balanced_chunks(
         sizes[stage] += 1
         costs[stage] += layer
     if any(size > limit for size, limit in zip(sizes, most, strict=True)):
-        raise ValueError(f"{len(layers)} layers don't fit: the stages have memory for {tuple(most)} of them.")
+        raise ValueError(f"{len(layers)} layers don't fit: the stages have memory for {tuple(most)} layers.")
     return tuple(sizes)
 
 
 def stage_costs(
     sizes: Sequence[int], layers: Sequence[float], embedding: float, head: float, sharers: int = 1
 ) -> list[float]:
-    """Cost of each stage, where they have so many layers; otherwise as in `parts` and `balanced`."""
+    """Return the cost of each stage with `sizes` layers; other arguments as in `parts` and `balanced`."""
     return [
         sum(layers[i] for i in part.layers) + embedding * part.first + (head / part.head[1] if part.head else 0.0)
         for part in parts(sizes, sharers)
@@ -130,7 +132,7 @@ def stage_costs(
 
 
 def logits_fraction(data: DataConfig) -> float:
-    """Of a row's positions, those that predict response tokens; prompts and responses fill their limits alike.
+    """Return the fraction of a row's positions that predict response tokens, assuming equally filled length limits.
 
     Example: prompts of up to 512 tokens, responses of up to 1,536: 0.75.
     """
@@ -138,11 +140,11 @@ def logits_fraction(data: DataConfig) -> float:
 
 
 def modelled_costs(config: Any, head_outputs: int, share: float, sharers: int = 1) -> LayerCosts:
-    """(each layer, embedding, head) in multiply-adds per token, from a Hugging Face text config.
+    """Return (each layer, embedding, head) in multiply-adds per token, from a Hugging Face text config.
 
-    `head_outputs`: vocabulary size, or 1 for values; `share`: of the positions, which reaches the head; `sharers`:
-    ranks that share every layer, of which each has the whole head. Attention scores are left out: they grow with
-    sequences, alike in every layer.
+    `head_outputs`: vocabulary size, or 1 for values; `share`: fraction of the positions that reach the head; `sharers`:
+    tensor-parallel ranks, each of which has the whole head. Attention scores are omitted: they grow with the sequence
+    length, equally in every layer.
     """
     hidden = config.hidden_size
     width = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
@@ -152,10 +154,10 @@ def modelled_costs(config: Any, head_outputs: int, share: float, sharers: int = 
 
 
 def measured_costs(sizes: Sequence[int], seconds: Sequence[float], modelled: LayerCosts) -> LayerCosts:
-    """The same of two or more stages that have so many layers and took so long, in the unit of what was modelled.
+    """Return the costs measured on two or more stages with `sizes` layers, in the unit of the modelled costs.
 
-    All layers count alike, what the embedding takes as theirs. Example: stages of 4 and 2 layers take 8 and 10 seconds:
-    a layer 1/9 of all, the head 1/3.
+    Layers count equally and include the embedding. Example: if stages of 4 and 2 layers take 8 and 10 seconds, a layer
+    costs 1/9 of the total and the head 1/3.
     """
     layers, embedding, head = modelled
     unit = (sum(layers) + embedding + head) / sum(seconds)

@@ -1,8 +1,9 @@
-"""All pipeline ranks as one: the driver's side of training by schedules.
+"""The driver's handle of all pipeline ranks.
 
-Role: the counterpart of `TrainerGroup` for stages: divides rows over blocks, pipelines and micro-batches, sends a
-schedule with them, and returns answers in the order of the rows. Where ranks share layers, all ranks of a device get
-its work and the first answers. Invariants and waits: as `trainer.rank_group`; every call needs all ranks.
+Role: the counterpart of `TrainerGroup` for pipeline stages. Distributes rows over blocks, pipelines and micro-batches,
+sends them with a schedule, and returns results in the order of the rows. With tensor parallelism, all ranks of a device
+get its work and the first one returns results. Invariants and waits: as `trainer.rank_group`; every call needs all
+ranks.
 """
 
 from __future__ import annotations
@@ -36,22 +37,22 @@ from rlfuse.protocols import PassResult
 from rlfuse.samples import MicroBatch, Row
 
 T = TypeVar("T")
-SHAPE = {"pipelines": True}
-"""What a checkpoint says of who wrote it; any layout reads those of any other."""
+CHECKPOINT_FORMAT = {"pipelines": True}
+"""Content of a checkpoint's `trainer.json`. Checkpoints can be loaded under any pipeline layout."""
 Work = Mapping[str, tuple[list[list[Share]], Sequence[Row]]]
-"""Model -> its micro-batches as [pipeline][micro-batch], and the rows that these number."""
+"""Model -> its micro-batches as [pipeline][micro-batch], and the rows that they index."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleResult:
-    """What came of a schedule."""
+    """Results of a schedule."""
 
     scores: dict[str, list[np.ndarray]]
-    """Model -> float32 [T] per row, of the rows that were scored."""
-    gained: list[np.ndarray]
-    """float32 [T] per row that the actor trained on, where none came with `old_log_probs`: those; else empty."""
+    """Model -> float32 [T] per scored row."""
+    old_log_probs: list[np.ndarray]
+    """Log-probs of the actor, float32 [T] per training row, if no row had `old_log_probs`; otherwise empty."""
     timed: list[list[TimedOperation]]
-    """Device -> what its first rank ran when; of all blocks: block * devices + device."""
+    """Timed operations of the first rank of each device, by block * devices + device."""
 
     @property
     def makespan(self) -> float:
@@ -61,7 +62,7 @@ class ScheduleResult:
 
 
 class PipelineGroup(RankGroup):
-    """Ranks with stages."""
+    """Group of all pipeline ranks."""
 
     @classmethod
     async def start(
@@ -72,7 +73,7 @@ class PipelineGroup(RankGroup):
         cores: Sequence[int] | None = None,
         met: OnRanksJoined | None = None,
     ) -> tuple[PipelineGroup, dict[str, Any]]:
-        """One rank on every slot, stages loaded; and facts to log. Otherwise as `TrainerGroup.start`."""
+        """Start one rank per slot and load the stages; return the group and facts to log. See `TrainerGroup.start`."""
         from rlfuse.engines.pipeline.pipeline_rank import PipelineRank  # only when ranks are started
 
         group = cls(config, await start_ranks(PipelineRank, config, slots, cores))
@@ -81,7 +82,8 @@ class PipelineGroup(RankGroup):
         return group, await group.setup(layout)
 
     async def setup(self, layout: Sequence[Pipelines]) -> dict[str, Any]:
-        """Load the stages of `layout`, instead of any before; facts to log. ValueError if it does not fit the ranks."""
+        """Load the stages of `layout`, replacing earlier ones; return facts to log. Raises ValueError if `layout` does
+        not match the ranks."""
         self.layout = {pipelines.model: pipelines for pipelines in layout}
         self.mesh = mesh_of(layout, len(self.ranks))
         self.block = self.mesh.pp
@@ -95,16 +97,16 @@ class PipelineGroup(RankGroup):
         return facts
 
     def copies(self, model: str) -> int:
-        """Pipelines of a model in all blocks: its degree of data parallelism."""
+        """Return the number of pipelines of a model in all blocks: its data-parallel size."""
         return self.layout[model].mesh(self.mesh.world).dp
 
     @property
     def device_rates(self) -> list[float]:
-        """Of each device of all blocks: of its slowest rank."""
-        return self._of_devices(self.rates, max)
+        """Rate of each device of all blocks: that of its slowest rank."""
+        return self._worst_per_device(self.rates, max)
 
-    def _of_devices(self, ranks: Sequence[T], worst: Callable[[Sequence[T]], T]) -> list[T]:
-        """Of each device of all blocks, the worst of its ranks' values."""
+    def _worst_per_device(self, ranks: Sequence[T], worst: Callable[[Sequence[T]], T]) -> list[T]:
+        """Return for each device of all blocks the worst value of its ranks."""
         return [worst([ranks[rank] for rank in device]) for device in self.mesh.groups("tp")]
 
     # Passes ------------------------------------------------------------------------------------------------------
@@ -116,23 +118,23 @@ class PipelineGroup(RankGroup):
         scored: Mapping[str, Sequence[Row]] | None = None,
         planned: Sequence[Sequence[tuple[float, float]]] = (),
     ) -> ScheduleResult:
-        """Carry out a schedule that trains each model on its `rows` and scores its rows in `scored`.
+        """Run a schedule that trains each model on its `rows` and scores its rows in `scored`.
 
-        Rows are spread over all pipelines of the model and the micro-batches that the schedule has for one, of those
-        with a B the first, of those without one behind them; what gets none runs a short filler at weight 0.
-        `planned`: start and end of every operation, in the schedule's order, for events. ValueError for a schedule of
-        other models than these, EngineError for one that would never end.
+        Rows are distributed over all pipelines of the model and its micro-batches in the schedule: training rows over
+        the first ones, which have a B, scored rows over the rest. Micro-batches without rows run a short filler with
+        weight 0. `planned`: start and end of every operation, in the schedule's order, for events. Raises ValueError if
+        the models differ from those of the schedule, EngineError if the schedule would deadlock.
         """
         self._check(schedule)
         trains, scores = _micro_batch_counts(schedule)
-        work = [self._divided(counts, of) for counts, of in ((trains, rows), (scores, scored or {}))]
+        work = [self._distribute(counts, of) for counts, of in ((trains, rows), (scores, scored or {}))]
         for name in rows:
             self._accumulated[name] += [row.length for row in rows[name]]
         return await self._run(schedule, *work, planned)
 
-    def _divided(self, counts: Mapping[str, int], rows: Mapping[str, Sequence[Row]]) -> Work:
+    def _distribute(self, counts: Mapping[str, int], rows: Mapping[str, Sequence[Row]]) -> Work:
         if counts.keys() != rows.keys():
-            raise ValueError(f"The schedule's models are {sorted(counts)}, but there are rows for {sorted(rows)}.")
+            raise ValueError(f"The schedule has the models {sorted(counts)}, but the rows are for {sorted(rows)}.")
         work = {}
         for name, each in rows.items():
             bins = split_evenly([row.tokens for row in each], self.copies(name), counts[name], self._rates_of(name))
@@ -140,32 +142,31 @@ class PipelineGroup(RankGroup):
         return work
 
     def _within_budget(self, model: str, rows: Sequence[Row]) -> list[list[Share]]:
-        """As few micro-batches as the token budget allows, as many in every pipeline."""
+        """Return as few micro-batches as the token budget allows, equally many in every pipeline."""
         budget, most = self.config.actor.ppo_max_token_len_per_gpu, self.config.actor.ppo_micro_batch_size_per_gpu
         costs = Costs(rates=tuple(self._rates_of(model)))
         return plan(unit_per_row(rows), self.copies(model), budget, costs=costs, most=most, lockstep=True)
 
     def _micro_batches(self, model: str, rows: Sequence[Row]) -> int:
-        """Of each pipeline: as the token budget wants, and enough to fill it where there are rows for that."""
+        """Return the micro-batches per pipeline: as the token budget requires, and enough to fill the pipeline if there
+        are enough rows."""
         fullest = min(2 * self.layout[model].stages, -(-len(rows) // self.copies(model)))
         return max(len(self._within_budget(model, rows)[0]), fullest)
 
     def _rates_of(self, model: str) -> list[float]:
-        """Of the model's pipelines."""
+        """Return the rates of the model's pipelines."""
         return pipeline_rates(self.device_rates, self.work, self.layout[model].stages)
 
     async def score(self, models: Sequence[str], rows: Sequence[Row], slot: int | None = None) -> dict[str, PassResult]:
-        """As `Trainer.score`, one schedule for each model. ValueError for one slot."""
+        """Compute scores as `Trainer.score`, with one schedule per model. Raises ValueError for a single slot."""
         if slot is not None:
-            raise ValueError(
-                f"Stages pass on what they compute, slot {slot} alone has only some of them: ask without a slot."
-            )
+            raise ValueError(f"Slot {slot} has only some pipeline stages and can't score alone. Call without a slot.")
         found = {}
         for model in models:
             began, count = clock.now(), self._micro_batches(model, rows)
             schedule = forward_only(self.layout[model], count)
             self._check(schedule)
-            result = await self._run(schedule, {}, self._divided({model: count}, {model: rows}))
+            result = await self._run(schedule, {}, self._distribute({model: count}, {model: rows}))
             found[model] = PassResult(result.scores[model], began)
         return found
 
@@ -190,21 +191,21 @@ class PipelineGroup(RankGroup):
             return schedule, work, planned[device % self.block] if planned else ()
 
         answers = (await self._call("run", "run its part of the schedule", None, arguments))[:: self.mesh.tp]
-        scores, gained = ({name: [None] * len(rows) for name, (_, rows) in of.items()} for of in (scored, trained))
+        scores, from_update = ({name: [None] * len(rows) for name, (_, rows) in of.items()} for of in (scored, trained))
         for device, (found, _) in enumerate(answers):
             for (name, number), arrays in found.items():
                 place = number - first.get(name, 0)
-                of, to = (trained, gained) if place < 0 else (scored, scores)  # place < 0: counted from the end
+                of, to = (trained, from_update) if place < 0 else (scored, scores)  # place < 0: counted from the end
                 share = of[name][0][device // self.layout[name].stages][place]
-                for index, array in zip(share.rows, arrays, strict=False):  # a filler's answer has no index
+                for index, array in zip(share.rows, arrays, strict=False):  # fillers have no index
                     to[name][index] = array
-        whole = [each for each in gained.get("actor", ()) if each is not None]
-        return ScheduleResult(scores, whole, [timed for _, timed in answers])
+        old_log_probs = [each for each in from_update.get("actor", ()) if each is not None]
+        return ScheduleResult(scores, old_log_probs, [timed for _, timed in answers])
 
     # Weights and checkpoints -------------------------------------------------------------------------------------
 
     async def bucket_plan(self, model: str = "actor") -> list[list[str]]:
-        """The model's tensors in buckets of rollout.update_weights_bucket_mb; no bucket spans two stages."""
+        """Return the model's tensors in buckets of rollout.update_weights_bucket_mb; no bucket spans two stages."""
         room = self.config.rollout.update_weights_bucket_mb << 20
         sizes = await self._sizes(model)
         by_stage: dict[int, list[tuple[str, int]]] = {}
@@ -215,30 +216,31 @@ class PipelineGroup(RankGroup):
         return [bucket for stage in sorted(by_stage) for bucket in plan_buckets(by_stage[stage], room)]
 
     async def _sizes(self, model: str) -> list[list[tuple[int, str, int]]]:
-        """(stage, name, bytes) of each rank of the first pipeline."""
+        """Return (stage, name, bytes) of the tensors on each rank of the first pipeline."""
         return (await self._all("sizes", "list its weights", model))[: self.layout[model].stages * self.mesh.tp]
 
     async def export_bucket(self, names: list[str], path: str) -> list[str]:
-        """The rank that has these tensors writes them to `path`; their checkpoint names."""
+        """Write these tensors to `path` on the rank that has them; return their checkpoint names."""
         return await self._write("actor", names, "export_bucket", Path(path))
 
     def writer(self, names: list[str]) -> int:
         return self._owners[f"actor/{names[0]}"][0]
 
     async def save(self, folder: Path) -> None:
-        """`{actor,critic}/` below `folder`: `huggingface/` as any other checkpoint's, and state that `load` reads.
+        """Write a checkpoint to `folder`: `{actor,critic}/huggingface/`, and the state that `load` reads.
 
-        NotSaved where a file could not be written.
+        Raises NotSaved if a file could not be written.
         """
         self._check_no_gradients("saved")
         await self.save_metadata(folder)
         for model in self._accumulated:
             await self._export(model, folder.absolute() / model / "huggingface")
         check_written(await self._all("save", f"save a checkpoint to {folder}", folder.absolute()))
-        (folder / "trainer.json").write_text(json.dumps(SHAPE))
+        (folder / "trainer.json").write_text(json.dumps(CHECKPOINT_FORMAT))
 
     async def save_metadata(self, folder: Path) -> None:
-        """Write what `save` writes except weights and optimizer state. NotSaved where a file could not be written."""
+        """Write a checkpoint's files without weights and optimizer state. Raises NotSaved if a file could not be
+        written."""
         check_written(await self._all("save_metadata", f"write files to {folder}", folder.absolute()))
 
     async def _export(self, model: str, folder: Path) -> None:
@@ -253,36 +255,36 @@ class PipelineGroup(RankGroup):
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
     async def _write(self, model: str, names: list[str], method: str, path: Path, *arguments: Any) -> Any:
-        """By the rank that has these tensors, or gathers them: from all that share layers with it, of a head that
-        stages share from all of its pipeline."""
+        """Have the rank that owns these tensors write them, gathered from its tensor-parallel ranks or, for a shared
+        head, from the ranks of its pipeline; return its answer."""
         rank, stage = self._owners[f"{model}/{names[0]}"]
         shared_head = stage >= self.layout[model].depth
-        together = range(self.layout[model].stages) if shared_head else range(rank, rank + self.mesh.tp)
-        async with self._turns.alone():
-            asked = [self._ask(each, method, f"write {path}", *arguments, stage, names, path) for each in together]
-            return (await all_of([*map(asyncio.ensure_future, asked)]))[together.index(rank)]
+        ranks = range(self.layout[model].stages) if shared_head else range(rank, rank + self.mesh.tp)
+        async with self._lock.exclusive():
+            calls = [self._ask(each, method, f"write {path}", *arguments, stage, names, path) for each in ranks]
+            return (await all_of([*map(asyncio.ensure_future, calls)]))[ranks.index(rank)]
 
     async def load(self, folder: Path) -> None:
-        """Continue from what `save` wrote, under these or other stages, pipelines and ranks."""
+        """Load a checkpoint of `save`, written under this or another number of stages, pipelines and ranks."""
         self._check_no_gradients("loaded")
-        if json.loads((folder / "trainer.json").read_text()) != SHAPE:
+        if json.loads((folder / "trainer.json").read_text()) != CHECKPOINT_FORMAT:
             raise EngineError(
-                f"{folder} was not written by pipeline ranks: resume it with training.pipeline_parallel_size=1, or "
-                f"start a new run from the weights with model.path={folder / 'actor' / 'huggingface'}."
+                f"{folder} was not written by pipeline ranks. Resume it with training.pipeline_parallel_size=1, or "
+                f"start a new run from its weights with model.path={folder / 'actor' / 'huggingface'}."
             )
         await self._all("load", f"load the checkpoint {folder}", folder.absolute())
 
     async def move_layers(self, saved: Path) -> bool:
-        """Cut models by `costs` and the ranks' present rates, if that is sooner done; whether it was.
+        """Repartition the models by `costs` and the current rates, if that is faster; return True if they were.
 
-        `saved`: a checkpoint of what the ranks, which have their devices, hold: it is read anew, so that weights,
-        and optimizers stay the same to the last bit.
+        `saved`: a checkpoint of the ranks' current state, which is reloaded, so weights and optimizers stay
+        bit-identical. The models must be on their devices.
         """
         layout = list(self.layout.values())
         if repartition(layout, self.costs, self.device_rates) == layout:
             return False
-        room = self._of_devices(await self._all("room", "tell its free memory"), min)
-        least = [min(room[device :: self.block]) for device in range(self.block)]
+        free_layers = self._worst_per_device(await self._all("free_layers", "report its free memory"), min)
+        least = [min(free_layers[device :: self.block]) for device in range(self.block)]
         if (cut := repartition(layout, self.costs, self.device_rates, least)) == layout:
             return False
         costs = self.costs
@@ -293,7 +295,7 @@ class PipelineGroup(RankGroup):
 
 
 def forward_only(pipelines: Pipelines, micro_batches: int) -> Rows:
-    """A schedule that scores: every stage takes the micro-batches in order, a device its stages one after the other."""
+    """Return a schedule of forward passes: stages run their micro-batches in order, a device its stages in sequence."""
     rows = tuple(
         tuple(
             Operation(pipelines.model, pipelines.pipeline(device), stage, number, "F")
@@ -311,7 +313,8 @@ def forward_only(pipelines: Pipelines, micro_batches: int) -> Rows:
 
 
 def _micro_batch_counts(schedule: Rows) -> tuple[dict[str, int], dict[str, int]]:
-    """Model -> micro-batches of each of its pipelines: those it trains on, and those behind them, which it scores."""
+    """Return two maps from models to micro-batches per pipeline: of training, and of scoring, which are numbered
+    last."""
     all_, trained = {}, {}
     for operation in (each for row in schedule for each in row):
         for counts in (all_, trained) if operation.kind == "B" else (all_,):

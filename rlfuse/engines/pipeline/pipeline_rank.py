@@ -1,11 +1,11 @@
-"""One pipeline rank: its stages of actor, critic and reference, each model's in a `StagesModel`.
+"""A pipeline rank: its stages of actor, critic and reference, those of each model in a `StagesModel`.
 
-Role: the class that `PipelineGroup.start` makes a Ray actor. Ranks are blocks of devices; every block runs the same
-schedule on rows of its own. Data parallelism of a model is over its pipelines in all blocks. Where ranks share layers,
-several are one device, and the first of them tells and writes what all have. `setup`, `run`, `step`, `save` and `load`
-are collective: every rank gets the call and waits for peers, bounded by cluster.timeout_s.
-Invariants: as a `TrainerRank`'s: gradients and diagnostics are sums until the step divides once; where head and
-embedding are one tensor but on two stages, both copies get the sum of both gradients and count once in the norm.
+Role: `PipelineGroup.start` makes this class a Ray actor. Ranks form blocks of devices; every block runs the same
+schedule on different rows. Data parallelism of a model is over its pipelines in all blocks. With tensor parallelism, a
+device has several ranks, and the first one returns and writes what all have. `setup`, `run`, `step`, `save` and `load`
+are collective: every rank gets the call and waits for its peers, at most cluster.timeout_s.
+Invariants: as in `TrainerRank`, gradients and diagnostics are sums until the step divides once. If head and embedding
+are one tensor on two stages, both copies get the sum of both gradients, which counts once in the norm.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from rlfuse.config.parallel_mesh import ParallelMesh
-from rlfuse.engines.pipeline.head_shares import HeadShares, gradient_of, group_of
+from rlfuse.engines.pipeline.head_shares import HeadShares, gradient_of, process_group
 from rlfuse.engines.pipeline.layout import Pipelines, mesh_of
 from rlfuse.engines.pipeline.loading import EMBEDDING, HEAD, is_tied, layer_costs, load_stage, partition
 from rlfuse.engines.pipeline.p2p_groups import COLLECTIVE_TIMEOUT_FACTOR
@@ -53,32 +53,32 @@ from rlfuse.fusion.schedules.operations import Rows
 from rlfuse.samples import MicroBatch
 
 Scores = dict[tuple[str, int], list[np.ndarray]]
-"""(model, micro-batch) -> one float32 array per row, from the ranks with last stages."""
+"""(model, micro-batch) -> one float32 array per row; from ranks with last stages."""
 
 
 class PipelineRank(Rank):
-    """The stages of one device: `join` meets the other ranks, `setup` loads, then schedules run and models step."""
+    """Stages of one device. `join` connects to the other ranks and `setup` loads; then `run` and `step` train."""
 
     engines: dict[str, StagesModel]
     executor: ScheduleExecutor | None = None
     shares: Mapping[str, HeadShares] = MappingProxyType({})
-    """Of models whose head all devices share."""
+    """Head shares, of models whose head all devices share."""
     tensor: TensorParallelGroup | None = None
-    """Who shares this rank's layers."""
+    """Tensor-parallel group of this rank."""
 
     def setup(self, layout: Sequence[Pipelines]) -> dict[str, Any]:
-        """Load this device's stages of every model in `layout`, instead of any before; returns facts to log."""
+        """Load this device's stages of every model in `layout`, replacing earlier ones; return facts to log."""
         config = self.config
         torch.manual_seed(config.data.seed)
         self.layout = {pipelines.model: pipelines for pipelines in layout}
         self.mesh = mesh_of(layout, self.world)
         self.at = self.mesh.coordinates(self.rank)
-        self.ties: dict[str, _Tie] = {}
+        self.ties: dict[str, _TiedEmbedding] = {}
         with self.recorder.span("start", cause="run"):
             if self.executor is not None:
                 self.executor.close()
-            self._let_go()
-            self.tensor = _sharers(self.mesh, self.rank, COLLECTIVE_TIMEOUT_FACTOR * self.limit_s)
+            self._release_models()
+            self.tensor = _tensor_parallel_group(self.mesh, self.rank, COLLECTIVE_TIMEOUT_FACTOR * self.limit_s)
             self.executor = ScheduleExecutor(layout, self.limit_s, self.progress.record_activity)
             self.shares = self.executor.shares
             loaded = {pipelines.model: self._load(pipelines) for pipelines in layout}
@@ -98,20 +98,20 @@ class PipelineRank(Rank):
         costs = {name: layer_costs(self._path(name), config, each) for name, each in self.layout.items()}
         return {"packed": packed, "costs": costs, "unfused": fused_log_probs.unavailable(self.device)}
 
-    def _let_go(self) -> None:
-        """Of what `setup` loaded before, as there is memory for it once; at first there is nothing."""
+    def _release_models(self) -> None:
+        """Release the models of an earlier `setup`, since two do not fit into memory."""
         for engine in self.engines.values():
             engine.close()
         self.stages: dict[tuple[str, int], Stage] = {}
         self.engines, self.extra_modules = {}, []
-        self.garbage.collect_frozen()  # engines form reference cycles by their hooks
+        self.garbage.collect_frozen()  # hooks make reference cycles of engines, frozen by the first collection
         if self.device != "cpu":
             torch.cuda.empty_cache()
 
-    def room(self) -> int:
-        """Layers of every model that the device has memory for at this rank's peak, beside those it has.
+    def free_layers(self) -> int:
+        """Return the additional layers of every model that the device has memory for, at this rank's peak usage.
 
-        A layer is counted as its share of all that the rank took at its peak, so embeddings and heads with it.
+        The size of a layer is its share of the rank's peak memory, which includes embeddings and heads.
         """
         layers = min(len(stage.part.layers) for stage in self.stages.values())
         if self.device == "cpu":
@@ -123,15 +123,15 @@ class PipelineRank(Rank):
 
     def _path(self, name: str) -> str:
         config = self.config
-        own = {"actor": None, "critic": config.critic.path, "ref": config.ref.path}[name]
-        return own or config.model.path
+        path = {"actor": None, "critic": config.critic.path, "ref": config.ref.path}[name]
+        return path or config.model.path
 
     def _parts(self, name: str):
         return partition(self._path(name), self.config, self.layout[name])
 
     def _load(self, pipelines: Pipelines) -> dict[int, PreTrainedModel]:
         name, parts = pipelines.model, self._parts(pipelines.model)
-        first = "cpu" if self.tensor else self.device  # a device has room for a share, not for all layers of a stage
+        first = "cpu" if self.tensor else self.device  # the device has memory for a share of the layers only
 
         def load(stage: int) -> PreTrainedModel:
             return load_stage(self._path(name), self.config.model, first, parts[stage], name == "critic")
@@ -142,7 +142,7 @@ class PipelineRank(Rank):
         return {stage: each() for stage, each in loads.items()}
 
     def _agree_on_packing(self, loaded: Mapping[str, Mapping[int, PreTrainedModel]]) -> bool:
-        """Whether rows may be packed: each rank tries its own layers."""
+        """Return whether rows may be packed on all ranks; each rank tests its layers."""
         packed = self.config.model.use_remove_padding and all(
             packs_exactly(body(model, 32), 32, model.dtype, self.device)
             for models in loaded.values()
@@ -156,13 +156,13 @@ class PipelineRank(Rank):
         pipelines, config = self.layout[name], self.config
         lr = config.actor.optim.lr if name == "actor" else config.critic.optim.lr
         if all(is_tied(model) for model in models.values()):
-            self.ties[name] = _Tie(pipelines, models, self.world, self.shares.get(name))
+            self.ties[name] = _TiedEmbedding(pipelines, models, self.world, self.shares.get(name))
         module = DeviceStages({str(stage): model for stage, model in models.items()}).train()
         self.engines[name] = self.backend.trained(module, config, lr, self.device, pipelines.mesh(self.world))
 
     @property
     def _answers(self) -> bool:
-        """Whether this rank speaks for all that share its layers."""
+        """True if this rank returns the results of its tensor-parallel group."""
         return self.tensor is None or self.tensor.is_writer
 
     # Schedules ---------------------------------------------------------------------------------------------------
@@ -171,11 +171,11 @@ class PipelineRank(Rank):
     def run(
         self, rows: Rows, work: Mapping[str, Sequence[MicroBatch]], planned: Sequence[tuple[float, float]] = ()
     ) -> tuple[Scores, list[TimedOperation]]:
-        """Carry out this device's row of a schedule; every rank calls, those of a block with the same rows.
+        """Run this device's row of a schedule; collective, with the same rows on all ranks of a block.
 
         `work`: micro-batches of this device's pipeline of each model, numbered as in the schedule. An F without a B
-        scores. `planned`: start and end of each operation of this device's row, in seconds of the schedule; for its
-        events. Returns scores of last stages, where this rank answers, and when each operation ran.
+        computes scores. `planned`: start and end of each operation of this row, in seconds of the schedule, for events.
+        Returns the scores of last stages, on ranks that return results, and the timed operations.
         """
         for (name, _), stage in self.stages.items():
             stage.begin(work.get(name, ()))
@@ -213,10 +213,10 @@ class PipelineRank(Rank):
 
     @requires_models
     def step(self, model: str, count: float, lr_factor: float = 1.0) -> tuple[dict[str, float], dict[str, float]]:
-        """One optimizer step by the gradients of all pipelines, divided by `count`; every rank calls.
+        """Run an optimizer step with the gradients of all pipelines, divided by `count`; collective.
 
-        Returns the diagnostics summed over this rank's rows, where it answers, and what is the same on every rank:
-        `lr`, `grad_norm`.
+        Returns the diagnostics summed over this rank's rows, on ranks that return results, and the values that are
+        equal on all ranks: `lr`, `grad_norm`.
         """
         engine = self.engines[model]
         with self.stepping(model) as span:
@@ -234,25 +234,25 @@ class PipelineRank(Rank):
     # Weights and checkpoints -------------------------------------------------------------------------------------
 
     def sizes(self, model: str) -> list[tuple[int, str, int]]:
-        """(stage, name, bytes) of the tensors on this rank, without a second copy of a tied one.
+        """Return (stage, name, bytes) of the tensors on this rank, without the second copy of a tied one.
 
-        What ranks share, whole: the first of those that share layers names all, of a head that stages share the last
-        stage's rank, for a stage behind that.
+        Shared tensors are listed with their full size: by the first tensor-parallel rank, and for a head that stages
+        share by the rank of the last stage, under an extra stage number after the last.
         """
         if not self._answers:
             return []
         tied_copy = {HEAD} if model in self.ties else set()
         stages, shares = [stage for owner, stage in self.stages if owner == model], self.shares.get(model)
-        behind = shares.layout.depth if shares else None
+        after_last = shares.layout.depth if shares else None
         return [
             (stage, name, size)
-            for stage in ([*stages, behind] if shares and shares.is_writer else stages)
+            for stage in ([*stages, after_last] if shares and shares.is_writer else stages)
             for name, size in self._exporter(model, stage).sizes()
-            if name not in tied_copy and (shares is None or name.startswith("lm_head.") == (stage == behind))
+            if name not in tied_copy and (shares is None or name.startswith("lm_head.") == (stage == after_last))
         ]
 
     def _exporter(self, model: str, stage: int) -> Exporter:
-        """Of a stage here; of a head that stages share, behind the last of them, which its rank writes."""
+        """Return the exporter of a stage, or of a shared head under the stage number after the last."""
         shares = self.shares.get(model)
         if shares is None or stage < shares.layout.depth:
             return Exporter(self.stages[model, stage].model, self.at["tp"], self.tensor)
@@ -260,19 +260,19 @@ class PipelineRank(Rank):
 
     @requires_models
     def export_bucket(self, stage: int, names: list[str], path: Path) -> list[str]:
-        """Write these tensors of the actor's stage here to a safetensors file; returns their checkpoint names.
+        """Write these tensors of the actor's stage to a safetensors file; return their checkpoint names.
 
-        Of shared layers every rank that has some of them is asked, of a shared head every rank of the pipeline.
+        Collective over the ranks that share the layers or, for a shared head, over the pipeline.
         """
         return self._exporter("actor", stage).write(names, path)
 
     def save_bucket(self, model: str, stage: int, names: list[str], path: Path) -> tuple[list[str], str | None]:
-        """As `export_bucket`, for a checkpoint: also what could not be written, and why."""
+        """Write a shard of a checkpoint as `export_bucket` does; also return the write error, if any."""
         with on_device(self.engines[model], optimizer=False), checkpoint_writer() as files:
             return self._exporter(model, stage).write(names, path, files), files.problem
 
     def save_metadata(self, folder: Path) -> str | None:
-        """Write what `huggingface/` folders have besides shards. Returns what could not be written, and why."""
+        """Write the files of `huggingface/` folders except shards; return the write error, if any."""
         files = CheckpointWriter()
         files.probe(folder, self.rank)
         for name in self.engines if self.rank == 0 else ():
@@ -281,9 +281,9 @@ class PipelineRank(Rank):
         return files.problem
 
     def save(self, folder: Path) -> str | None:
-        """Optimizer state of every trained model by parameter name, `{actor,critic}/pipeline/` below `folder`.
+        """Write the optimizer states by parameter name to `{actor,critic}/pipeline/` in `folder`.
 
-        Returns what could not be written, and why. EngineError for weights that are not finite.
+        Returns the write error, if any. Raises EngineError if weights are not finite.
         """
         with checkpoint_writer(self.engines.values()) as files:
             for name, engine in self.engines.items():
@@ -294,31 +294,31 @@ class PipelineRank(Rank):
 
     @requires_models
     def load(self, folder: Path) -> None:
-        """Weights, optimizer and schedule as `save` left them, under whatever stages."""
+        """Load weights, optimizer and learning rate schedule of `save`, written under any stages."""
         for name, engine in self.engines.items():
             with self.optimizer_on_device(name):
                 engine.load_by_name(folder / name / "pipeline", self._shares(name))
 
     def _shares(self, model: str) -> TensorShares | None:
-        """Those with which this rank has some of the model's tensors in shares."""
+        """Return the group with which this rank shares tensors of the model, if any."""
         return self.shares.get(model) or self.tensor
 
 
 # Cached: every gloo group starts threads.
 @cache
-def _sharers(mesh: ParallelMesh, rank: int, limit_s: float) -> TensorParallelGroup | None:
+def _tensor_parallel_group(mesh: ParallelMesh, rank: int, limit_s: float) -> TensorParallelGroup | None:
     if mesh.tp == 1:
         return None
-    sharers = TensorParallelGroup(mesh, rank, timedelta(seconds=limit_s))
-    # NCCL sums small and large tensors in several ways, and connects each in the first call that takes it: as with
-    # `lanes`, before receives wait on the device. (Not run on GPUs.)
+    group = TensorParallelGroup(mesh, rank, timedelta(seconds=limit_s))
+    # NCCL uses several algorithms by tensor size, and connects each in its first call. As in `p2p_groups`, this must
+    # happen before receives wait on the device. (Not tested on GPUs.)
     for power in range(0, 28, 3) if dist.get_backend() == "nccl" else ():
-        sharers.sum(torch.zeros(1 << power, dtype=torch.bfloat16, device="cuda"))
-    return sharers
+        group.sum(torch.zeros(1 << power, dtype=torch.bfloat16, device="cuda"))
+    return group
 
 
-class _Tie:
-    """A tensor that is embedding on the first stage and head on the last, or on all: copies that must stay one."""
+class _TiedEmbedding:
+    """Tied tensor: embedding on the first stage and head on the last stage or on all; keeps the copies equal."""
 
     def __init__(
         self, pipelines: Pipelines, models: Mapping[int, PreTrainedModel], world: int, shares: HeadShares | None
@@ -326,12 +326,12 @@ class _Tie:
         self.parameter: torch.nn.Parameter | None = None
         self.group, self.shares, self.models = None, shares, models
         if shares is not None:
-            models[shares.index].get_parameter(HEAD).is_tied_copy = True  # counted as the embedding's
+            models[shares.index].get_parameter(HEAD).is_tied_copy = True  # counted with the embedding
             return
         ends = sorted({pipelines.device(0, stage) for stage in (0, pipelines.depth - 1)})
         for ranks in pipelines.mesh(world).groups("pp") if len(ends) > 1 else ():
             pair = [ranks[device] for device in ends]
-            group = group_of(*pair)
+            group = process_group(*pair)
             if dist.get_rank() in pair:
                 self.group = group
         first, last = models.get(0), models.get(pipelines.depth - 1)
@@ -344,7 +344,7 @@ class _Tie:
             self.parameter.is_tied_copy = True  # the norm counts it once
 
     def add_gradients(self) -> None:
-        """All copies get the sum; the ranks of each pipeline wait for each other."""
+        """Set the gradients of all copies to their sum; collective over each pipeline."""
         if self.shares is not None:
             self.shares.add_tied_gradients(self.models)
         elif self.parameter is not None:

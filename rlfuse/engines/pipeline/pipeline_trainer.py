@@ -1,9 +1,10 @@
-"""The controller's `Trainer` where ranks hold stages: chooses the schedule, the group carries it out.
+"""The controller's `Trainer` with pipeline parallelism: plans schedules, which the group runs.
 
-Role: `rlfuse.run.build` starts one when `training.pipeline_parallel_size` is above 1. Actor and critic share devices in
+Role: `rlfuse.run.build` starts one if `training.pipeline_parallel_size` is above 1. Actor and critic share devices in
 opposite directions. A `Planner` searches the schedule in a thread, from measured durations; passes that the fusion
-policy chose fill its bubbles. Slow ranks get fewer rows or, at a checkpoint, fewer layers (`slow_devices`); stages are
-cut by modelled costs first, by measured ones from a checkpoint on. Waits for the search (seconds) and for the group.
+policy chose fill its bubbles. Slow ranks get fewer rows or, at a checkpoint, fewer layers (`slow_devices`). Stages are
+split by modelled costs at first, and by measured ones from a checkpoint on. Waits for the search (seconds) and the
+group.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 class PipelineTrainer(PipelineGroup):
-    """All passes and gradients need all ranks together."""
+    """Trainer with pipeline stages; all passes and gradients need all ranks."""
 
     lockstep = lockstep_backward = pipelined = True
 
@@ -41,23 +42,24 @@ class PipelineTrainer(PipelineGroup):
     async def start(
         cls, config: Config, slots: Slots, cores: Sequence[int] | None = None, met: OnRanksJoined | None = None
     ) -> tuple[PipelineTrainer, dict[str, Any]]:
-        """One rank on every slot, stages loaded; and facts to log. Otherwise as `TrainerGroup.start`."""
-        wanted = {"actor": True, "critic": config.uses_critic, "ref": config.uses_reference}
-        layout = [pipelines_of(config, name) for name in wanted if wanted[name]]
+        """Start one rank per slot and load the stages; return the trainer and facts to log. See
+        `TrainerGroup.start`."""
+        uses = {"actor": True, "critic": config.uses_critic, "ref": config.uses_reference}
+        layout = [pipelines_of(config, name) for name in uses if uses[name]]
         compiling = asyncio.to_thread(warm_up if config.fusion.training == "fused" else int)
         (trainer, facts), _ = await asyncio.gather(super().start(config, slots, layout, cores, met), compiling)
         trainer.planner = planner_of(config)
         return trainer, facts | {"parameters": {model: await trainer._multiplied(model) for model in trainer.models}}
 
     async def _multiplied(self, model: str) -> tuple[int, int]:
-        """As `matmul_parameters`."""
+        """Return `measuring.matmul_parameters` of a model that is split into stages."""
         path = self.config.critic.path if model == "critic" else None
         text = AutoConfig.from_pretrained(
             path or self.config.model.path, trust_remote_code=self.config.model.trust_remote_code
         ).get_text_config()
         sizes = {name: size for rank in await self._sizes(model) for _, name, size in rank}
         numbers = {name: size // ITEM_BYTES[self.config.model.dtype] for name, size in sizes.items()}
-        head = HEAD if HEAD in numbers else EMBEDDING  # of which there is one tensor
+        head = HEAD if HEAD in numbers else EMBEDDING  # tied: one tensor
         return matmul_parameters(numbers, [EMBEDDING], head if model == "actor" else None, text)
 
     async def train(
@@ -65,8 +67,8 @@ class PipelineTrainer(PipelineGroup):
     ) -> tuple[dict[str, float], dict[str, list[np.ndarray]], list[np.ndarray]]:
         """Add the gradients of all models' `rows` and score the rows of `scored` in one schedule.
 
-        Its makespans in seconds, float32 [T] per scored row of each model, and per row of the actor's that gained its
-        old log-probs.
+        Returns makespans in seconds, scores (model -> float32 [T] per scored row), and the actor's old log-probs
+        (float32 [T] per row) if its rows had none.
         """
         counts, passes = (
             {model: self._micro_batches(model, each) for model, each in of.items()} for of in (rows, scored)
@@ -82,12 +84,16 @@ class PipelineTrainer(PipelineGroup):
             if plan.times:
                 made |= {"planned": plan.seconds, "serial": plan.serial_s}
             span.attributes |= made
-        return {f"fusion/train_makespan_{name}": seconds for name, seconds in made.items()}, done.scores, done.gained
+        return (
+            {f"fusion/train_makespan_{name}": seconds for name, seconds in made.items()},
+            done.scores,
+            done.old_log_probs,
+        )
 
     async def replan(self, rates: Sequence[float], saved: Path | None = None) -> None:
-        """Rows, schedules and, where what the ranks hold is `saved`, layers of stages follow these rates of slots.
+        """Adapt rows and schedules to these rates of slots and, if the state is `saved`, the layers of stages.
 
-        Layers follow also what stages were measured to take.
+        The layers also follow the measured durations of stages.
         """
         await super().replan(rates, saved)
         if saved is not None:
@@ -98,7 +104,8 @@ class PipelineTrainer(PipelineGroup):
         self.planner.replan([max(operation_slowdowns[device :: self.block]) for device in range(self.block)])
 
     def _learn_costs(self) -> None:
-        """Of layers and heads, of models whose stages were all measured; where stages share the head none has more."""
+        """Update the costs of layers and heads of models whose stages were all measured; not needed with shared
+        heads."""
         for model, pipelines in self.layout.items():
             if pipelines.depth > 1 and not pipelines.vocabulary and (seconds := self.planner.stage_seconds(model)):
                 measured = measured_costs(pipelines.layers, seconds, self.costs[model])
@@ -107,5 +114,5 @@ class PipelineTrainer(PipelineGroup):
 
     @property
     def _slowdowns(self) -> list[float]:
-        """Of each device: how many times longer than expected its operations take."""
+        """Measured over expected duration of the operations of each device."""
         return operation_slowdowns(self.device_rates, self._rates_of("actor"))

@@ -1,9 +1,10 @@
-"""The backward pass in two: gradients of inputs now, weight gradients of linear layers now or later.
+"""Split backward pass: input gradients immediately, weight gradients of linear layers immediately or later.
 
-Role: `split_linears` prepares a stage's model; its `Tape` computes weight gradients at once or in `run` (the W of Zero
-Bubble, Qi et al. 2023, arXiv 2401.10241), also those of a rank's share of a layer (`trainer.tensor_parallel`).
-Invariants: both ways do the same arithmetic. A linear layer's weight gets its gradient from the tape only; norms, other
-biases and embeddings get theirs in B. After B only inputs and output gradients of linear layers are alive.
+Role: `split_linears` prepares a stage's model; its `Tape` computes weight gradients in B or later in `run` (the W of
+Zero Bubble, Qi et al. 2023, arXiv 2401.10241), including those of a rank's share of a layer
+(`trainer.tensor_parallel`). Invariants: both modes do the same arithmetic. A linear layer's weight gets its gradient
+only from the tape; norms, other biases and embeddings get theirs in B. After B only inputs and output gradients of
+linear layers are kept.
 """
 
 from __future__ import annotations
@@ -18,33 +19,33 @@ from torch.autograd.function import once_differentiable
 from rlfuse.engines.trainer.tensor_parallel import ShardedLinear
 
 Weights = tuple[torch.nn.Parameter, torch.nn.Parameter | None]
-"""Of a linear map, and its bias."""
+"""Weight and bias of a linear layer."""
 Pending = list[tuple[Weights, Tensor, Tensor]]
-"""(weights, input, the gradient of the output) of the linear maps in one micro-batch's backward."""
+"""(weights, input, output gradient) of the linear layers in the backward pass of a micro-batch."""
 
 
 @dataclass(slots=True)
 class Tape:
-    """What a backward pass leaves to do for weights. Used by one thread; one backward at a time."""
+    """Record of deferred weight gradients. Not thread-safe; one backward pass at a time."""
 
     deferring: bool = False
     pending: Pending = field(default_factory=list)
 
     def add(self, weights: Weights, input: Tensor, gradient: Tensor) -> None:
-        """Called by every linear map's backward."""
+        """Compute or defer a weight gradient; called in the backward pass of every linear layer."""
         if self.deferring:
             self.pending.append((weights, input, gradient))
         else:
             _accumulate(weights, input, gradient)
 
     def take(self) -> Pending:
-        """What was deferred since the last call."""
+        """Return what was deferred since the last call."""
         pending, self.pending = self.pending, []
         return pending
 
 
 def run(pending: Pending) -> None:
-    """Add the weight gradients that a backward left, and let go of what they needed."""
+    """Add the deferred weight gradients and release their inputs."""
     while pending:
         _accumulate(*pending.pop())
 
@@ -62,13 +63,13 @@ def _accumulate(weights: Weights, input: Tensor, gradient: Tensor) -> None:
 
 
 def _add(parameter: torch.nn.Parameter, gradient: Tensor) -> None:
-    """As autograd does: in the dtype of the parameter's sums."""
+    """Add to the gradient in the parameter's `grad_dtype`, as autograd does."""
     gradient = gradient.to(parameter.grad_dtype)
     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
 class _Linear(torch.autograd.Function):
-    """A linear map whose backward gives the input's gradient and tells the tape about the weight's."""
+    """Linear map whose backward returns the input gradient and passes the weight gradient to a tape."""
 
     @staticmethod
     def forward(ctx, input: Tensor, weights: Weights, tape: Tape) -> Tensor:
@@ -85,7 +86,7 @@ class _Linear(torch.autograd.Function):
 
 
 class SplitLinear(torch.nn.Linear):
-    """A linear layer whose weight gradient goes through a tape. Its input must need a gradient when training."""
+    """Linear layer with a tape for its weight gradient. In training its input must require a gradient."""
 
     tape: Tape
 
@@ -94,9 +95,9 @@ class SplitLinear(torch.nn.Linear):
 
 
 def split_linears(model: torch.nn.Module, tape: Tape) -> None:
-    """Make every linear layer of `model` a `SplitLinear`, and have shares of them multiply as one, in place.
+    """Convert every linear layer of `model`, and tensor-parallel shares of them, to use `tape`, in place.
 
-    Parameters and their names stay.
+    Parameters and their names stay the same.
     """
     for module in model.modules():
         if type(module) is torch.nn.Linear:

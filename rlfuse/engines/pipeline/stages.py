@@ -1,9 +1,9 @@
-"""A stage at work: forward, backward and weight gradients of numbered micro-batches, and its share of the head.
+"""Computation of a stage: forward, backward and weight gradients of micro-batches, and its share of the head.
 
-Role: the executor calls `forward`, `backward`, `weight_gradients` and `head` in the order of a schedule; the rank hands
-over the micro-batches before (`begin`) and takes what the last stage computed after.
-Invariants: what F keeps lives until the whole B, or until W where the backward is split; losses and diagnostics are
-unnormalised sums, like a `TrainerRank`'s; a micro-batch that has no B leaves only its scores.
+Role: the executor calls `forward`, `backward`, `weight_gradients` and `head` in the order of a schedule; the rank sets
+the micro-batches before (`begin`) and reads the scores and sums of the last stage afterwards.
+Invariants: activations of F are kept until B, or until W if the backward is split; losses and diagnostics are
+unnormalised sums, as in `TrainerRank`; a micro-batch without B only leaves its scores.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from rlfuse.samples import MicroBatch, Row
 
 
 class DeviceStages(torch.nn.ModuleDict):
-    """All stages of a model on one device, by number: what a DeepSpeed engine takes as its module."""
+    """All stages of a model on one device, by number: the module of its DeepSpeed engine."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -47,12 +47,12 @@ class DeviceStages(torch.nn.ModuleDict):
 
 
 @dataclass(slots=True)
-class _Kept:
-    """Of a micro-batch between its F and its B."""
+class _ForwardState:
+    """Tensors of a micro-batch kept between its F and its B."""
 
     received: Tensor | None
     result: Tensor
-    """Hidden states, or the loss on the last stage that has the whole head."""
+    """Hidden states, or the loss on a last stage with the whole head."""
 
 
 class Stage:
@@ -64,40 +64,41 @@ class Stage:
         self.tape = split_backward.Tape()
         if name != "ref":
             split_backward.split_linears(model, self.tape)
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[int, _ForwardState] = {}
         self._pending: dict[int, split_backward.Pending] = {}
         self.sums: dict[str, Tensor] = {}
 
     def begin(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """The micro-batches of this stage's pipeline, numbered as in the schedule that is about to run."""
+        """Set the micro-batches of this stage's pipeline, numbered as in the next schedule."""
         self.micro_batches = list(micro_batches)
         self._batches: dict[int, Batch] = {}
         self.scores: dict[int, Later] = {}
-        """Not read from the device before the schedule has run."""
+        """Scores by micro-batch, copied from the device after the schedule has run."""
         self.head_input: dict[int, Tensor] = {}
-        """Of the last stage where devices share the head, until they compute it: hidden states [R, hidden size] that
-        predict the response's tokens."""
+        """On the last stage with a shared head, until H: hidden states [R, hidden size] that predict response
+        tokens."""
         self.head_gradient: dict[int, Tensor] = {}
-        """From then on until B: the gradient of these."""
+        """From H until B: the gradient of `head_input`."""
         self._kept.clear()
         self._pending.clear()
 
     def shape(self, micro_batch: int) -> tuple[int, ...]:
-        """Of the hidden states that go in and out: [sequences, tokens, hidden size]."""
+        """Return the shape of received and sent hidden states: [sequences, tokens, hidden size]."""
         ids = self._batch(micro_batch).inputs["input_ids"]
         return (*ids.shape, self.model.config.get_text_config().hidden_size)
 
     @property
-    def _ends(self) -> bool:
-        """Whether it computes the head by itself."""
+    def _has_whole_head(self) -> bool:
+        """True if this stage computes the whole head."""
         return self.part.last and self.part.head == (0, 1)
 
     def head_shape(self, micro_batch: int) -> tuple[int, int]:
-        """Of `head_input`."""
+        """Return the shape of `head_input`."""
         return len(self._batch(micro_batch).predict), self.model.config.get_text_config().hidden_size
 
     def forward(self, micro_batch: int, received: Tensor | None, training: bool) -> Tensor | None:
-        """Hidden states for the next stage, None on the last, which computes loss or scores unless the head is shared.
+        """Return hidden states for the next stage; None on the last, which computes loss or scores unless the head is
+        shared.
 
         `received`: hidden states, None on the first stage. `training`: a B will follow.
         """
@@ -107,7 +108,7 @@ class Stage:
             inputs = {name: tensor for name, tensor in batch.inputs.items() if name != "input_ids"}
             batch = replace(batch, inputs=inputs | {"inputs_embeds": received})
         with torch.set_grad_enabled(training):
-            if not self._ends:
+            if not self._has_whole_head:
                 with visual_embeddings(self.model, batch):
                     result = self.model.base_model(**batch.inputs, use_cache=False).last_hidden_state
                 if self.part.last:
@@ -119,15 +120,15 @@ class Stage:
                 self.scores[micro_batch] = batch.split_later(self._score(batch))
                 result = None
         if training:
-            self._kept[micro_batch] = _Kept(received, result)
+            self._kept[micro_batch] = _ForwardState(received, result)
         else:
             self._batches.pop(micro_batch)
         return None if self.part.last else result.detach()
 
     def backward(self, micro_batch: int, gradient: Tensor | None, whole: bool) -> Tensor | None:
-        """The gradient of what F received, None on the first stage. Not `whole`: weights' gradients wait for W.
+        """Return the gradient of the input of F, None on the first stage. `whole=False` defers weight gradients to W.
 
-        `gradient`: of what F returned, None on the last stage.
+        `gradient`: of the output of F, None on the last stage.
         """
         kept = self._kept.pop(micro_batch)
         self._batches.pop(micro_batch)
@@ -139,16 +140,16 @@ class Stage:
         return None if kept.received is None else kept.received.grad
 
     def weight_gradients(self, micro_batch: int) -> None:
-        """W: what B left."""
+        """Compute the weight gradients that B deferred (W)."""
         split_backward.run(self._pending.pop(micro_batch))
 
     def head(
         self, micro_batch: int, hidden: Tensor, training: bool, gather: Callable[[Tensor], Tensor], answers: bool
     ) -> Tensor | None:
-        """Forward and backward of a share of the head; in training its part of the gradient of `hidden`.
+        """Run forward and backward of a share of the head; return its part of the gradient of `hidden` in training.
 
-        `hidden`: the last stage's `head_input`. `gather`: statistics of all shares, as of `vocab_parallel_log_probs`.
-        `answers`: this device tells scores and diagnostics, which all of them have.
+        `hidden`: the last stage's `head_input`. `gather`: gathers all shares' statistics (`vocab_parallel_log_probs`).
+        `answers`: this device records scores and diagnostics, which are equal on all devices.
         """
         batch, coefficient = self._batch(micro_batch), self.config.actor.entropy_coeff
         with torch.set_grad_enabled(training):
@@ -162,23 +163,24 @@ class Stage:
                 return None
             loss = actor_loss_from_log_probs(self.config, batch, found, entropy if coefficient else entropy.detach())
         self.tape.deferring = False
-        self._counted(loss, batch, micro_batch, answers).backward()
+        self._accumulate(loss, batch, micro_batch, answers).backward()
         return hidden.grad
 
     def _batch(self, micro_batch: int) -> Batch:
         if micro_batch not in self._batches:
             rows = self.micro_batches[micro_batch].rows
-            if not self.part.first:  # clips stand where tokens are embedded
+            if not self.part.first:  # clips are inserted at the embedding
                 rows = [replace(row, visual=()) for row in rows]
             self._batches[micro_batch] = collate(rows, self.packed, self.device)
         return self._batches[micro_batch]
 
     def _loss(self, batch: Batch, micro_batch: int) -> Tensor:
         objective = actor_loss if self.name == "actor" else critic_loss
-        return self._counted(objective(self.config, self.model, batch), batch, micro_batch)
+        return self._accumulate(objective(self.config, self.model, batch), batch, micro_batch)
 
-    def _counted(self, of: Loss, batch: Batch, micro_batch: int, answers: bool = True) -> Tensor:
-        """The loss to go backward from; its diagnostics are added to the others', and what its rows gained is kept."""
+    def _accumulate(self, of: Loss, batch: Batch, micro_batch: int, answers: bool = True) -> Tensor:
+        """Return the weighted loss; add its diagnostics to the sums and store the old log-probs of its rows, if
+        missing."""
         (loss, sums), weight = of, self.micro_batches[micro_batch].weight
         if answers and (gained := old_log_probs_from_update(self.name, self.micro_batches[micro_batch].rows, batch)):
             self.scores[micro_batch] = gained
@@ -193,7 +195,7 @@ class Stage:
 
 
 def _hidden_states(model: PreTrainedModel, packed: bool) -> dict[str, Any]:
-    """Inputs of a stage behind the first: random hidden states of four tokens, `inputs_embeds`."""
+    """Return inputs of a later stage: random hidden states of four tokens as `inputs_embeds`."""
     ids = np.arange(4, 8, dtype=np.int32)
     batch = collate([Row(ids[:1], ids[1:])], packed, model.device)
     width = model.config.get_text_config().hidden_size
@@ -204,8 +206,8 @@ def _hidden_states(model: PreTrainedModel, packed: bool) -> dict[str, Any]:
 
 @torch.no_grad()
 def check_first_layer(model: PreTrainedModel, packed: bool) -> None:
-    """EngineError for a class that changes embeddings before its first layer: each stage would do it once more, to what
-    the stage before hands over."""
+    """Raise EngineError for a class that changes embeddings before its first layer, because every stage would repeat
+    the change on the hidden states that it receives."""
     inputs, taken = _hidden_states(model, packed), []
 
     def take(_: torch.nn.Module, positional: tuple, named: dict) -> None:
@@ -215,27 +217,27 @@ def check_first_layer(model: PreTrainedModel, packed: bool) -> None:
         model.base_model(**inputs)
     if not torch.equal(taken[0], inputs["inputs_embeds"]):
         raise EngineError(
-            f"training.pipeline_parallel_size above 1: the layers of a {type(model).__name__} take its embeddings "
-            "changed, and every stage would change what it is handed once more; set it to 1."
+            f"training.pipeline_parallel_size above 1: a {type(model).__name__} changes embeddings before its "
+            "first layer, and every stage would repeat the change; set it to 1."
         )
 
 
 def check_training_passes(model: PreTrainedModel, packed: bool, role: str) -> None:
-    """EngineError if a stage draws random numbers in training mode (`check_repeatable`)."""
+    """Raise EngineError if a stage draws random numbers in training mode (`check_repeatable`)."""
     inputs = _hidden_states(model, packed)
     check_repeatable(model, lambda: model.base_model(**inputs), role)
 
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel, packed: bool) -> None:
-    """EngineError for a class whose logits are not what its head, a share of which `model` has, makes of its body's
-    hidden states: what else it does to them, shares would not."""
+    """Raise EngineError for a class whose logits are not the head applied to the hidden states of its body, because
+    shares of the head would skip the additional operations."""
     inputs, taken = _hidden_states(model, packed), []
     wide = torch.linspace(-300.0, 300.0, model.lm_head.out_features).to(model.device, model.dtype)
 
     def answer(_: torch.nn.Module, given: tuple[Tensor], logits: Tensor) -> Tensor:
         taken.append(given[0])
-        return torch.zeros_like(logits) + wide  # a cap shows in large logits alone, and the head's may be small
+        return torch.zeros_like(logits) + wide  # a cap only affects large logits
 
     with model.lm_head.register_forward_hook(answer):
         found = model(**inputs).logits
@@ -243,13 +245,14 @@ def check_head(model: PreTrainedModel, packed: bool) -> None:
     whole = [each.shape for each in taken] == [made.shape] and found.shape == (*made.shape[:-1], *wide.shape)
     if not whole or not torch.allclose(taken[0], made, rtol=0.02, atol=1e-4) or (found.float() != wide.float()).any():
         raise EngineError(
-            f"training.vocabulary_parallel=true: a {type(model).__name__} does more between its layers and its logits "
-            "than its head, and stages can't share that; set it to false."
+            f"training.vocabulary_parallel=true: a {type(model).__name__} has operations besides its head between "
+            "layers and logits, which stages can't share; set it to false."
         )
 
 
 def body(model: PreTrainedModel, vocabulary: int) -> Callable:
-    """The stage's layers as a function like a causal language model, for `packs_exactly`: of random embeddings."""
+    """Return the stage's layers on random embeddings as a function like a causal language model, for
+    `packs_exactly`."""
     base, width = model.base_model, model.config.get_text_config().hidden_size
     table = torch.randn(vocabulary, width, generator=torch.Generator().manual_seed(0)).to(model.device, model.dtype)
 

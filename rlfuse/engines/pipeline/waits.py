@@ -1,10 +1,11 @@
-"""How a device waits for transfers and reads the time: on the host over gloo, on CUDA's streams over NCCL.
+"""Waiting for transfers and timing: on the host with gloo, on CUDA streams with NCCL.
 
-Role: one object per run of a schedule, chosen by backend: `arrived` before an operation, `left` after its result was
-sent, `ended`, `finish` at the end of the row; `now` marks a moment, `seconds` converts it after `finish`.
-Invariants: a sent tensor lives until it has left (gloo: a thread waits for that; NCCL: torch's allocator knows). Over
-NCCL the host waits only for computation RUN_AHEAD operations back. Every wait ends after `timeout` seconds with an
-`EngineError` that names operation and peer; the group's own limit is the last. (Streams: not run on GPUs.)
+Role: one object per run of a schedule, chosen by backend. Calls: `wait_received` before an operation, `track_send`
+after its result was sent, `mark_end` after it, `finish` at the end of the row; `now` records a moment, `seconds`
+converts it after `finish`. Invariants: a sent tensor lives until the send completes (gloo: a thread waits; NCCL:
+torch's allocator tracks it). With NCCL the host only waits for the operation RUN_AHEAD back. Every wait ends after
+`timeout` seconds with an `EngineError` that names operation and peer; the group's timeout is longer. (Streams: not
+tested on GPUs.)
 """
 
 from __future__ import annotations
@@ -24,33 +25,33 @@ from rlfuse import clock
 from rlfuse.errors import EngineError
 
 RUN_AHEAD = 2
-"""Operations whose kernels are launched before the device has ended those before: enough to hide launching."""
+"""Operations launched ahead of the device; two hide the launch time."""
 POLL_S = 0.0005
-Lost = Callable[[str, int, Exception], EngineError]
-"""What to raise for (purpose, rank, error)."""
+ErrorFactory = Callable[[str, int, Exception], EngineError]
+"""Function from (purpose, rank, error) to the error to raise."""
 
 
 class HostWaits:
-    """Gloo's. A thread of its own waits for sends, one after the other."""
+    """Waits of gloo. A thread waits for the sends in order."""
 
-    def __init__(self, timeout: float, lost: Lost):
-        self.timeout, self.lost = timeout, lost
+    def __init__(self, timeout: float, make_error: ErrorFactory):
+        self.timeout, self.make_error = timeout, make_error
         self.error: EngineError | None = None
         self._sends: SimpleQueue = SimpleQueue()
         self._thread = threading.Thread(target=self._drain, name="pipeline sends", daemon=True)
         self._thread.start()
 
-    def arrived(self, work: Any, purpose: str, rank: int) -> None:
+    def wait_received(self, work: Any, purpose: str, rank: int) -> None:
         try:
             work.wait(timedelta(seconds=self.timeout))
         except RuntimeError as error:
-            raise self.lost(purpose, rank, error) from error
+            raise self.make_error(purpose, rank, error) from error
 
-    def left(self, work: Any, tensor: Tensor, purpose: str, rank: int) -> None:
+    def track_send(self, work: Any, tensor: Tensor, purpose: str, rank: int) -> None:
         self._sends.put((work, tensor, purpose, rank))
 
-    def ended(self, moment: float, purpose: str, rank: int) -> None:
-        pass  # it has
+    def mark_end(self, moment: float, purpose: str, rank: int) -> None:
+        pass  # it has mark_end already
 
     def finish(self) -> None:
         self._sends.put(None)
@@ -62,7 +63,7 @@ class HostWaits:
         while (send := self._sends.get()) is not None:
             work, _, purpose, rank = send
             try:
-                self.arrived(work, purpose, rank)
+                self.wait_received(work, purpose, rank)
             except EngineError as error:
                 self.error = error
                 return
@@ -75,37 +76,39 @@ class HostWaits:
 
 
 class StreamWaits:
-    """NCCL's: waits order streams, moments are events on the stream that computes."""
+    """Waits of NCCL: they order streams; moments are events on the computing stream."""
 
-    def __init__(self, timeout: float, lost: Lost):
-        self.timeout, self.lost = timeout, lost
+    def __init__(self, timeout: float, make_error: ErrorFactory):
+        self.timeout, self.make_error = timeout, make_error
         self._running: deque[tuple[Callable[[], bool], str, int]] = deque()
-        self._leaving: list[tuple[Callable[[], bool], str, int]] = []
+        self._sending: list[tuple[Callable[[], bool], str, int]] = []
         self._first = self.now()
         self._first.synchronize()
         self._began = clock.now()
 
-    def arrived(self, work: Any, purpose: str, rank: int) -> None:
-        work.wait()  # with a time limit it would hold the host
+    def wait_received(self, work: Any, purpose: str, rank: int) -> None:
+        work.wait()  # with a timeout it would block the host
 
-    def left(self, work: Any, tensor: Tensor, purpose: str, rank: int) -> None:
-        self._leaving = [each for each in self._leaving if not each[0]()]  # a work keeps its tensor
-        self._leaving.append((work.is_completed, purpose, rank))
+    def track_send(self, work: Any, tensor: Tensor, purpose: str, rank: int) -> None:
+        self._sending = [each for each in self._sending if not each[0]()]  # a work object keeps its tensor alive
+        self._sending.append((work.is_completed, purpose, rank))
 
-    def ended(self, moment: torch.cuda.Event, purpose: str, rank: int) -> None:
+    def mark_end(self, moment: torch.cuda.Event, purpose: str, rank: int) -> None:
         self._running.append((moment.query, purpose, rank))
         if len(self._running) > RUN_AHEAD:
             self._wait(*self._running.popleft())
 
     def finish(self) -> None:
-        for each in (*self._running, *self._leaving):
+        for each in (*self._running, *self._sending):
             self._wait(*each)
 
     def _wait(self, done: Callable[[], bool], purpose: str, rank: int) -> None:
         limit = time.monotonic() + self.timeout
         while not done():
             if time.monotonic() > limit:
-                raise self.lost(purpose, rank, TimeoutError(f"the device is still at it after {self.timeout:g} s"))
+                raise self.make_error(
+                    purpose, rank, TimeoutError(f"the operation is not complete after {self.timeout:g} s")
+                )
             time.sleep(POLL_S)
 
     def now(self) -> torch.cuda.Event:
@@ -118,4 +121,4 @@ class StreamWaits:
 
 
 WAITS = {"gloo": HostWaits, "nccl": StreamWaits}
-"""By backend."""
+"""torch.distributed backend -> class."""

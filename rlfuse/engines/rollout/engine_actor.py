@@ -1,7 +1,7 @@
-"""The contract of a rollout backend: the Ray actor around one engine, and how `rollout.name` selects its class.
+"""Interface of a rollout backend: the Ray actor of one engine, and the table from `rollout.name` to its class.
 
-Role: `RolloutHandle` calls these methods on the actor, `rlfuse.run` reads its traits and starts it. A backend is a
-folder next to this one, of which the rest of the package uses the class in this table.
+Role: `rlfuse.run` reads the class attributes and starts the actor; `RolloutHandle` calls its methods. Each backend is a
+package next to this one, and the rest of rlfuse uses only its class in `BACKENDS`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ BACKENDS = {
 }
 """`rollout.name` -> module and class of its `EngineActor`."""
 EMPTY_PARTIAL = Partial(np.empty(0, np.int32), np.empty(0, np.float32), weight_version=-1)
-"""What a sample that no engine has begun has."""
+"""The partial response of a sample that has not been started."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What an engine needs of a sample."""
+    """A sample as it is sent to an engine."""
 
     id: str
     step: int
@@ -42,29 +42,30 @@ class Request:
 
     @classmethod
     def of(cls, sample: Sample, partial: Partial = EMPTY_PARTIAL) -> Request:
-        """What is left of the sample to do."""
+        """Return the request that generates the rest of `sample` after `partial`."""
         return cls(sample.id, sample.step, sample.seed, sample.prompt.token_ids, partial, sample.prompt.visual)
 
     def ids(self) -> np.ndarray:
-        """int32: what the sample has so far."""
+        """Return the tokens so far, int32: prompt and partial response."""
         return np.concatenate([self.prompt_ids, self.partial.token_ids])
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend can do beyond generating."""
+    """Optional features of a backend."""
 
     can_move_kv: bool
-    """`evict(carry="kv")` keeps the KV cache, and another engine of the host loads it."""
-    embeds: bool
-    """Prompts may contain embeddings of clips and images."""
+    """`evict(carry="kv")` keeps the KV cache, and another engine on the same host can load it."""
+    accepts_embeddings: bool
+    """Prompts may contain embeddings of video clips and images."""
 
 
 class EngineActor(Protocol):
-    """One engine, created as an asyncio Ray actor of many concurrent calls.
+    """One engine, created as an asyncio Ray actor with a high max_concurrency.
 
-    A sample's tokens depend on its seed and the position alone: not on the batch, the engine, or how often it moved.
-    Every method may raise; `EngineLost` means that the engine is gone and its samples have to be generated elsewhere.
+    A sample's tokens depend only on its seed and the position, not on the batch, the engine or the number of
+    migrations. Any method may raise; `EngineLost` means that the engine is gone and its samples must be generated
+    elsewhere.
     """
 
     capabilities: Capabilities
@@ -73,16 +74,16 @@ class EngineActor(Protocol):
 
     @staticmethod
     def environment(config: Config, device: str, slots: Sequence[int] = (0,)) -> dict[str, str]:
-        """Environment variables of the actor's process, whose engine has these slots; called on the driver."""
+        """Return environment variables for the actor's process, whose engine uses `slots`; called on the driver."""
 
     @staticmethod
     def unsupported_reasons(config: Config, trains: bool = True) -> list[str]:
-        """Why this backend cannot run the job, one line per reason with its key; called before anything starts.
-        `trains`: whether it is to take new weights."""
+        """Return why this backend cannot run the job, one line per reason with its key; called before the run starts.
+        `trains`: the engine will receive new weights."""
 
     @staticmethod
-    def sized(rollout: RolloutConfig, memory: Memory) -> tuple[RolloutConfig, bool]:
-        """Return the settings that this memory plan gives an engine on a GPU, and whether it may start while trainer
+    def apply_memory_plan(rollout: RolloutConfig, memory: Memory) -> tuple[RolloutConfig, bool]:
+        """Return the settings of an engine on a GPU under this memory plan, and whether it may start while trainer
         ranks load models."""
 
     async def prepare(self, model: ModelConfig) -> None:
@@ -97,44 +98,46 @@ class EngineActor(Protocol):
         tail_speculation: int = 0,
         core: int | None = None,
     ) -> dict[str, Any]:
-        """Load the model; return {start_s, kv_tokens, kv_bytes_per_token}. See `RolloutHandle.start`."""
+        """Load the model; return {start_s, kv_tokens, kv_bytes_per_token}. Arguments: see `RolloutHandle.start`."""
 
     async def stop(self) -> None: ...
 
     async def pulse(self) -> Pulse:
-        """Whether the engine makes progress; answered while it computes."""
+        """Return whether the engine makes progress; answers while the engine computes."""
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling
     ) -> AsyncIterator[list[tuple[str, Response | Partial]]]:
-        """(sample id, response) in finishing order, a few at a time; a `Partial` for an evicted sample."""
+        """Yield (sample id, response) in finishing order, in small lists; a `Partial` for an evicted sample."""
 
     async def evict(self, sample_ids: Sequence[str], carry: str, calls: int) -> None:
-        """End these samples of the first `calls` calls of `generate`; `carry`: `tokens` or `kv`."""
+        """Stop these samples of the first `calls` calls of `generate`; `carry`: what to keep of them, `tokens` or
+        `kv`."""
 
     async def load(self) -> Load: ...
 
     async def drain(self, collect: bool = False) -> list[Span]:
-        """Spans since the last call: `generate` per sample, `decode` per stretch of steps, `update_weights`."""
+        """Return the spans since the last call: `generate` per sample, `decode` per run of steps, `update_weights`.
+        `collect`: run the garbage collector first."""
 
     async def sleep(self, discard: bool = False) -> None:
-        """Free the device. `discard`: new weights are pushed before anything is generated."""
+        """Free the device. `discard`: new weights are pushed before the next generation."""
 
     async def wake(self, part: Part | None = None) -> None: ...
 
     async def begin_update(self) -> None:
-        """Pause, and drop everything that was computed with the old weights."""
+        """Pause generation and drop everything computed with the old weights."""
 
     async def receive(self, info: dict[str, Any]) -> None:
-        """Load a bucket: {"path": a safetensors file with checkpoint names}; on GPUs, see `cuda_ipc`."""
+        """Load a bucket of weights: {"path": a safetensors file with checkpoint names}; on GPUs, see `cuda_ipc`."""
 
     async def finish_update(self, version: int) -> None:
-        """All weights are here: resume, and recompute samples in flight under them."""
+        """Resume generation with the new weights; samples in flight are recomputed with them."""
 
     async def version(self) -> int: ...
 
 
 def engine_actor(name: str) -> type[EngineActor]:
-    """The class that `rollout.name` selects."""
+    """Return the actor class of the backend `name` (`rollout.name`)."""
     module, _, found = BACKENDS[name].partition(":")
     return getattr(import_module(module), found)

@@ -1,6 +1,6 @@
 """Base of all rollout backends: admits requests, returns results in finishing order, counts versions, keeps spans.
 
-Role: base class of the backends' actors. `generate` waits for its samples; leaving it early evicts the rest.
+Role: base class of the backends' actors. `generate` waits for its samples; closing the generator early evicts the rest.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from rlfuse.events import Recorder, Span
 from rlfuse.protocols import PARTS, Part, Sampling
 from rlfuse.samples import Partial, Response
 
-TOGETHER_S = 0.005
-"""Samples that finish within this time travel together: each message costs the driver about a millisecond."""
+BATCHING_WINDOW_S = 0.005
+"""Responses that finish within this time are sent in one message: each message costs the driver about a millisecond."""
 
 
 class EngineBase(ABC):
-    """Implements `EngineActor` but for `start`, `stop`, `load`, `receive` and the hooks at its end."""
+    """Base class that implements `EngineActor`, except `start`, `stop`, `load`, `receive` and the abstract methods
+    below."""
 
     _limit: int
-    """Tokens of a prompt and its response together."""
+    """Maximum tokens of a prompt and its response."""
 
     def __init__(self, slot: int, cpu: Callable[[], float]):
-        """`cpu`: seconds that the engine has computed, see `Liveness`."""
+        """Create an engine for `slot`. `cpu`: returns the CPU seconds used by the engine, see `Liveness`."""
         self.name = f"rollout/{slot}"
         self._recorder = Recorder(self.name)
         self._garbage = GarbageCollector(self._recorder)
@@ -47,43 +48,43 @@ class EngineBase(ABC):
 
     async def pulse(self) -> Pulse:
         self._garbage.collect_if_grown()
-        return self._liveness.judge(self._is_busy())
+        return self._liveness.check_progress(self._is_busy())
 
     async def generate(
         self, requests: Sequence[Request], sampling: Sampling
     ) -> AsyncIterator[list[tuple[str, Response | Partial]]]:
         self._calls += 1
         self._admit(requests)
-        begun = {self._begin(request, sampling): request.id for request in requests}
-        waiting = dict(begun)
+        started = {self._start_sample(request, sampling): request.id for request in requests}
+        waiting = dict(started)
         try:
             while waiting:
                 _, running = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 if running:
-                    await asyncio.sleep(TOGETHER_S)
+                    await asyncio.sleep(BATCHING_WINDOW_S)
                 finished = [each for each in waiting if each.done()]
                 yield [(waiting.pop(each), each.result()) for each in finished]
         finally:
-            await self._leave(begun.keys())
+            await self._stop_unfinished(started.keys())
 
     def _admit(self, requests: Sequence[Request]) -> None:
         """Validate all requests before admitting any."""
         if self._asleep:
-            raise RuntimeError(f"{self.name} is asleep: wake it before {len(requests)} samples are handed over")
+            raise RuntimeError(f"{self.name} is asleep; wake it before submitting {len(requests)} samples")
         ids = {request.id for request in requests}
-        if twice := sorted(ids & self._active.keys()) or ["some in one call"] * (len(ids) < len(requests)):
-            raise ValueError(f"samples are being generated already ({twice}): hand each sample over once")
+        if duplicates := sorted(ids & self._active.keys()) or ["repeated in this call"] * (len(ids) < len(requests)):
+            raise ValueError(f"samples are already being generated ({duplicates}); submit each sample once")
         for request in requests:
             if (length := len(request.prompt_ids)) >= self._limit:
-                seen = sum(len(each.positions) for each in request.visual)
-                visual = f" ({seen} of them visual)" if seen else ""
+                visual_tokens = sum(len(each.positions) for each in request.visual)
+                visual = f" ({visual_tokens} of them visual)" if visual_tokens else ""
                 raise ValueError(
-                    f"sample {request.id} has {length} prompt tokens{visual}, the engine holds {self._limit} with the "
-                    "response: raise data.max_prompt_length or shorten the prompt"
+                    f"sample {request.id} has {length} prompt tokens{visual}, but prompt and response must fit into "
+                    f"{self._limit}; raise data.max_prompt_length or shorten the prompt"
                 )
 
-    def _room(self, request: Request, sampling: Sampling) -> int:
-        """Return how many tokens may still be generated."""
+    def _remaining_tokens(self, request: Request, sampling: Sampling) -> int:
+        """Return the number of tokens that may still be generated."""
         return min(sampling.max_tokens, self._limit - len(request.prompt_ids)) - len(request.partial.token_ids)
 
     def _response(self, partial: Partial, reason: str) -> Response:
@@ -92,14 +93,16 @@ class EngineBase(ABC):
 
     async def evict(self, sample_ids: Sequence[str], carry: str, calls: int) -> None:
         if carry not in ("tokens", "kv"):
-            raise ValueError(f"carry={carry!r}: choose tokens or kv")
-        while self._calls < calls:  # this call has overtaken that of `generate`
+            raise ValueError(f"carry={carry!r}: use tokens or kv")
+        while self._calls < calls:  # this call arrived before its `generate` call
             await asyncio.sleep(0.001)
         await self._evict([sample_id for sample_id in sample_ids if sample_id in self._active], carry)
 
     async def sleep(self, discard: bool = False) -> None:
         if count := len(self._active):
-            raise RuntimeError(f"{self.name} can't sleep while {count} samples are generated: evict or await them")
+            raise RuntimeError(
+                f"{self.name} can't sleep while {count} samples are being generated; evict them or wait for them"
+            )
         await self._free_device(discard)
         self._asleep = set(PARTS)
 
@@ -120,37 +123,38 @@ class EngineBase(ABC):
         return self._version
 
     def _pause(self) -> None:
-        """Begin the span of an update."""
+        """Begin the `update_weights` span and pause the step meter."""
         self._update = Span("update_weights", self.name, clock.now(), cause="optimizer")
         self._meter.pause()
 
-    def _updated(self, version: int) -> None:
+    def _finish_update_span(self, version: int) -> None:
         """End the span of the update: the engine now uses these weights."""
         self._version = version
         if self._update is not None:
             self._update.end, self._update.attributes["version"] = clock.now(), version
             self._recorder.add(self._update)
 
-    # What a backend implements ---------------------------------------------------------------------------------------
+    # Methods of a backend ---------------------------------------------------------------------------------------------
 
     @abstractmethod
     def _is_busy(self) -> bool:
-        """Whether the engine should be computing."""
+        """Return whether the engine has work."""
 
     @abstractmethod
-    def _begin(self, request: Request, sampling: Sampling) -> asyncio.Future:
-        """Begin a sample, active until it ends; return the future of its `Response`, or `Partial` if it is evicted."""
+    def _start_sample(self, request: Request, sampling: Sampling) -> asyncio.Future:
+        """Start a sample and add it to `_active` until it ends; return the future of its `Response`, or of its
+        `Partial` if it is evicted."""
 
     @abstractmethod
-    async def _leave(self, begun: Collection[asyncio.Future]) -> None:
-        """End those of a call's samples that are not finished."""
+    async def _stop_unfinished(self, started: Collection[asyncio.Future]) -> None:
+        """Stop the unfinished samples of a call of `generate`."""
 
     @abstractmethod
     async def _evict(self, sample_ids: list[str], carry: str) -> None:
-        """End these active samples; return when they have ended."""
+        """Stop these active samples; return when they have ended."""
 
     async def _free_device(self, discard: bool) -> None:  # noqa: B027  (optional)
-        """Give up the device's memory; hosts without one have nothing to give up."""
+        """Free the device's memory; a no-op on CPU hosts."""
 
     async def _take_device(self, part: Part | None) -> None:  # noqa: B027
-        """Take it back, or only for a part."""
+        """Allocate the device's memory again, or only that of `part`."""

@@ -1,7 +1,7 @@
-"""Decide whether an engine makes progress: it finishes steps, or its processes compute.
+"""Check whether an engine makes progress: it finishes steps, or its processes use CPU time.
 
-An engine core is a process of its own, which may be stopped or stuck while its actor answers. A long step is progress;
-an engine without work cannot stand still.
+The engine core is a separate process, which may be stopped or stuck while its actor answers. A long step counts as
+progress; an engine without work never counts as stalled.
 """
 
 from __future__ import annotations
@@ -16,45 +16,45 @@ import psutil
 from rlfuse.clock import now
 
 MIN_CPU_SHARE = 0.02
-"""Share of a core that a process which only waits stays below."""
+"""Fraction of a CPU core; a process that uses less is only waiting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """State of an engine when requested."""
+    """Progress of an engine at the time of the request."""
 
     stalled_s: float
-    """Seconds with work, but without a step or computation."""
+    """Seconds that the engine has had work without finishing a step or using CPU time."""
     last: str
-    """What it did last, for messages."""
+    """The last activity, for messages."""
 
 
 class Liveness:
-    """`cpu`: seconds that the engine's processes have computed."""
+    """Progress tracker of one engine. `cpu`: returns the CPU seconds of the engine's processes."""
 
     def __init__(self, cpu: Callable[[], float], clock: Callable[[], float] = now):
         self._cpu, self._clock = cpu, clock
-        self._steps, self._last = 0, "it has not been asked for anything"
-        self._seen = (0, cpu(), clock())
-        self._moved = clock()
+        self._steps, self._last = 0, "none: no request yet"
+        self._last_check = (0, cpu(), clock())
+        self._progress_at = clock()
 
-    def did(self, what: str) -> None:
-        """Note that the engine finished a step or a call."""
+    def record_progress(self, what: str) -> None:
+        """Record that the engine finished a step or a call, described by `what`."""
         self._steps += 1
         self._last = f"{what} at {time.strftime('%H:%M:%S', time.localtime(self._clock()))}"
 
-    def judge(self, busy: bool) -> Pulse:
-        """`busy`: the engine has work."""
+    def check_progress(self, busy: bool) -> Pulse:
+        """Return the progress since the last call. `busy`: the engine has work."""
         now, cpu = self._clock(), self._cpu()
-        steps, computed, since = self._seen
+        steps, computed, since = self._last_check
         if not busy or self._steps != steps or cpu - computed > MIN_CPU_SHARE * (now - since):
-            self._moved = now
-        self._seen = (self._steps, cpu, now)
-        return Pulse(now - self._moved, self._last)
+            self._progress_at = now
+        self._last_check = (self._steps, cpu, now)
+        return Pulse(now - self._progress_at, self._last)
 
 
 def children_cpu() -> float:
-    """Return the seconds that this process's descendants have computed."""
+    """Return the CPU seconds of this process's descendants."""
     total = 0.0
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""Record the step times of an engine as `decode` spans, which cover engine steps and nothing between them."""
+"""Record the step times of an engine as `decode` spans, which cover engine steps but not the idle time between them."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ class EngineStep:
 
     now: float
     decoded: int
-    """Samples that had tokens before."""
+    """Samples that already had tokens."""
     length_s: float
     begun: int
-    """Samples that got their first token."""
+    """Samples that got their first token in this step."""
     waited_s: float
-    """The longest wait for a first token."""
+    """Longest time to first token."""
     prefilled: int
     tokens: int
 
 
 class StepMeter:
-    """Records a `decode` span per stretch of steps with the same number of samples, separately for steps that prefill.
+    """Recorder of one `decode` span per run of steps with the same batch size; steps with prefill get their own spans.
 
-    A step lasts as long as the time between two tokens of a sample. The first one after idling or a pause begins when
-    its first sample arrived or the pause ended, and ends when its statistics arrive.
+    The duration of a step is the time between two tokens of a sample. The first step after an idle time or a pause
+    begins when its first sample arrived or the pause ended, and ends when its statistics arrive.
     """
 
     def __init__(self, recorder: Recorder, kv_tokens: int):
@@ -39,24 +39,23 @@ class StepMeter:
         self._context = self._usage = 0.0
         self._clock: float | None = None
         """End of the last step (epoch seconds); None when idle."""
-        self._ready = 0.0
-        """When the engine became idle."""
+        self._idle_since = 0.0
+        """When the engine became idle (epoch seconds)."""
 
     def record(self, step: EngineStep, kv_usage: float, idle: bool) -> bool:
-        """Add a step; return False if it had no tokens. `kv_usage`: share of the KV cache, 0 to 1; `idle`: no sample is
-        left."""
+        """Add a step; return False if it had no tokens. `kv_usage`: used fraction of the KV cache, 0 to 1; `idle`: no
+        sample is left."""
         if not step.decoded and not step.begun:
             return False
-        start, end = self._ready if self._clock is None else self._clock, step.now
-        if not step.decoded:  # the last step may have been long ago, if what it decoded was aborted since
+        start, end = self._idle_since if self._clock is None else self._clock, step.now
+        if not step.decoded:  # the last step may be long ago if its samples were aborted
             start = max(start, step.now - step.waited_s)
         elif self._clock is not None:
             end = start + step.length_s
         self._clock = end = max(start, end)
         self._add(start, end, step)
-        # What the step's finished samples had is free already, what its new ones have was not there before. Where
-        # nothing decoded, what was there is gone: it may have been aborted after the last step, and no statistics said
-        # so.
+        # The cache of finished samples is already free, and that of new samples was not yet used before the step. If
+        # nothing was decoded, earlier samples may have been aborted without a report.
         before = self._usage if step.decoded else 0.0
         self._context += max(before, kv_usage) * self._kv_tokens
         self._usage = kv_usage
@@ -67,9 +66,11 @@ class StepMeter:
     def _add(self, start: float, end: float, step: EngineStep) -> None:
         span, batch = self._span, step.decoded + step.begun
         if span is not None:
-            seen = span.attributes
-            alike = seen["batch"] == batch and bool(seen["prefill_tokens"]) == bool(step.prefilled)
-            if not alike or seen["steps"] == STEPS_PER_SPAN:
+            attributes_before = span.attributes
+            same_kind = attributes_before["batch"] == batch and bool(attributes_before["prefill_tokens"]) == bool(
+                step.prefilled
+            )
+            if not same_kind or attributes_before["steps"] == STEPS_PER_SPAN:
                 self.close()
         if self._span is None:
             attributes = {"steps": 0, "batch": batch, "context": 0, "prefill_tokens": 0}
@@ -87,6 +88,6 @@ class StepMeter:
         self._span, self._context = None, 0.0
 
     def pause(self, now: float | None = None) -> None:
-        """End the current stretch; the next step begins after `now`, by default the present."""
+        """End the current span; the next step begins after `now`, by default the current time."""
         self.close()
-        self._clock, self._ready = None, clock.now() if now is None else now
+        self._clock, self._idle_since = None, clock.now() if now is None else now

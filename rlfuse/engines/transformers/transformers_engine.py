@@ -1,12 +1,12 @@
-"""A rollout backend on transformers, for CPU hosts and models that vLLM does not support.
+"""Rollout backend on transformers, for CPU hosts and models that vLLM does not support.
 
-Role: `rollout.name=transformers` makes it a Ray actor. One process holds the model and decodes a left-padded batch that
-samples join and leave between two steps; a thread computes, so the actor answers meanwhile.
+Role: the Ray actor of `rollout.name=transformers`. It decodes a left-padded batch, which samples join and leave between
+two steps, in a thread, so that the actor can answer calls.
 
     generate, evict, receive -> [event loop: waiting, active] -> step in a thread -> tokens -> responses
 
-Invariants: a token is drawn from (seed, position) alone; samples in flight keep their tokens when weights change, and
-their caches are computed again. `generate` waits for its samples, `evict` and `begin_update` for the step under way.
+Invariants: a token depends only on logits, seed and position; samples in flight keep their tokens when weights change,
+and their caches are recomputed. `generate` waits for its samples, `evict` and `begin_update` for the current step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from rlfuse.protocols import Load, Sampling
 from rlfuse.tensor_files import map_tensors
 
 NAME = "rollout.name=transformers"
-SERVED = {
+SUPPORTED_VALUES = {
     "rollout.tensor_model_parallel_size": 1,
     "rollout.quantization": None,
     "rollout.engine_kwargs": {},
@@ -49,15 +49,15 @@ SERVED = {
 }
 """Keys of which this backend supports one value."""
 PREFILL_TOKENS = 8192
-"""Padded tokens of a prefill step; a longer prompt gets a step of its own."""
+"""Maximum padded tokens of a prefill step; a longer prompt gets its own step."""
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Layers whose caches are keys and values, which samples can join and leave."""
+"""Kinds of layers whose caches consist of keys and values, to which rows can be added."""
 
 
 class TransformersEngine(EngineBase):
-    """An `EngineActor`."""
+    """`EngineActor` on transformers."""
 
-    capabilities = Capabilities(can_move_kv=False, embeds=False)
+    capabilities = Capabilities(can_move_kv=False, accepts_embeddings=False)
 
     def __init__(self, slot: int):
         process = psutil.Process()
@@ -76,10 +76,10 @@ class TransformersEngine(EngineBase):
     @staticmethod
     def unsupported_reasons(config: Config, trains: bool = True) -> list[str]:
         model = config.model
-        given = [key for key, value in SERVED.items() if value_of(config, key) != value]
+        given = [key for key, value in SUPPORTED_VALUES.items() if value_of(config, key) != value]
         given += ["rollout.disaggregate"] * (config.rollout.disaggregate == "on")
         given += ["cluster.device"] * (on_gpus(config) is True)
-        remedy = f"{NAME} does not support it; remove it, or set rollout.name=vllm"
+        remedy = f"{NAME} does not support this value; remove it, or set rollout.name=vllm"
         found = [f"{key}={value_of(config, key)}: {remedy}" for key in given]
         try:
             family = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
@@ -89,11 +89,14 @@ class TransformersEngine(EngineBase):
             return found
         return [
             *found,
-            *(f"{NAME}: {why}; set rollout.name=vllm, or choose another model" for why in _unfit(built, trains)),
+            *(
+                f"{NAME}: {why}; set rollout.name=vllm, or choose another model"
+                for why in _unsupported_model(built, trains)
+            ),
         ]
 
     @staticmethod
-    def sized(rollout: RolloutConfig, memory: Memory) -> tuple[RolloutConfig, bool]:
+    def apply_memory_plan(rollout: RolloutConfig, memory: Memory) -> tuple[RolloutConfig, bool]:
         return rollout, False
 
     async def prepare(self, model: ModelConfig) -> None:
@@ -111,7 +114,7 @@ class TransformersEngine(EngineBase):
         began = time.perf_counter()
         if device != "cpu":
             raise EngineError(
-                "rollout.name=transformers: runs on CPUs only; use rollout.name=vllm, or cluster.device=cpu"
+                "rollout.name=transformers: runs on CPUs only; set rollout.name=vllm, or cluster.device=cpu"
             )
         bind(core)
         with self._recorder.span("start", cause="run"):
@@ -121,13 +124,13 @@ class TransformersEngine(EngineBase):
                 raise EngineError(
                     f"{self.name} could not load {model.path}: {type(error).__name__}: {error}"
                 ) from error
-        self._limit, self._most = max_model_len, rollout.max_num_seqs
+        self._limit, self._max_num_seqs = max_model_len, rollout.max_num_seqs
         token_bytes = self._token_bytes()
         self._kv_tokens = (rollout.kv_cache_memory_mb << 20) // token_bytes
         if self._kv_tokens < max_model_len:
             raise EngineError(
-                f"rollout.kv_cache_memory_mb={rollout.kv_cache_memory_mb}: holds {self._kv_tokens} tokens, the longest "
-                f"sample has {max_model_len}; set at least {-(-max_model_len * token_bytes >> 20)}"
+                f"rollout.kv_cache_memory_mb={rollout.kv_cache_memory_mb}: holds {self._kv_tokens} tokens, but the "
+                f"longest sample has {max_model_len}; set at least {-(-max_model_len * token_bytes >> 20)}"
             )
         self._meter = StepMeter(self._recorder, self._kv_tokens)
         seconds = time.perf_counter() - began
@@ -148,7 +151,7 @@ class TransformersEngine(EngineBase):
 
     @torch.inference_mode()
     def _token_bytes(self) -> int:
-        """Return the bytes of a token's keys and values in all layers."""
+        """Return the bytes of one token's keys and values in all layers."""
         cache = DynamicCache()
         self._model(input_ids=torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
@@ -163,10 +166,14 @@ class TransformersEngine(EngineBase):
 
     # Generation ----------------------------------------------------------------------------------------------------
 
-    def _begin(self, request: Request, sampling: Sampling) -> asyncio.Future:
+    def _start_sample(self, request: Request, sampling: Sampling) -> asyncio.Future:
         self._recorder.step = request.step
         row = ActiveSample(
-            request, sampling, self._room(request, sampling), asyncio.get_running_loop().create_future(), clock.now()
+            request,
+            sampling,
+            self._remaining_tokens(request, sampling),
+            asyncio.get_running_loop().create_future(),
+            clock.now(),
         )
         if row.room < 1:
             row.done.set_result(self._response(row.partial(self._version), "length"))
@@ -182,22 +189,23 @@ class TransformersEngine(EngineBase):
         loop = asyncio.get_running_loop()
         while self._active:
             async with self._between_steps:
-                if not self._active:  # all of them were evicted while this waited
+                if not self._active:  # all were evicted meanwhile
                     return
                 try:
-                    step = await loop.run_in_executor(self._thread, self._step, self._joining())
-                    self._meter.record(step, self._kv_use, False)
+                    step = await loop.run_in_executor(self._thread, self._step, self._next_prefill())
+                    self._meter.record(step, self._kv_usage, False)
                     self._deliver([row for row in self._batch.rows if row.reason])
                 except Exception as error:
                     self._fail(error)
                     return
             await asyncio.sleep(0)
 
-    def _joining(self) -> list[ActiveSample]:
-        """Return the waiting samples that fit, in order. Every row is as wide as the widest; none is preempted."""
+    def _next_prefill(self) -> list[ActiveSample]:
+        """Remove and return the waiting samples that fit into the cache, in order. Every row counts as the longest one,
+        so no sample is ever preempted."""
         rows, found = self._batch.rows, list[ActiveSample]()
         longest, widest = max((row.longest for row in rows), default=0), 0
-        for row in self._waiting[: self._most - len(rows)]:
+        for row in self._waiting[: self._max_num_seqs - len(rows)]:
             longest, widest = max(longest, row.longest), max(widest, row.length)
             count = len(rows) + len(found) + 1
             if longest * count > self._kv_tokens or (found and widest * (len(found) + 1) > PREFILL_TOKENS):
@@ -207,7 +215,7 @@ class TransformersEngine(EngineBase):
         return found
 
     def _step(self, joining: Sequence[ActiveSample]) -> EngineStep:
-        """Generate a token for the samples that join, else for each of the batch; runs in the thread."""
+        """Generate a token for the samples that join, otherwise for all samples of the batch; runs in the thread."""
         began = clock.now()
         logits = self._batch.prefill(joining) if joining else self._batch.decode()
         rows, now = self._batch.rows[-len(logits) :], clock.now()
@@ -217,7 +225,7 @@ class TransformersEngine(EngineBase):
             self._append(row, each, now)
         counts = (0, now - began, len(rows)) if joining else (len(rows), now - began, 0)
         self._steps += 1
-        self._liveness.did(f"a step of {len(rows)} samples")
+        self._liveness.record_progress(f"a step of {len(rows)} samples")
         return EngineStep(now, *counts, waited_s, prefilled, len(rows))
 
     def _append(self, row: ActiveSample, logits: torch.Tensor, now: float) -> None:
@@ -230,24 +238,24 @@ class TransformersEngine(EngineBase):
             row.versions.append(self._version)
         if row.first_token_s is None:
             row.first_token_s = now - row.arrived
-        if token in self._ends or self._stopped(row):
+        if token in self._ends or self._has_stop_text(row):
             row.reason = "stop"
         elif len(row.tokens) == row.room:
             row.reason = "length"
 
-    def _stopped(self, row: ActiveSample) -> bool:
-        """Whether the last token completes a stop text."""
+    def _has_stop_text(self, row: ActiveSample) -> bool:
+        """Return whether the last token completes a stop text."""
         if not row.sampling.stop:
             return False
         text = self._tokenizer.decode([*row.request.partial.token_ids, *row.tokens], clean_up_tokenization_spaces=False)
         return any(stop in text for stop in row.sampling.stop)
 
     @property
-    def _kv_use(self) -> float:
+    def _kv_usage(self) -> float:
         return sum(row.length for row in self._batch.rows) / self._kv_tokens
 
     def _deliver(self, rows: Sequence[ActiveSample]) -> None:
-        """Answer for rows that are finished, or evicted if they have no reason."""
+        """Return the results of rows that are finished, or evicted if they have no finish reason."""
         for row in rows:
             self._active.pop(row.request.id, None)
             if not row.done.done():
@@ -273,26 +281,26 @@ class TransformersEngine(EngineBase):
         self._recorder.add(Span("generate", *where, request.step, (request.id,), tokens, "admitted", attributes))
 
     def _fail(self, error: Exception) -> None:
-        """End every sample with the error."""
-        told = EngineFailed(f"{self.name}: a decode step failed: {type(error).__name__}: {error}")
+        """Fail all samples with this error."""
+        failure = EngineFailed(f"{self.name}: a decode step failed: {type(error).__name__}: {error}")
         self._waiting.clear()
         self._batch.clear()
         for row in self._active.values():
             if not row.done.done():
-                row.done.set_exception(told)
-                row.done.exception()  # retrieved here: a call that holds several samples raises the first alone
+                row.done.set_exception(failure)
+                row.done.exception()  # mark as retrieved: a call with several samples only raises the first
         self._active.clear()
 
     # Moving --------------------------------------------------------------------------------------------------------
 
-    async def _leave(self, begun: Collection[asyncio.Future]) -> None:
-        await self._remove([row for row in self._active.values() if row.done in begun])
+    async def _stop_unfinished(self, started: Collection[asyncio.Future]) -> None:
+        await self._remove([row for row in self._active.values() if row.done in started])
 
     async def _evict(self, sample_ids: list[str], carry: str) -> None:
         await self._remove([self._active[sample_id] for sample_id in sample_ids])
 
     async def _remove(self, rows: Sequence[ActiveSample]) -> None:
-        """Evict those of these samples that are not finished."""
+        """Evict these samples, except finished ones."""
         if all(row.done.done() for row in rows):
             return
         async with self._between_steps:
@@ -303,7 +311,7 @@ class TransformersEngine(EngineBase):
     async def load(self) -> Load:
         if not self._active:
             return Load(0, 0, 0.0)
-        return Load(len(self._batch.rows), len(self._waiting), self._kv_use, self._steps)
+        return Load(len(self._batch.rows), len(self._waiting), self._kv_usage, self._steps)
 
     # Weights -------------------------------------------------------------------------------------------------------
 
@@ -318,7 +326,7 @@ class TransformersEngine(EngineBase):
         for name, tensor in map_tensors(info["path"]):
             if name not in self._parameters:
                 raise EngineError(
-                    f"{self.name}: the trainer's {name} is no parameter of a {type(self._model).__name__}; "
+                    f"{self.name}: the trainer's {name} is not a parameter of {type(self._model).__name__}; "
                     "set rollout.name=vllm"
                 )
             self._parameters[name].data.copy_(tensor)
@@ -327,28 +335,28 @@ class TransformersEngine(EngineBase):
     async def finish_update(self, version: int) -> None:
         if self._missing:
             raise EngineError(
-                f"{self.name}: the push had no {', '.join(sorted(self._missing)[:3])}; set rollout.name=vllm"
+                f"{self.name}: the push lacked {', '.join(sorted(self._missing)[:3])}; set rollout.name=vllm"
             )
         self._updating = False
         self._meter.pause()
-        self._updated(version)
+        self._finish_update_span(version)
         self._between_steps.release()
 
 
 def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return parameters, tied ones once, and the buffers that checkpoints have."""
+    """Return the parameters, tied ones once, and the buffers that are stored in checkpoints."""
     stored = model.state_dict().keys()
     buffers = {name: each for name, each in model.named_buffers() if name in stored}
     return dict(model.named_parameters()) | buffers
 
 
-def _unfit(model: PreTrainedModel, trains: bool) -> Iterator[str]:
+def _unsupported_model(model: PreTrainedModel, trains: bool) -> Iterator[str]:
     """Return why this model cannot be decoded in batches or, if it `trains`, receive new weights."""
     text = model.config.get_text_config()
     others = sorted(set(get_layer_types_and_kwargs(text)[0]) - ATTENTION)
     if others or model._is_stateful:
-        yield f"a {text.model_type} has layers of {', '.join(others) or 'a state'}, which samples cannot join or leave"
+        yield f"a {text.model_type} has layers of {', '.join(others) or 'a state'}, to which samples cannot be added"
         return
     tensors = stored_tensors(model)
     if trains and revert_weight_conversion(model, dict(tensors)).keys() != tensors.keys():
-        yield f"checkpoints of a {text.model_type} name its weights otherwise than transformers' class"
+        yield f"checkpoints of a {text.model_type} use other weight names than its transformers class"

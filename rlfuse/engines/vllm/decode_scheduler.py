@@ -1,10 +1,10 @@
-"""vLLM's scheduler with a short path for decode steps; a sample's tokens leave the engine core together.
+"""vLLM's scheduler with a fast path for pure decode steps; the engine core sends a sample's tokens in one message.
 
-vLLM's own examines every request for every feature at every step and sends each token separately. Invariants:
-- each `SchedulerOutput`, and the state of requests and blocks after a step, equal those of vLLM's scheduler, which gets
-  all steps that do more than decode, and requests that end, were preempted or have events;
-- a request's first token is sent at once, the others when it ends, is aborted, or the engine pauses; with stop texts
-  also when a token may complete one (`stop_tokens`); with log-probs of other tokens every token at once.
+vLLM's scheduler checks every request for every feature in each step and sends each token separately. Invariants:
+- every `SchedulerOutput`, and the state of requests and blocks after a step, equal those of vLLM's scheduler. It
+  handles all steps that do more than decode, and requests that end, were preempted or have events;
+- a request's first token is sent immediately, the others when it ends, is aborted, or the engine pauses. With stop
+  texts they are also sent when a token may complete one (`stop_tokens`); requests for top-k log-probs send every token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rlfuse.engines.vllm.stop_tokens import EVERY_TOKEN, NO_TOKEN, StopTokens, S
 
 
 class HeldTokens:
-    """Tokens of a request that have not left the engine yet, from number `sent` on."""
+    """Tokens of a request that have not been sent to the front end yet, from index `sent` on."""
 
     __slots__ = ("end", "is_plain", "log_probs", "request", "sent", "stop_ids", "stop_text_ids", "stop_tokens")
 
@@ -42,20 +42,20 @@ class HeldTokens:
         self.stop_ids = {sampling.eos_token_id, *(sampling.stop_token_ids or ())}
         self.stop_tokens = stop_tokens
         self.stop_text_ids: Container[int] = NO_TOKEN
-        """Tokens that may complete a stop text if they are next."""
-        self.follow(request._output_token_ids)
+        """Tokens that may complete a stop text as the next token."""
+        self.update_stop_text_ids(request._output_token_ids)
         self.end = min(max_model_len, request.num_prompt_tokens + request.max_tokens)
-        """Tokens with the prompt at which the request ends."""
+        """Length at which the request ends, in tokens of prompt and response."""
         self.is_plain = not (request.mm_features or request.structured_output_request or sampling.repetition_detection)
-        """Whether it decodes without encoder outputs, grammars and other checks."""
+        """True if it decodes without encoder outputs, grammars and other checks."""
 
-    def follow(self, tokens: Sequence[int]) -> None:
-        """Note the request's last tokens that have been sent."""
+    def update_stop_text_ids(self, tokens: Sequence[int]) -> None:
+        """Update `stop_text_ids` after `tokens` have been sent."""
         if self.stop_tokens is not None:
             self.stop_text_ids = self.stop_tokens.after(tokens[-1]) if tokens else EVERY_TOKEN
 
     def release(self, output: EngineCoreOutput) -> EngineCoreOutput:
-        """Put all held tokens into `output`."""
+        """Move all held tokens into `output` and return it."""
         tokens = self.request._output_token_ids[self.sent :]
         output.new_token_ids = tokens
         if tokens:
@@ -63,27 +63,27 @@ class HeldTokens:
             output.new_logprobs = LogprobsLists(
                 np.array(tokens, np.int32).reshape(column),
                 np.array(self.log_probs, np.float32).reshape(column),
-                np.zeros(count, np.int32),  # ranks, which are not read
+                np.zeros(count, np.int32),  # ranks, which nothing reads
             )
-            self.follow(tokens)
+            self.update_stop_text_ids(tokens)
         self.sent, self.log_probs = self.sent + len(tokens), []
         return output
 
 
 class DecodeScheduler(Scheduler):
-    """For engines without asynchronous scheduling, as on CPU hosts."""
+    """Scheduler of engines without asynchronous scheduling, as on CPU hosts."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.held: dict[str, HeldTokens] = {}
-        self._leaving: list[tuple[int, EngineCoreOutput]] = []
+        self._outbox: list[tuple[int, EngineCoreOutput]] = []
         """(client, output) to send with the next step."""
         self._last_output = 0.0
         """Time of the last step that had tokens, on vLLM's clock."""
         self._is_async = isinstance(self, AsyncScheduler)
-        self._has_short_path = self._supports_short_path()
+        self._has_fast_path = self._supports_fast_path()
 
-    def _supports_short_path(self) -> bool:
+    def _supports_fast_path(self) -> bool:
         manager, *others = self.kv_cache_manager.coordinator.single_type_managers
         return not (
             others
@@ -106,12 +106,12 @@ class DecodeScheduler(Scheduler):
     # Before the model runs -------------------------------------------------------------------------------------------
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Take the short path if each request gets one token and none can be admitted."""
-        requests = self._decoding_requests() if self._has_short_path else None
+        """Schedule a step; uses the fast path if each request gets one token and no request can be admitted."""
+        requests = self._decoding_requests() if self._has_fast_path else None
         return super().schedule(throttle_prefills) if requests is None else self._schedule_decode(requests)
 
     def _decoding_requests(self) -> list[Request] | None:
-        """Return the requests that get a token; None if the step is not for the short path."""
+        """Return the requests that get a token; None if the step needs vLLM's scheduler."""
         slots = self.max_num_active_reqs - len(self.running) - self.num_waiting_for_streaming_input
         if (
             ((self.waiting or self.kv_holding_waiting) and slots > 0)
@@ -135,7 +135,7 @@ class DecodeScheduler(Scheduler):
             ):
                 return None
             if placeholders and computed + 2 - placeholders >= held.end:
-                continue  # the step that runs now samples its last token
+                continue  # the running step samples its last token
             requests.append(request)
             new_blocks += computed % block == 0
         return requests if requests and new_blocks <= self.kv_cache_manager.block_pool.get_num_free_blocks() else None
@@ -148,7 +148,7 @@ class DecodeScheduler(Scheduler):
             place = request.num_computed_tokens % self.block_size
             if place and (place != last or request.num_output_placeholders):
                 blocks.append(None)
-            else:  # it needs a block, or all tokens of its last one are known, which can be cached
+            else:  # it needs a new block, or its last block is full and can be cached
                 blocks.append(manager.allocate_slots(request, 1).get_block_ids(allow_none=True))
         manager.take_new_block_ids()
         names = [request.request_id for request in requests]
@@ -169,13 +169,13 @@ class DecodeScheduler(Scheduler):
         if self.connector is not None:
             output.kv_connector_metadata = self._build_kv_connector_meta(self.connector, output)
         self.sched_step_seq += self.defer_block_free
-        self._note_scheduled(requests)
+        self._mark_scheduled(requests)
         self.finished_req_ids, self.reset_preempted_req_ids = set(), set()
         if not self.use_v2_model_runner:
             self.prev_step_scheduled_req_ids = set(names)
         return output
 
-    def _note_scheduled(self, requests: Iterable[Request]) -> None:
+    def _mark_scheduled(self, requests: Iterable[Request]) -> None:
         for request in requests:
             request.num_computed_tokens += 1
             request.num_in_flight_tokens += 1
@@ -186,14 +186,14 @@ class DecodeScheduler(Scheduler):
                 if self.use_v2_model_runner:
                     request.next_decode_eligible_step = self.current_step + 1
 
-    # After it --------------------------------------------------------------------------------------------------------
+    # After the model ran ---------------------------------------------------------------------------------------------
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Return vLLM's outputs without those that are held."""
+        """Return vLLM's outputs without the held tokens."""
         scheduled = scheduler_output.num_scheduled_tokens
-        if self._has_short_path and _is_plain(model_runner_output):
+        if self._has_fast_path and _is_plain(model_runner_output):
             others = self._append_tokens(scheduled, model_runner_output)
         else:
             others = scheduled
@@ -202,13 +202,15 @@ class DecodeScheduler(Scheduler):
             replace(scheduler_output, num_scheduled_tokens=others), model_runner_output
         )
         for each in outputs.values():
-            each.outputs = [output for output in each.outputs if self._leaves(output, details)]
+            each.outputs = [output for output in each.outputs if self._must_send(output, details)]
         if self._pause_state != PauseState.UNPAUSED:
             self._release_all()
-        for client, output in reversed(self._leaving):  # before the last output of a request that ends in this step
+        for client, output in reversed(
+            self._outbox
+        ):  # must precede the last output of a request that ends in this step
             each = outputs.setdefault(client, EngineCoreOutputs())
             each.outputs = [output, *each.outputs]
-        self._leaving = []
+        self._outbox = []
         for each in outputs.values():
             if each.scheduler_stats is not None:
                 each.scheduler_stats.iteration_details = details
@@ -217,7 +219,7 @@ class DecodeScheduler(Scheduler):
         return outputs
 
     def _append_tokens(self, scheduled: dict[str, int], output: ModelRunnerOutput) -> dict[str, int]:
-        """Append the tokens of requests that continue decoding; return the others, which vLLM handles."""
+        """Append the tokens of requests that continue decoding; return the scheduled tokens of the others, for vLLM."""
         sampled, rows = output.sampled_token_ids, output.req_id_to_index
         log_probs, others = output.logprobs.logprobs[:, 0].tolist(), {}
         held_tokens, block, is_async = self.held, self.block_size, self._is_async
@@ -249,8 +251,8 @@ class DecodeScheduler(Scheduler):
             others[name] = count
         return others
 
-    def _leaves(self, output: EngineCoreOutput, details: SchedulerIterationDetails) -> bool:
-        """Whether to send the output, with all held tokens of its request."""
+    def _must_send(self, output: EngineCoreOutput, details: SchedulerIterationDetails) -> bool:
+        """Return whether to send `output` now; if so, add all held tokens of its request."""
         held, ends = self.held.get(output.request_id), output.finish_reason is not None
         if output.prefill_stats is not None:
             details.num_ctx_requests += 1
@@ -274,7 +276,7 @@ class DecodeScheduler(Scheduler):
         return True
 
     def _hold(self, request: Request) -> None:
-        """Hold the request's tokens from now on, if they can wait."""
+        """Hold the request's tokens from now on, if none must be sent immediately."""
         sampling = request.sampling_params
         if sampling is None or sampling.num_logprobs != 0 or request.resumable:
             return
@@ -284,21 +286,21 @@ class DecodeScheduler(Scheduler):
 
     @cached_property
     def _stop_tokens(self) -> StopTokenTable:
-        """Built for the first request with stop texts: takes a second for 150,000 tokens."""
+        """Built for the first request with stop texts; takes one second for 150,000 tokens."""
         model = self.vllm_config.model_config
         return StopTokenTable(None if model.skip_tokenizer_init else cached_tokenizer_from_config(model))
 
-    # What comes from outside -----------------------------------------------------------------------------------------
+    # Aborts and pauses -----------------------------------------------------------------------------------------------
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
-        """As vLLM's; tokens of aborted requests are sent with the next step."""
+        """Finish requests as vLLM does; tokens of aborted requests are sent with the next step."""
         finished = super().finish_requests(request_ids, finished_status)
         if finished_status == RequestStatus.FINISHED_ABORTED:
             for request in finished:
                 output = EngineCoreOutput(request.request_id, [], finish_reason=request.get_finished_reason())
                 if held := self.held.pop(request.request_id, None):
                     held.release(output)
-                self._leaving.append((request.client_index, output))
+                self._outbox.append((request.client_index, output))
         return finished
 
     def set_pause_state(self, pause_state: PauseState) -> None:
@@ -309,18 +311,18 @@ class DecodeScheduler(Scheduler):
     def _release_all(self) -> None:
         for name, held in self.held.items():
             if held.log_probs:
-                self._leaving.append((held.request.client_index, held.release(EngineCoreOutput(name, []))))
+                self._outbox.append((held.request.client_index, held.release(EngineCoreOutput(name, []))))
 
     def has_requests(self) -> bool:
-        return bool(self._leaving) or super().has_requests()
+        return bool(self._outbox) or super().has_requests()
 
 
 class AsyncDecodeScheduler(DecodeScheduler, AsyncScheduler):
-    """With asynchronous scheduling, as on GPUs."""
+    """Scheduler of engines with asynchronous scheduling, as on GPUs."""
 
 
 def _is_plain(output: ModelRunnerOutput) -> bool:
-    """Whether each request has one log-prob and at most one token, without errors."""
+    """Return whether each request has one log-prob and at most one token, without errors."""
     transferred = output.kv_connector_output
     return bool(
         output.sampled_token_ids

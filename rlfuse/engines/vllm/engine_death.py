@@ -1,6 +1,6 @@
-"""Find out why vLLM's engine process ended or did not start: vLLM only reports "see root cause above".
+"""Find out why vLLM's engine process ended or failed to start, since vLLM only reports "see root cause above".
 
-`RolloutWorker` keeps an `ErrorOutput` from the start of its engine. Waits at most EXIT_S for an exit status.
+`RolloutWorker` creates an `ErrorOutput` before it starts the engine. Waits at most EXIT_S for an exit status.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from rlfuse.errors import EngineError, EngineFailed, EngineLost
 
 EXIT_S = 2.0
 PREFIX = re.compile(r".*?\[\w+\.py:\d+\] ?|\(\S+ pid=\d+\) ?")
-"""Prefixes of vLLM's lines, and of what its processes print."""
-ELSEWHERE = re.compile(r"root cause|stack trace above|see above|EngineDeadError|died unexpectedly", re.I)
-"""In errors that only refer to another one."""
+"""Prefixes of vLLM's log lines and of its processes' output."""
+REFERENCE = re.compile(r"root cause|stack trace above|see above|EngineDeadError|died unexpectedly", re.I)
+"""Text of errors that only refer to another error."""
 WORKER = re.compile(r"Worker proc \S+ died unexpectedly \(exit code: (-\d+)\)")
-"""A worker process was killed by a signal; the engine then ends with an error."""
+"""vLLM's message on a worker process that a signal killed; the engine then exits with an error."""
 CRASH = re.compile(
     r"^.*(?:Fatal Python error|Segmentation fault|terminate called|what\(\):|No space left|SIG[A-Z]+ received).*$", re.M
 )
-OWN_SIGNALS = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
-"""Signals by which native code ends its own process."""
+CRASH_SIGNALS = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
+"""Signals of crashes in native code."""
 REMEDY = (
     "Lower rollout.max_num_seqs or the KV cache (rollout.kv_cache_memory_mb, on GPUs rollout.gpu_memory_utilization)."
 )
@@ -46,23 +46,23 @@ class ErrorOutput:
             return ""
         with self._file.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            start = self._start if self._start <= size else 0  # the log was cut
+            start = self._start if self._start <= size else 0  # the log was truncated
             file.seek(max(start, size - process_logs.LAST))
             return _unprefixed(file.read().decode(errors="replace"))
 
     def raised(self) -> str:
-        """Return the first exception of those reported at the end, with its frames; may be empty."""
+        """Return the first exception at the end of the output, with its stack frames; may be empty."""
         text = self.text()
-        found = [each for each in tracebacks.found_in(text) if not ELSEWHERE.search(each.error)]
+        found = [each for each in tracebacks.found_in(text) if not REFERENCE.search(each.error)]
         if found and os.environ.get(TRACEBACK) == "1":
             return text[text.index(found[-1].frames[0].partition("\n")[0]) :].strip()
         if found:
             return found[-1].short()
         named = [line.strip() for line in text.splitlines() if tracebacks.RAISED.match(line.strip())]
-        return "\n".join([line for line in dict.fromkeys(named) if not ELSEWHERE.search(line)][-tracebacks.LINES :])
+        return "\n".join([line for line in dict.fromkeys(named) if not REFERENCE.search(line)][-tracebacks.LINES :])
 
     def crash(self) -> str:
-        """Return lines that report a crash of native code; may be empty."""
+        """Return the lines that report a crash of native code; may be empty."""
         lines = [line.strip() for line in CRASH.findall(self.text())]
         return "\n".join([*dict.fromkeys(lines)][-tracebacks.LINES :])
 
@@ -80,30 +80,32 @@ def _unprefixed(text: str) -> str:
 
 
 def processes(engine: Any) -> list[Any]:
-    """Return the processes behind vLLM's AsyncLLM that are its children."""
+    """Return the child processes of vLLM's AsyncLLM."""
     return list(getattr(engine.engine_core.resources.engine_manager, "processes", []))
 
 
-def death_error(name: str, errors: ErrorOutput, below: list[Any]) -> EngineLost:
+def death_error(name: str, errors: ErrorOutput, children: list[Any]) -> EngineLost:
     """Return the error for an engine whose process is gone."""
     raised, crash = errors.raised(), errors.crash()
     if worker := WORKER.search(errors.text()):
         raised, status = "", int(worker[1])
     else:
-        status = _exit_status(below, 0.0 if raised else EXIT_S)  # one that raised says so before it ends
-    if raised and status == -signal.SIGTERM:  # by vLLM, which ends what is left of it
+        status = _exit_status(
+            children, 0.0 if raised else EXIT_S
+        )  # a process that raised has already printed its exception
+    if raised and status == -signal.SIGTERM:  # vLLM terminates the remaining processes
         status = None
-    if (status is not None and status < 0 and not crash and -status not in OWN_SIGNALS) or status == -signal.SIGKILL:
+    if (status is not None and status < 0 and not crash and -status not in CRASH_SIGNALS) or status == -signal.SIGKILL:
         return EngineLost(f"{name}: vLLM's engine process was {describe_kill(-status)}{host_memory.free_memory()}")
     if status is not None and status < 0:
-        words = f"\n{crash}" if crash else host_memory.free_memory()
-        return EngineFailed(f"{name}: vLLM's engine process crashed by {_signal(-status)}.{_remedy(crash)}{words}")
+        details = f"\n{crash}" if crash else host_memory.free_memory()
+        return EngineFailed(f"{name}: vLLM's engine process crashed with {_signal(-status)}.{_remedy(crash)}{details}")
     if raised:
         return EngineFailed(f"{name}: vLLM's engine process failed with an exception.{_remedy(raised)}\n{raised}")
     if crash:
         return EngineFailed(f"{name}: vLLM's engine process crashed.{_remedy(crash)}\n{crash}")
     how = "" if status is None else f" with exit status {status}"
-    return EngineLost(f"{name}: vLLM's engine process ended{how}, without a word.{host_memory.free_memory()}")
+    return EngineLost(f"{name}: vLLM's engine process exited{how} without an error message.{host_memory.free_memory()}")
 
 
 def start_error(name: str, model: str, errors: ErrorOutput, error: Exception) -> EngineError:
@@ -118,7 +120,7 @@ def start_error(name: str, model: str, errors: ErrorOutput, error: Exception) ->
 
 
 def describe_kill(number: int) -> str:
-    """Return a message on the signal that killed a process, with the known cause."""
+    """Return a message on the signal that killed a process, and its cause if known."""
     return f"killed by {_signal(number)}; the sender is unknown.{host_memory.oom_kills()}"
 
 
@@ -126,17 +128,17 @@ def _signal(number: int) -> str:
     return f"signal {number} ({ {each.value: each.name for each in signal.Signals}.get(number, 'unknown') })"
 
 
-def _remedy(words: str) -> str:
-    if host_memory.NO_MEMORY.search(words):
+def _remedy(error: str) -> str:
+    if host_memory.NO_MEMORY.search(error):
         return f" It is out of memory. {REMEDY}"
     return host_memory.shared_full()
 
 
-def _exit_status(below: list[Any], patience_s: float) -> int | None:
-    """Return the failed process's exit status, None while all run; negative: a signal."""
-    until = time.monotonic() + patience_s
+def _exit_status(children: list[Any], timeout_s: float) -> int | None:
+    """Return the exit status of the process that failed, negative for a signal; None while all processes run."""
+    until = time.monotonic() + timeout_s
     while True:
-        ended = [each.exitcode for each in below if each.exitcode is not None]
+        ended = [each.exitcode for each in children if each.exitcode is not None]
         if ended or time.monotonic() > until:
             return next((status for status in ended if status), next(iter(ended), None))
         time.sleep(0.02)

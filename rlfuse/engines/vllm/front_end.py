@@ -1,9 +1,9 @@
 """Replace parts of vLLM's front end: log-probs as floats, stop texts across the parts of a migrated sample.
 
 With `decode_scheduler`, `CompletionOutput.logprobs` is a list of floats, one per sampled token, and an aborted request
-ends with the output of the engine core, which has all its tokens. To vLLM a continued sample is a request whose prompt
-ends in the sample's tokens, where it looks for no stop text; so those tokens are read again, and `setup.extend` removes
-them: a response ends at the same token wherever its parts were drawn.
+ends with an output of the engine core that has all its tokens. A continued sample is a request whose prompt ends with
+the tokens drawn so far, in which vLLM does not search for stop texts. So these tokens are detokenized again, and
+`setup.extend` removes them: a response ends at the same token, no matter which engines drew its parts.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from vllm.v1.outputs import LogprobsLists
 
 
 class SampledLogProbs(LogprobsProcessor):
-    """Keeps log-probs of sampled tokens only."""
+    """Log-probs of sampled tokens only."""
 
     def _update_sample_logprobs(self, logprobs_lists: LogprobsLists) -> None:
-        self.logprobs.extend(logprobs_lists.logprobs[:, 0].tolist())  # type: ignore[union-attr]  # the sampled is first
+        self.logprobs.extend(logprobs_lists.logprobs[:, 0].tolist())  # type: ignore[union-attr]  # the sampled token is first
 
 
 class StepListener(PrometheusStatLogger):
-    """Replaces vLLM's Prometheus metrics, which are not read. Subclasses `record`."""
+    """Base of listeners to step statistics, in place of vLLM's Prometheus metrics. Subclasses define `record`."""
 
     def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None): ...
 
@@ -39,12 +39,12 @@ class StepListener(PrometheusStatLogger):
 
 
 def keep_log_probs(fast: bool) -> None:
-    """Choose how engines built from now on keep log-probs: vLLM has no setting for it."""
+    """Choose how engines built from now on store log-probs, for which vLLM has no setting."""
     output_processor.LogprobsProcessor = SampledLogProbs if fast else LogprobsProcessor  # type: ignore[misc]
 
 
 async def abort(engine: Any, request_ids: Iterable[str]) -> None:
-    """Abort requests in the engine core, whose last output ends them here, too; ignore unknown ones."""
+    """Abort requests in the engine core, whose last output also ends them here; unknown ids are ignored."""
     known = engine.output_processor.external_req_ids
     await engine.engine_core.abort_requests_async([name for each in request_ids for name in known.get(each, ())])
 
@@ -52,18 +52,18 @@ async def abort(engine: Any, request_ids: Iterable[str]) -> None:
 _from_new_request = IncrementalDetokenizer.from_new_request
 
 
-def _continued(cls: type, tokenizer: object, request: EngineCoreRequest) -> IncrementalDetokenizer:
-    """Read the sample's tokens again: vLLM has no other hook where a request's text begins."""
-    from rlfuse.engines.vllm.worker_extension import DRAWN  # not before the engine is forked: imports kernels
+def _continue_detokenizer(cls: type, tokenizer: object, request: EngineCoreRequest) -> IncrementalDetokenizer:
+    """Detokenize the sample's earlier tokens again; vLLM has no other hook at the start of a request's text."""
+    from rlfuse.engines.vllm.worker_extension import DRAWN  # imports kernels, so only after the engine was forked
 
     sampling = request.sampling_params
     drawn = (sampling.extra_args or {}).get(DRAWN, 0) if sampling.stop else 0
     if not drawn:
         return _from_new_request(tokenizer, request)
     ids = request.prompt_token_ids
-    begun = _from_new_request(tokenizer, replace(request, prompt_token_ids=ids[:-drawn]))
-    begun.update(ids[-drawn:], False)
-    return begun
+    detokenizer = _from_new_request(tokenizer, replace(request, prompt_token_ids=ids[:-drawn]))
+    detokenizer.update(ids[-drawn:], False)
+    return detokenizer
 
 
-IncrementalDetokenizer.from_new_request = classmethod(_continued)
+IncrementalDetokenizer.from_new_request = classmethod(_continue_detokenizer)

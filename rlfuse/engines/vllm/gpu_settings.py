@@ -1,4 +1,4 @@
-"""Environment variables and arguments of vLLM engines on GPUs, each with its reason. Pure data.
+"""Environment variables and arguments of vLLM engines on GPUs, each with its reason.
 
 Defaults that a run relies on are set explicitly. `rollout.engine_kwargs` overrides arguments. Source: vLLM 0.32.
 """
@@ -15,17 +15,17 @@ from rlfuse.config.schema import Config, RolloutConfig
 
 BATCHED_TOKENS = 8192
 MAX_GRAPH_TOKENS = 512
-"""Tokens of the largest CUDA graph, if rollout.max_num_seqs is smaller, as in vLLM."""
+"""Maximum tokens of a CUDA graph if rollout.max_num_seqs is smaller, as in vLLM."""
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 
 
 def engine_settings(dtype: str | None = None) -> list[Setting]:
-    """Return variables of processes with a vLLM engine; `dtype`: of its weights."""
+    """Return the variables of processes with a vLLM engine; `dtype`: of its weights."""
     settings = [
         Setting(
             ALLOCATOR,
             "expandable_segments:False",
-            "sleep frees memory pools, which can't be expandable (pytorch#147851)",
+            "sleep mode uses memory pools, which can't be expandable (pytorch#147851)",
             f"{ENGINES}, reward models if any",
         ),
         Setting(
@@ -37,12 +37,12 @@ def engine_settings(dtype: str | None = None) -> list[Setting]:
         Setting(
             "VLLM_USE_FLASHINFER_SAMPLER",
             "0",
-            "vLLM imports FlashInfer at startup unless it is off; seeded samples and processed log-probs never use it",
+            "vLLM would import FlashInfer at startup; seeded samples and processed log-probs never use it",
             f"{ENGINES}, reward models if any",
         ),
     ]
     if dtype == "float32":
-        why = "Triton multiplies float32 in TF32 by default, and attention would differ from the trainer's by 1e-3 nats"
+        why = "Triton multiplies float32 in TF32 by default; log-probs would differ from the trainer's by 1e-3 nats"
         settings.append(Setting("TRITON_F32_DEFAULT", "ieee", why, ENGINES))
     return settings
 
@@ -53,8 +53,8 @@ def engine_dtype(config: Config) -> str:
 
 
 def deterministic_settings(config: Config) -> list[Setting]:
-    """Return the variable of engines with trainer.deterministic, which the environment does not override."""
-    why = "log-probs do not depend on what else is decoded"
+    """Return the variable of engines with trainer.deterministic; the environment does not override it."""
+    why = "log-probs do not depend on the rest of the batch"
     return [Setting("VLLM_BATCH_INVARIANT", "1", why, ENGINES)] * config.trainer.deterministic
 
 
@@ -69,9 +69,9 @@ def gpu_arguments(rollout: RolloutConfig, max_model_len: int) -> dict[str, Any]:
         "enable_chunked_prefill": True,
         "max_num_batched_tokens": min(max(BATCHED_TOKENS, rollout.max_num_seqs), most),
     }
-    if rollout.tensor_model_parallel_size == 1:  # workers of a wider one are Ray actors
+    if rollout.tensor_model_parallel_size == 1:  # with tensor parallelism, workers are Ray actors
         arguments["distributed_executor_backend"] = "mp"
-    if "speculative_config" not in rollout.engine_kwargs:  # of which vLLM knows whether it goes with it
+    if "speculative_config" not in rollout.engine_kwargs:  # vLLM decides whether both are compatible
         arguments["async_scheduling"] = True
     if not GRAPH_ARGUMENTS & set(rollout.engine_kwargs):
         arguments["cudagraph_capture_sizes"] = graph_sizes(rollout.max_num_seqs)
@@ -82,7 +82,7 @@ GRAPH_ARGUMENTS = frozenset(
     {"compilation_config", "cudagraph_capture_sizes", "enforce_eager", "max_cudagraph_capture_size", "max_num_seqs"}
     | {"performance_mode", "speculative_config"}
 )
-"""Keys of rollout.engine_kwargs that choose the sizes of CUDA graphs, or that those depend on."""
+"""Keys of rollout.engine_kwargs that determine the sizes of CUDA graphs."""
 
 
 def graph_sizes(sequences: int) -> list[int]:
@@ -92,26 +92,26 @@ def graph_sizes(sequences: int) -> list[int]:
 
 
 REASONS = {
-    "gpu_memory_utilization": "rollout.gpu_memory_utilization: share of the whole device for weights, graphs, "
-    "activations and KV cache; vLLM does not start where less is free",
-    "enable_sleep_mode": "the engine leaves the device to the trainer; its addresses stay, so its CUDA graphs do",
-    "enforce_eager": "decoding runs CUDA graphs: launching its kernels one by one would take longer than they do",
-    "enable_prefix_caching": "the rollout.n responses of a prompt, and moved samples, prefill it once",
-    "enable_chunked_prefill": "a long prompt does not stop the samples that decode",
-    "max_num_batched_tokens": "tokens of a step: vLLM takes 2048 for an engine inside another program, 8192 or more "
-    "for its own offline use; the memory plan counts as many",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization: fraction of the device for weights, graphs, "
+    "activations and KV cache; vLLM does not start if less is free",
+    "enable_sleep_mode": "the engine frees the device for the trainer; addresses and CUDA graphs stay valid",
+    "enforce_eager": "decoding uses CUDA graphs, as launching kernels one by one takes longer than running them",
+    "enable_prefix_caching": "the rollout.n responses of a prompt, and migrated samples, prefill it once",
+    "enable_chunked_prefill": "a long prompt does not stall decoding",
+    "max_num_batched_tokens": "tokens of a step; vLLM's default is 2048 for an engine inside another program, 8192 or "
+    "more for offline use; the memory plan assumes this value",
     "async_scheduling": "the next step is scheduled while the device computes",
     "distributed_executor_backend": "the model runner launches kernels in a separate process while the engine core "
-    "schedules; uni runs both in one",
-    "cudagraph_capture_sizes": f"a quarter as many as vLLM captures, which takes seconds at startup; vLLM's end at "
-    f"{MAX_GRAPH_TOKENS} tokens, and wider batches run without graphs",
+    "schedules; uni runs both in one process",
+    "cudagraph_capture_sizes": f"a quarter as many as vLLM captures by default, which takes seconds at startup; vLLM's "
+    f"end at {MAX_GRAPH_TOKENS} tokens, and larger batches run without graphs",
 }
 
 
 def gpu_settings(
     config: Config, given: Mapping[str, str] = os.environ, planned: Mapping[str, Any] | None = None
 ) -> list[Setting]:
-    """Return all settings for a job on GPUs. `given`: environment; `planned`: arguments of its memory plan."""
+    """Return all settings of a job on GPUs. `given`: environment; `planned`: engine arguments of its memory plan."""
     if config.cluster.device == "cpu":
         return []
     ranks = [*cuda.worker_settings(), *cuda.rank_settings(config), *cuda.deterministic_settings(config)]
@@ -130,9 +130,9 @@ def _arguments(rollout: RolloutConfig, max_model_len: int, planned: Mapping[str,
     found = []
     for name, value in (gpu_arguments(rollout, max_model_len) | planned).items():
         if name in rollout.engine_kwargs:
-            value, why = rollout.engine_kwargs[name], "as rollout.engine_kwargs says"
+            value, why = rollout.engine_kwargs[name], "set by rollout.engine_kwargs"
         elif name in planned:
-            why = "by the memory plan: the KV cache that a step can use; no sleep where both sides fit on the device"
+            why = "set by the memory plan: the KV cache that a step can use; no sleep mode if engine and ranks both fit"
         else:
             why = REASONS[name]
         found.append(Setting(name, str(value), why, ENGINES))

@@ -1,6 +1,6 @@
-"""Import vLLM; on CPU hosts without modules that no engine uses there: 25 % less CPU time to start, 70 MiB less.
+"""Import vLLM. On CPU hosts, modules that engines do not use there are skipped: saves 25 % of the CPU time and 70 MiB.
 
-Called before anything else imports vLLM. Modules that are left out are missing during vLLM's imports only.
+Must be called before anything else imports vLLM. The skipped modules are hidden only during vLLM's imports.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ import sys
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # where `engine_death` looks
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # read by `engine_death`
     "TOKENIZERS_PARALLELISM": "false",
 }
 CPU_ENVIRONMENT = ENVIRONMENT | {
-    "TORCHDYNAMO_DISABLE": "1",  # no compilation of the sampler: first generate 6 s -> 0.4 s
-    "OMP_NUM_THREADS": "1",  # engines and trainer share the cores; more threads fight (0.2 s -> 5 s once)
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine core and worker in one process: 20 s -> 11 s to start
-    "GLOO_SOCKET_IFNAME": "lo",  # an engine's own processes are on one node
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # tensor parallel on one NUMA node refuses to start otherwise
+    "TORCHDYNAMO_DISABLE": "1",  # no compilation of the sampler: the first generate call takes 0.4 s instead of 6 s
+    "OMP_NUM_THREADS": "1",  # engines and trainer share the cores; more threads compete (up to 5 s instead of 0.2 s)
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine core and worker in one process: starts in 11 s instead of 20 s
+    "GLOO_SOCKET_IFNAME": "lo",  # the processes of an engine are on one node
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise tensor parallelism on one NUMA node fails to start
 }
-UNASKED = ("scipy.signal", "torch._inductor.lowering", "ray")
-"""Of audio; of the compiler, which is off on CPU hosts (`rollout_env`); and of engines over several nodes. An actor has
-imported the last already."""
+SKIPPED_ON_CPUS = ("scipy.signal", "torch._inductor.lowering", "ray")
+"""Modules for audio, for the compiler, which is off on CPU hosts (`rollout_env`), and for engines on several nodes.
+Actors have already imported the last one."""
 
 
 def import_vllm() -> None:
-    """All that an engine's front end needs, and on CPU hosts its worker, so that each engine's fork has it too."""
-    without = UNASKED if os.environ.get("TORCHDYNAMO_DISABLE") == "1" else ()
+    """Import vLLM's front end and, on CPU hosts, its worker, so that forks of this process inherit both."""
+    without = SKIPPED_ON_CPUS if os.environ.get("TORCHDYNAMO_DISABLE") == "1" else ()
     hidden = [name for name in without if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # Python's own way to say that there is none
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: Python raises ImportError for the module
     try:
         import vllm.v1.engine.async_llm
 

@@ -1,7 +1,7 @@
-"""Run vLLM inside a reward process, in the calling thread: a judge, or a reward model under a head.
+"""Run vLLM synchronously in a reward process: for a judge, or a reward model with a classification head.
 
-Engines are cached per settings for the life of the process, since vLLM's engines of a process share groups. Not run on
-GPUs yet.
+Engines are cached by settings for the lifetime of the process, since vLLM's engines in one process share process
+groups. Not tested on GPUs.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 from rlfuse.errors import RewardError
 
 MIB = 2**20
-NUMBERS = itertools.count()
+REQUEST_NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What an engine is made of."""
+    """Model and arguments of an engine."""
 
     model: str
     dtype: str = "auto"
@@ -36,21 +36,23 @@ class EngineSettings:
 
 
 def environment(device: str, dtype: str | None = None) -> dict[str, str]:
-    """Of a process that will build one, best set before it starts; `dtype`: of its weights, once it is known."""
+    """Return the environment of a process that builds an engine, preferably set before it starts. `dtype`: of the
+    weights, if known."""
     from rlfuse.engines.vllm.setup import rollout_env
 
     return rollout_env(device, dtype=dtype) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 
 def engine(settings: EngineSettings) -> OfflineEngine:
-    """Return the engine with these settings; RewardError for unknown arguments, or a model that vLLM can't serve."""
+    """Return the engine with these settings. Raises RewardError for unknown arguments, or a model that vLLM can't
+    serve."""
     files = Path(settings.model).glob("*") if Path(settings.model).is_dir() else ()
     return _engine(settings, max((file.stat().st_mtime_ns for file in files), default=0))
 
 
 @functools.cache
 def _engine(settings: EngineSettings, written: int) -> OfflineEngine:
-    """`written`: modification time of the model's files, as a notebook may train it again."""
+    """Build an engine. `written`: modification time of the model's files, since a notebook may retrain the model."""
     import torch
 
     from rlfuse.engines.vllm.importing import import_vllm
@@ -59,7 +61,7 @@ def _engine(settings: EngineSettings, written: int) -> OfflineEngine:
     dtype = json.loads(settings.engine_kwargs).get("dtype", settings.dtype)
     for name, value in environment(device, dtype).items():
         os.environ.setdefault(name, value)
-    with warnings.catch_warnings():  # vLLM's imports, which go on while it builds, warn of other libraries' plans
+    with warnings.catch_warnings():  # vLLM's imports raise deprecation warnings of other libraries
         warnings.simplefilter("ignore")
         import_vllm()
         return OfflineEngine(_build(settings, device))
@@ -73,9 +75,9 @@ def _build(settings: EngineSettings, device: str) -> Any:
     from rlfuse.engines.vllm.engine_fork import forking
     from rlfuse.engines.vllm.prompts import prompt_arguments
 
-    more = json.loads(settings.engine_kwargs)
-    if unknown := set(more) - {field.name for field in fields(EngineArgs)}:
-        raise RewardError(f"engine_kwargs has {sorted(unknown)}, which vLLM's EngineArgs has not")
+    engine_kwargs = json.loads(settings.engine_kwargs)
+    if unknown := set(engine_kwargs) - {field.name for field in fields(EngineArgs)}:
+        raise RewardError(f"engine_kwargs has unknown arguments {sorted(unknown)}; use fields of vLLM's EngineArgs")
     arguments = {
         "model": settings.model,
         "dtype": settings.dtype,
@@ -88,24 +90,26 @@ def _build(settings: EngineSettings, device: str) -> Any:
     if device == "cpu":
         arguments |= {"enforce_eager": True, "block_size": 32}
     else:
-        # The cache is given in bytes, but vLLM starts only where this share is free, beside engine or ranks.
+        # The cache size is set in bytes; vLLM still requires this fraction of the device to be free.
         arguments["gpu_memory_utilization"] = 0.01
     try:
         config = AutoConfig.from_pretrained(settings.model, trust_remote_code=settings.trust_remote_code)
         if settings.pooling:
             arguments["runner"] = "pooling"
-            _know_classifier(config)
-        longest = (arguments | more)["max_model_len"] or getattr(config.get_text_config(), "max_position_embeddings", 0)
+            _register_classifier(config)
+        longest = (arguments | engine_kwargs)["max_model_len"] or getattr(
+            config.get_text_config(), "max_position_embeddings", 0
+        )
         arguments |= prompt_arguments(config, longest)
-        arguments |= more
+        arguments |= engine_kwargs
         with forking(device, arguments):
             return LLMEngine.from_engine_args(EngineArgs(**arguments))
     except Exception as error:
         raise RewardError(f"vLLM can't serve {settings.model}: {type(error).__name__}: {error}") from error
 
 
-def _know_classifier(config: Any) -> None:
-    """Register a whole video model under a head of its own: vLLM looks for it in the text part."""
+def _register_classifier(config: Any) -> None:
+    """Register a video model with a classification head, which vLLM only supports for its text model."""
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.adapters import as_seq_cls_model
 
@@ -118,7 +122,7 @@ def _know_classifier(config: Any) -> None:
 
 
 class OfflineEngine:
-    """vLLM's LLMEngine, driven by the calling thread."""
+    """vLLM's LLMEngine, stepped by the calling thread."""
 
     def __init__(self, llm: Any):
         from rlfuse.engines.vllm.prompts import Prompts
@@ -129,7 +133,7 @@ class OfflineEngine:
         self.prompts = Prompts(model.hf_config, llm.vllm_config.scheduler_config.max_num_batched_tokens)
 
     def log_probs(self, prompts: Sequence[dict[str, Any]], token_ids: list[int]) -> list[list[float]]:
-        """Return for each prompt the log-probs of these tokens as its first response token."""
+        """Return for each prompt the log-probs of `token_ids` as the first response token."""
         from vllm import SamplingParams
 
         one = SamplingParams(temperature=0.0, max_tokens=1, logprob_token_ids=token_ids, detokenize=False)
@@ -137,15 +141,15 @@ class OfflineEngine:
         return [[first[token].logprob for token in token_ids] for first in firsts]
 
     def logits(self, prompts: Sequence[dict[str, Any]]) -> list[list[float]]:
-        """Return the raw logits of each prompt's classes, without vLLM's activation."""
+        """Return the class logits of each prompt, without vLLM's activation function."""
         from vllm import PoolingParams
 
         outputs = self._run(prompts, PoolingParams(task="classify", use_activation=False))
         return [output.outputs.data.float().tolist() for output in outputs]
 
     def _run(self, prompts: Sequence[dict[str, Any]], params: Any) -> list[Any]:
-        """Return vLLM's last output for each prompt, in order; no request stays in the engine if a step raises."""
-        names, found = [f"reward-{next(NUMBERS)}" for _ in prompts], {}
+        """Return vLLM's final output for each prompt, in order. Requests are aborted if a step raises."""
+        names, found = [f"reward-{next(REQUEST_NUMBERS)}" for _ in prompts], {}
         try:
             for name, prompt in zip(names, prompts, strict=True):
                 self._llm.add_request(name, prompt, params)

@@ -1,8 +1,8 @@
-"""Build vLLM's prompts: token ids, and for clips the rows of the embedding cache.
+"""Build vLLM's prompts: token ids and, for clips, rows of the embedding cache.
 
-Text is always token ids, so vLLM embeds it with its current weights. With `prompt_embeds`, text rows are NaN, so that
-vLLM's prefix cache tells them from embeddings; with `video_embeds`, it hashes the clip's key. Samples of a prompt share
-one tensor here while any of them is active; no request can draw a placeholder (`rlfuse.video.placeholders`).
+Text is passed as token ids, so vLLM embeds it with its current weights. With `prompt_embeds`, text rows are NaN, so
+that vLLM's prefix cache can distinguish them from embeddings; with `video_embeds`, it hashes the clip's key. The active
+samples of a prompt share one tensor. No request can draw a placeholder (`rlfuse.video.placeholders`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rlfuse.video.vllm_route import Refusal, select_route
 
 
 def prompt_arguments(config: PreTrainedConfig, max_model_len: int) -> dict[str, Any]:
-    """Return vLLM's engine arguments for clips; none for a model of text."""
+    """Return vLLM's engine arguments for clips; empty for a text model."""
     route = select_route(config)
     if route is Route.PROMPT_EMBEDS:
         return {"enable_prompt_embeds": True}
@@ -32,13 +32,13 @@ def prompt_arguments(config: PreTrainedConfig, max_model_len: int) -> dict[str, 
         return {
             "enable_mm_embeds": True,
             "limit_mm_per_prompt": {"image": 0},
-            "max_num_batched_tokens": max(max_model_len, 2048),  # vLLM takes a clip's whole embedding in one step
+            "max_num_batched_tokens": max(max_model_len, 2048),  # vLLM processes a clip's whole embedding in one step
         }
     return {}
 
 
 class Prompts:
-    """Builds the prompts of one engine, which runs at most `batched_tokens` in a step."""
+    """Builder of the prompts of one engine, whose steps have at most `batched_tokens` tokens."""
 
     def __init__(self, config: PreTrainedConfig, batched_tokens: int):
         self._config, self._batched_tokens = config, batched_tokens
@@ -49,45 +49,45 @@ class Prompts:
         """Added to the logits of every request."""
 
     def check(self, sample_id: str, prompt_ids: np.ndarray, visual: Sequence[Visual]) -> None:
-        """Raise ValueError unless prompt, plans, embeddings, model and engine match."""
+        """Raise ValueError unless prompt, video plans, embeddings, model and engine match."""
         if not self._placeholders and not visual:
             return
-        marked = np.flatnonzero(np.isin(prompt_ids, self._placeholders))
+        placeholders_at = np.flatnonzero(np.isin(prompt_ids, self._placeholders))
         places = np.concatenate([each.positions for each in visual]) if visual else np.empty(0, int)
         for each in visual:
             self._check(f"sample {sample_id}: {each.path}", each)
-        if not np.array_equal(marked, places):
+        if not np.array_equal(placeholders_at, places):
             raise ValueError(
-                f"sample {sample_id} has {len(marked)} visual placeholders in its prompt, its clips stand at "
-                f"{len(places)} places: make all of them from the same plans"
+                f"sample {sample_id} has {len(placeholders_at)} visual placeholders in its prompt, but its clips have "
+                f"{len(places)} positions; create all of them from the same video plans"
             )
 
     def _check(self, clip: str, visual: Visual) -> None:
         if isinstance(route := select_route(self._config, visual.plan), Refusal):
             raise ValueError(f"{clip} can't be passed to vLLM: {route.reason}")
         if (embedding := visual.source) is None:
-            raise ValueError(f"{clip} has no embedding yet: encode it before its rollout")
+            raise ValueError(f"{clip} has no embedding; encode it before the rollout")
         tokens = embedding.tokens
         if not len(visual.positions) == tokens == visual.plan.tokens:
             raise ValueError(
-                f"{clip} has an embedding of {tokens} tokens, a plan of {visual.plan.tokens} at "
-                f"{len(visual.positions)} places: make all of them from one plan"
+                f"{clip} has an embedding of {tokens} tokens, a plan of {visual.plan.tokens} and "
+                f"{len(visual.positions)} positions; create all of them from the same video plan"
             )
         if embedding.hidden != self._hidden:
             raise ValueError(
-                f"{clip} has an embedding of width {embedding.hidden}, the model's is {self._hidden}: encode it with "
-                "the tower of this model"
+                f"{clip} has an embedding of width {embedding.hidden}, but the model's is {self._hidden}; encode it "
+                "with the vision tower of this model"
             )
         if route is Route.VIDEO_EMBEDS and tokens > self._batched_tokens:
             raise ValueError(
-                f"{clip} has {tokens} visual tokens, the engine takes at most {self._batched_tokens} in a step: raise "
+                f"{clip} has {tokens} visual tokens, but the engine's steps have at most {self._batched_tokens}; raise "
                 "max_num_batched_tokens in its engine_kwargs, or lower the plan's budget"
             )
 
     def prompt(self, ids: np.ndarray, visual: Sequence[Visual]) -> dict[str, Any]:
-        """Return vLLM's prompt for `ids`, prompt and generated tokens, with the clips at their positions."""
+        """Return vLLM's prompt for `ids` (prompt and generated tokens), with the clips at their positions."""
         if not visual:
-            return {"type": "token", "prompt_token_ids": ids.tolist()}  # as vLLM's renderer would return it
+            return {"type": "token", "prompt_token_ids": ids.tolist()}  # the format of vLLM's renderer
         if select_route(self._config) is Route.PROMPT_EMBEDS:
             text = np.ones(len(ids), bool)
             text[np.concatenate([each.positions for each in visual])] = False
@@ -95,8 +95,8 @@ class Prompts:
             return {"prompt_embeds": rows, "prompt_token_ids": ids.tolist(), "prompt_is_token_ids": text.tolist()}
         family, once, kept = family_of(self._config), ids.copy(), np.ones(len(ids), bool)
         for each in visual:
-            first, behind = family.engine_written_span(self._config, ids, each)
-            once[first], kept[first + 1 : behind] = ids[each.positions[0]], False
+            first, end = family.engine_written_span(self._config, ids, each)
+            once[first], kept[first + 1 : end] = ids[each.positions[0]], False
         uuids, data = {}, {}
         for modality, alike in groupby(sorted(visual, key=_modality), key=_modality):
             shown = list(alike)
@@ -108,7 +108,7 @@ class Prompts:
         return {"prompt_token_ids": once[kept].tolist(), "multi_modal_data": data, "multi_modal_uuids": uuids}
 
     def _rows(self, ids: np.ndarray, visual: Sequence[Visual]) -> torch.Tensor:
-        """Return bf16 [len(ids), hidden]: embeddings at their positions, NaN where vLLM embeds text."""
+        """Return embeddings at their positions and NaN for text, bf16 [len(ids), hidden]."""
         key = (*(each.source.key for each in visual), ids.tobytes())
         rows = self._shared.get(key)
         if rows is None:
@@ -124,16 +124,16 @@ def _modality(visual: Visual) -> str:
 
 
 def _batched(inputs: Sequence[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
-    """Return one row per clip; a list where rows differ in length, as times of clips of several lengths do."""
+    """Return one row per clip; a list if rows differ in length, like the frame times of clips of several lengths."""
     rows = [row for each in inputs for row in each]
     return torch.stack(rows) if len({row.shape for row in rows}) == 1 else rows
 
 
 def _read(visual: Visual) -> torch.Tensor:
-    """Map the clip's rows. EngineError if they are missing or not finite."""
+    """Map the clip's embedding into memory. Raises EngineError if it is missing or not finite."""
     rows = visual.source.read()
     if not torch.stack(rows.aminmax()).isfinite().all():
         raise EngineError(
-            f"the embedding of {visual.path} ({visual.source.key}) holds NaN or infinity: its tower failed"
+            f"the embedding of {visual.path} ({visual.source.key}) contains NaN or infinity; check the vision tower"
         )
     return rows

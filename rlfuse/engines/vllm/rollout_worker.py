@@ -5,13 +5,13 @@
                                                           vLLM's scheduler <- [requests] <--+   engine process
 
 Invariants:
-- each sample is a request with a seed of its own, so neither the batch nor the engine changes what is sampled; samples
-  of one call share their prompt's KV blocks;
-- log-probs are of the drawn tokens at the sampling temperature, of the truncated distribution with top_p or top_k;
-- an evicted sample gets the same tokens elsewhere: those it has become the end of its prompt, `worker_extension`
-  positions its generator, and `kv_transfer` may move its KV cache;
-- a response has the version of the weights that drew its tokens, the oldest if they changed; its span names all.
-A dead engine process raises `EngineLost` immediately. `RolloutHandle` bounds every call.
+- each sample is a request with its own seed, so its tokens do not depend on the batch or the engine; samples of one
+  call share their prompt's KV blocks;
+- log-probs are of the drawn tokens at the sampling temperature; with top_p or top_k, of the truncated distribution;
+- an evicted sample gets the same tokens on another engine: its tokens so far become the end of its prompt,
+  `worker_extension` positions its random generator, and `kv_transfer` may move its KV cache;
+- a response has the version of the weights that drew its tokens, the oldest if they changed; its span lists all.
+A dead engine process raises `EngineLost` immediately. `RolloutHandle` sets a timeout for every call.
 """
 
 from __future__ import annotations
@@ -57,22 +57,22 @@ from rlfuse.samples import Partial, Response
 
 
 class RolloutWorker(EngineBase):
-    """An `EngineActor`; create it with num_cpus=0, a high max_concurrency and `rollout_env`."""
+    """vLLM's `EngineActor`; create it with num_cpus=0, a high max_concurrency and `rollout_env`."""
 
-    capabilities = Capabilities(can_move_kv=True, embeds=True)
+    capabilities = Capabilities(can_move_kv=True, accepts_embeddings=True)
 
     def __init__(self, slot: int):
         super().__init__(slot, children_cpu)
-        restore_child_signals()  # how the engine's process ended
+        restore_child_signals()  # needed for the exit status of the engine process
         self._engine: Any = None
         self._errors: engine_death.ErrorOutput | None = None
-        self._below: list[Any] = []
+        self._processes: list[Any] = []
         self._prompts: Any = None
         self._kv_store: Any = None
-        self._frozen = self._discarded = self._restorable = False
+        self._is_updating = self._has_discarded_weights = self._restorable = False
         self._holds_tokens = False
-        self._asked = 0
-        """Calls of the engine in progress, except those that generate."""
+        self._calls_in_progress = 0
+        """Number of calls to the engine in progress, except generation."""
         self._stats: Any = None
 
     @staticmethod
@@ -88,9 +88,9 @@ class RolloutWorker(EngineBase):
         return unsupported_reasons(config, trains)
 
     @staticmethod
-    def sized(rollout: RolloutConfig, memory: Memory) -> tuple[RolloutConfig, bool]:
+    def apply_memory_plan(rollout: RolloutConfig, memory: Memory) -> tuple[RolloutConfig, bool]:
         given = memory_arguments(memory) | rollout.engine_kwargs
-        # With a given cache, vLLM does not measure the memory that ranks leave free.
+        # With a given cache size, vLLM does not profile the memory that ranks leave free.
         together = not memory.alternates and bool(given.get("kv_cache_memory_bytes"))
         return replace(rollout, engine_kwargs=given), together
 
@@ -107,7 +107,7 @@ class RolloutWorker(EngineBase):
         core = core if device == "cpu" else None
         try:
             with self._recorder.span("start", cause="run"):
-                bind(core)  # first, so that the engine's processes inherit it
+                bind(core)  # first, so that the engine's processes inherit the binding
                 await self.prepare(model)
                 from rlfuse.engines.vllm.prompts import Prompts
                 from rlfuse.video.placeholders import placeholder_ids
@@ -115,11 +115,11 @@ class RolloutWorker(EngineBase):
                 arguments = engine_arguments(model, rollout, max_model_len, device, tail_speculation)
                 self._holds_tokens = holds_tokens(arguments)
                 with forking(device, arguments):
-                    self._engine, self._kv_store = build(arguments, rollout, device, self._note)
+                    self._engine, self._kv_store = build(arguments, rollout, device, self._record_step)
                 bind(core)
         except Exception as error:
             raise engine_death.start_error(self.name, model.path, self._errors, error) from error
-        self._below = engine_death.processes(self._engine)
+        self._processes = engine_death.processes(self._engine)
         self._tokenizer = self._engine.get_tokenizer()
         await self._engine.update_weight_version(str(self._version))
         if resolve_transfer(rollout.weight_transfer, device) == "ipc":
@@ -130,10 +130,10 @@ class RolloutWorker(EngineBase):
         batched_tokens = self._engine.vllm_config.scheduler_config.max_num_batched_tokens
         self._prompts = Prompts(self._engine.model_config.hf_config, batched_tokens)
         cache = self._engine.vllm_config.cache_config
-        kv_tokens = (cache.num_gpu_blocks - 1) * cache.block_size  # no sample gets vLLM's first block, its null block
+        kv_tokens = (cache.num_gpu_blocks - 1) * cache.block_size  # vLLM reserves the first block as null block
         self._meter = StepMeter(self._recorder, kv_tokens)
         if device == "cuda":
-            # A push has nothing for a vision tower and a draft model.
+            # A push does not include vision towers and draft models.
             unpushed = (
                 placeholder_ids(self._engine.model_config.hf_config) or "speculative_config" in rollout.engine_kwargs
             )
@@ -142,7 +142,7 @@ class RolloutWorker(EngineBase):
         return {"start_s": time.perf_counter() - began, "kv_tokens": kv_tokens, "kv_bytes_per_token": bytes_per_token}
 
     async def prepare(self, model: ModelConfig) -> None:
-        """Import what `start` needs: takes ten seconds and does not touch the device."""
+        """Import what `start` needs; takes ten seconds and does not use the device."""
         with importing():
             import rlfuse.engines.vllm.prompts  # noqa: F401
             from rlfuse.video.models.base import register_custom_family
@@ -150,22 +150,22 @@ class RolloutWorker(EngineBase):
             register_custom_family(model.video_family)
             import_vllm()
 
-    def _note(self, scheduler_stats: Any, iteration_stats: Any) -> None:
-        """vLLM calls this after every engine step."""
+    def _record_step(self, scheduler_stats: Any, iteration_stats: Any) -> None:
+        """Record an engine step; vLLM calls this after each one."""
         self._stats = scheduler_stats or self._stats
         if self._meter is None or scheduler_stats is None:
             return
         idle = not scheduler_stats.num_running_reqs and not scheduler_stats.num_waiting_reqs
         if self._meter.record(engine_step(scheduler_stats, iteration_stats), scheduler_stats.kv_cache_usage, idle):
             self._steps += 1
-            self._liveness.did(f"a step of {scheduler_stats.num_running_reqs} samples")
+            self._liveness.record_progress(f"a step of {scheduler_stats.num_running_reqs} samples")
 
     def _is_busy(self) -> bool:
-        return (bool(self._active) and not self._frozen) or self._asked > 0
+        return (bool(self._active) and not self._is_updating) or self._calls_in_progress > 0
 
     async def stop(self) -> None:
         if self._engine is not None:
-            with suppress(psutil.NoSuchProcess):  # vLLM kills what has just ended by itself
+            with suppress(psutil.NoSuchProcess):  # vLLM kills a process that has just exited
                 self._engine.shutdown()
         if self._kv_store is not None:
             self._kv_store.close()
@@ -177,39 +177,41 @@ class RolloutWorker(EngineBase):
         try:
             yield
         except EngineDeadError:
-            # vLLM's own traceback ends in "see above".
-            raise engine_death.death_error(self.name, self._errors, self._below) from None
+            # vLLM's traceback only refers to an earlier one.
+            raise engine_death.death_error(self.name, self._errors, self._processes) from None
 
     @contextmanager
-    def _asking(self, what: str) -> Iterator[None]:
-        """Count a call that the engine should answer soon."""
-        self._asked += 1
+    def _engine_call(self, what: str) -> Iterator[None]:
+        """Count a call to the engine as in progress; `what` describes it."""
+        self._calls_in_progress += 1
         try:
             with self._engine_alive():
                 yield
-            self._liveness.did(what)
+            self._liveness.record_progress(what)
         finally:
-            self._asked -= 1
+            self._calls_in_progress -= 1
 
     # Generation ----------------------------------------------------------------------------------------------------
 
     def _admit(self, requests: Sequence[Request]) -> None:
         super()._admit(requests)
-        if self._discarded:
-            raise RuntimeError(f"{self.name} discarded its weights: push new ones before {len(requests)} samples come")
+        if self._has_discarded_weights:
+            raise RuntimeError(
+                f"{self.name} has discarded its weights; push new ones before submitting {len(requests)} samples"
+            )
         for request in requests:
             self._prompts.check(request.id, request.prompt_ids, request.visual)
 
-    def _begin(self, request: Request, sampling: Sampling) -> asyncio.Task:
+    def _start_sample(self, request: Request, sampling: Sampling) -> asyncio.Task:
         task = self._active[request.id] = asyncio.create_task(self._complete(request, sampling))
         return task
 
-    async def _leave(self, begun: Collection[asyncio.Future]) -> None:
-        for task in begun:
-            task.cancel()  # vLLM ends the request of a cancelled task
-        await asyncio.gather(*begun, return_exceptions=True)
-        for sample_id in [name for name, task in self._active.items() if task in begun]:
-            del self._active[sample_id]  # cancelled before it began
+    async def _stop_unfinished(self, started: Collection[asyncio.Future]) -> None:
+        for task in started:
+            task.cancel()  # vLLM aborts the request of a cancelled task
+        await asyncio.gather(*started, return_exceptions=True)
+        for sample_id in [name for name, task in self._active.items() if task in started]:
+            del self._active[sample_id]  # cancelled before the task started
 
     async def _complete(self, request: Request, sampling: Sampling) -> Response | Partial:
         """Generate one sample from its prompt, or continue its partial response."""
@@ -220,18 +222,18 @@ class RolloutWorker(EngineBase):
         self._recorder.step = request.step
         try:
             with self._engine_alive(), span as record:
-                if (room := self._room(request, sampling)) < 1:
+                if (room := self._remaining_tokens(request, sampling)) < 1:
                     return self._response(request.partial, "length")
                 store, ids = self._kv_store, request.ids()
                 params = store.parameters(request.id, request.partial.kv_key, self._version) if store else {}
                 parameters = sampling_params(request, sampling, room, params, self._prompts.logit_bias)
                 prompt = self._prompts.prompt(ids, request.visual)
                 async for output in self._engine.generate(prompt, parameters, request.id):
-                    final = output  # the only one: parameters ask for the final output
+                    final = output  # the only output, because parameters request the final one
                 if final.prompt_token_ids != ids.tolist():
                     raise EngineError(
-                        f"{self.name}: vLLM made {len(final.prompt_token_ids)} prompt tokens of the {len(ids)} of "
-                        f"sample {request.id}: its model and the video plan disagree"
+                        f"{self.name}: vLLM has {len(final.prompt_token_ids)} prompt tokens instead of {len(ids)} for "
+                        f"sample {request.id}; the model and the video plan differ"
                     )
                 partial, reason = extend(request.partial, final, self._version, record)
                 if reason != "abort":
@@ -240,7 +242,7 @@ class RolloutWorker(EngineBase):
         finally:
             self._active.pop(request.id, None)
             if self._kv_store is not None:
-                self._kv_store.end(request.id, request.partial.kv_key)
+                self._kv_store.forget(request.id, request.partial.kv_key)
 
     # Moving --------------------------------------------------------------------------------------------------------
 
@@ -249,9 +251,9 @@ class RolloutWorker(EngineBase):
             pending = {self._active[sample_id]: sample_id for sample_id in sample_ids}
             if carry == "kv" and self._kv_store is not None:
                 for sample_id in sample_ids:
-                    self._kv_store.want(sample_id)
+                    self._kv_store.request_save(sample_id)
             while pending:
-                # Again until gone: a sample that vLLM is only just admitting is not yet known to it by its id.
+                # Repeat until they end: vLLM does not yet know the id of a sample that it is admitting.
                 await self._abort(pending.values())
                 await asyncio.wait(pending, timeout=0.01)
                 pending = {task: sample_id for task, sample_id in pending.items() if not task.done()}
@@ -265,23 +267,23 @@ class RolloutWorker(EngineBase):
             await self._engine.abort(list(sample_ids))
 
     async def _kv_key(self, sample_id: str) -> str | None:
-        """Return the key of an aborted sample's KV cache; None if it was not wanted, or there is none."""
-        if self._kv_store is None or not self._kv_store.wanted(sample_id):
+        """Return the key of an aborted sample's KV cache; None if it was not requested or could not be saved."""
+        if self._kv_store is None or not self._kv_store.is_save_requested(sample_id):
             return None
-        await self._engine.get_weight_version()  # answered after the abort, which had no answer
-        return await self._kv_store.collect(sample_id, self._version)
+        await self._engine.get_weight_version()  # the answer arrives after the abort, which has none
+        return await self._kv_store.wait_saved(sample_id, self._version)
 
     async def _free_device(self, discard: bool) -> None:
-        """Drop the KV cache, and the weights if a push restores all tensors; else move these to the host."""
+        """Drop the KV cache, and the weights if a push restores all tensors; otherwise move the weights to the host."""
         if self._device == "cuda" and "weights" not in self._asleep:
-            with self._asking("to fall asleep"):
-                self._discarded |= discard and self._restorable
-                await self._engine.sleep(level=2 if self._discarded else 1)
+            with self._engine_call("sleep"):
+                self._has_discarded_weights |= discard and self._restorable
+                await self._engine.sleep(level=2 if self._has_discarded_weights else 1)
 
     async def _take_device(self, part: Part | None) -> None:
         if self._device == "cuda":
-            with self._asking("to wake"):
-                await self._engine.wake_up(tags=[part] if part else None)  # a tag that is awake would stop the others
+            with self._engine_call("wake"):
+                await self._engine.wake_up(tags=[part] if part else None)  # vLLM ignores the other tags if one is awake
 
     async def load(self) -> Load:
         if (stats := self._stats) is None or not self._active:
@@ -293,8 +295,8 @@ class RolloutWorker(EngineBase):
     async def begin_update(self) -> None:
         if "weights" in self._asleep:
             raise RuntimeError(f"{self.name} has its weights asleep; wake them before pushing new ones")
-        with self._asking("a pause for new weights"):
-            self._frozen = True
+        with self._engine_call("begin_update"):
+            self._is_updating = True
             self._pause()
             if self._kv_store is not None:
                 await self._kv_store.invalidate()
@@ -304,18 +306,18 @@ class RolloutWorker(EngineBase):
     async def receive(self, info: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        with self._asking("a bucket of new weights"):
+        with self._engine_call("a bucket of weights"):
             await self._engine.update_weights(WeightTransferUpdateRequest(update_info=info))
 
     async def finish_update(self, version: int) -> None:
-        with self._asking("the last of new weights"):
+        with self._engine_call("finish_update"):
             await self._engine.finish_weight_update(weight_version=str(version))
             await self._engine.reset_prefix_cache()
             await self._engine.reset_encoder_cache()
             self._meter.pause()
-            await self._engine.resume_generation()  # of nothing, where the KV cache is asleep: `_admit` sees to that
-        self._frozen = self._discarded = False
-        self._updated(version)
+            await self._engine.resume_generation()  # no samples run while the KV cache is asleep, see `_admit`
+        self._is_updating = self._has_discarded_weights = False
+        self._finish_update_span(version)
 
     async def version(self) -> int:
         """Return the version that the engine process reports."""

@@ -1,6 +1,6 @@
-"""vLLM's environment and arguments, sampling parameters, and how its outputs and statistics are read.
+"""vLLM's environment, engine arguments and sampling parameters; conversion of its outputs and statistics.
 
-Imports vLLM inside functions only: `rollout_env` must be set in a process before its first import.
+vLLM is imported inside functions only, because `rollout_env` must be set in a process before the first import.
 `rollout.engine_kwargs` overrides every argument.
 """
 
@@ -35,7 +35,7 @@ from rlfuse.protocols import Sampling
 from rlfuse.samples import Partial
 
 DECODE_SCHEDULER = "rlfuse.engines.vllm.decode_scheduler"
-TUNED = frozenset(
+KERNEL_ARGUMENTS = frozenset(
     {"attention_backend", "attention_config", "enable_flashinfer_autotune", "hf_overrides", "kernel_config"}
     | {
         "linear_backend",
@@ -46,21 +46,21 @@ TUNED = frozenset(
         "speculative_config",
     }
 )
-"""Keys of rollout.engine_kwargs that choose kernels of FlashInfer, or that those depend on."""
+"""Keys of rollout.engine_kwargs that affect which FlashInfer kernels are used."""
 
 
 def rollout_env(
     device: str, transfer: str = "auto", dtype: str | None = None, slots: Sequence[int] = (0,)
 ) -> dict[str, str]:
-    """Return the environment of the actor, which the engine's processes inherit; `dtype`: of the engine's weights."""
+    """Return the environment of the actor, which the engine's processes inherit. `dtype`: of the engine's weights."""
     transfer = resolve_transfer(transfer, device)
     if device == "cpu":
         return dict(CPU_ENVIRONMENT)
     env = ENVIRONMENT | cuda.environment(engine_settings(dtype))
-    if len(slots) > 1:  # its workers are Ray actors in the slots' bundles
+    if len(slots) > 1:  # tensor-parallel workers are Ray actors in the slots' bundles
         env["VLLM_RAY_BUNDLE_INDICES"] = ",".join(map(str, slots))
         env["VLLM_RAY_PER_WORKER_GPUS"] = str(cuda.SHARE)
-        env["VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] = "1"  # the other executor can't schedule ahead
+        env["VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] = "1"  # the default executor has no async scheduling
     if transfer == "ipc":
         env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # CUDA IPC handles are pickled between actor and engine
     return env
@@ -69,7 +69,7 @@ def rollout_env(
 def engine_arguments(
     model: ModelConfig, rollout: RolloutConfig, max_model_len: int, device: str, tail_speculation: int = 0
 ) -> dict[str, Any]:
-    """Return the job's AsyncEngineArgs, except objects of vLLM's. ValueError: see `draft_arguments`."""
+    """Return the job's AsyncEngineArgs, except vLLM's config objects. ValueError: see `draft_arguments`."""
     from transformers import AutoConfig
 
     from rlfuse.engines.vllm.prompts import prompt_arguments
@@ -79,7 +79,7 @@ def engine_arguments(
         "model": model.path,
         "dtype": model.dtype,
         "trust_remote_code": model.trust_remote_code,
-        "load_format": "safetensors",  # pickled weights could run code
+        "load_format": "safetensors",  # pickled weights can execute code
         "max_model_len": max_model_len,
         "max_num_seqs": rollout.max_num_seqs,
         "tensor_parallel_size": rollout.tensor_model_parallel_size,
@@ -91,21 +91,21 @@ def engine_arguments(
         "quantization_config": {"ignore": [*UNQUANTIZED_LAYERS]} if rollout.quantization else None,
     }
     if rollout.tensor_model_parallel_size > 1:
-        # On GPUs its workers are Ray actors in our bundles, see placement. On CPU hosts vLLM can't have those, but
-        # would choose them inside of a placement group: there they are processes of the engine's own.
+        # On GPUs its workers are Ray actors in our bundles, see placement. On CPU hosts vLLM does not support Ray
+        # workers, but would select them inside a placement group; there they are child processes.
         arguments["distributed_executor_backend"] = "ray" if device == "cuda" else "mp"
     if device == "cuda":
         arguments |= gpu_arguments(rollout, max_model_len)
         experts = any(getattr(served.get_text_config(), name, None) for name in EXPERTS)
-        if not (experts or rollout.quantization or TUNED & set(rollout.engine_kwargs)):
-            # vLLM would import FlashInfer and run its largest batch to tune kernels that such a model does not have.
+        if not (experts or rollout.quantization or KERNEL_ARGUMENTS & set(rollout.engine_kwargs)):
+            # vLLM would import FlashInfer and run its largest batch to tune kernels that this model does not use.
             arguments["enable_flashinfer_autotune"] = False
     else:
         arguments |= {
             "enforce_eager": True,
-            # Given outright: vLLM's share of "available memory" misjudges hosts whose memory is hot-plugged.
+            # In bytes, because vLLM's fraction of "available memory" is wrong on hosts with hot-plugged memory.
             "kv_cache_memory_bytes": rollout.kv_cache_memory_mb * MIB // rollout.tensor_model_parallel_size,
-            "block_size": 32,  # default 128 would leave short prompts without a block to share
+            "block_size": 32,  # with the default of 128, short prompts would have no block to share
         }
     arguments |= draft_arguments(tail_speculation, rollout, device)
     arguments |= prompt_arguments(served, max_model_len) | rollout.engine_kwargs
@@ -113,18 +113,18 @@ def engine_arguments(
 
 
 def draft_arguments(threshold: int, rollout: RolloutConfig, device: str) -> dict[str, Any]:
-    """Return the arguments to draft n-grams while at most `threshold` samples are decoded.
+    """Return the arguments for n-gram speculative decoding while at most `threshold` samples are decoded.
 
-    Greedy tokens stay the same; drawn ones keep their distribution, but depend on the rest of the batch. ValueError for
-    a threshold below 0, several pipeline stages or data-parallel ranks, and a `speculative_config`.
+    Greedy tokens stay the same; sampled ones keep their distribution, but depend on the rest of the batch. Raises
+    ValueError for a threshold below 0, several pipeline stages or data-parallel ranks, and a `speculative_config`.
     """
     if threshold < 0:
-        raise ValueError(f"fusion.tail_speculation={threshold}: give a number of samples, or 0 to turn it off")
+        raise ValueError(f"fusion.tail_speculation={threshold}: set a number of samples, or 0 to disable it")
     if not threshold:
         return {}
     if clash := {"speculative_config", "pipeline_parallel_size", "data_parallel_size"} & set(rollout.engine_kwargs):
         raise ValueError(
-            f"fusion.tail_speculation={threshold} doesn't go with rollout.engine_kwargs.{min(clash)}: drop one of them"
+            f"fusion.tail_speculation={threshold} conflicts with rollout.engine_kwargs.{min(clash)}; remove one of them"
         )
     most = rollout.max_num_seqs
     schedule = [(1, min(threshold, most), DRAFT_TOKENS)]
@@ -132,7 +132,7 @@ def draft_arguments(threshold: int, rollout: RolloutConfig, device: str) -> dict
         schedule.append((threshold + 1, most, 0))
     return {
         "speculative_config": {
-            # The GPU's variant lets vLLM go on scheduling a step ahead of the device.
+            # The GPU variant lets vLLM keep scheduling one step ahead of the device.
             "method": "ngram_gpu" if device == "cuda" else "ngram",
             "num_speculative_tokens": DRAFT_TOKENS,
             "prompt_lookup_min": 2,
@@ -150,13 +150,13 @@ def memory_arguments(memory: Memory) -> dict[str, Any]:
     if not memory.alternates:
         given["enable_sleep_mode"] = False
     if given:
-        # With a given cache, vLLM only demands that so much is free when it starts, whatever ranks keep of the rest.
+        # With a given cache size, vLLM only checks at startup that this fraction of the device is free.
         given["gpu_memory_utilization"] = max(1e-4, round(memory.size_of(ENGINE) / memory.budget.bytes, 4))
     return given
 
 
 def _scheduler(rollout: RolloutConfig, arguments: dict[str, Any], device: str) -> str | None:
-    """Return the scheduler's class; None: vLLM's own."""
+    """Return the class name of the scheduler; None: vLLM's default."""
     if rollout.scheduler == "vllm":
         return None
     if device == "cpu":
@@ -167,12 +167,12 @@ def _scheduler(rollout: RolloutConfig, arguments: dict[str, Any], device: str) -
 
 
 def holds_tokens(arguments: dict[str, Any]) -> bool:
-    """Whether the scheduler is `decode_scheduler`'s."""
+    """Return whether the engine uses a scheduler of `decode_scheduler`."""
     return str(arguments["scheduler_cls"]).startswith(DECODE_SCHEDULER)
 
 
 def token_bytes(vllm_config: Any) -> int:
-    """Return the bytes of a token's keys and values in all ranks of the engine."""
+    """Return the bytes of a token's keys and values on all ranks of the engine."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     rank = model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size()
     return 2 * rank * parallel.world_size * model.dtype.itemsize
@@ -188,8 +188,8 @@ def resolve_kv_transfer(setting: str, device: str) -> str:
 def build(
     arguments: dict[str, Any], rollout: RolloutConfig, device: str, on_step: Callable[[Any, Any], None]
 ) -> tuple[Any, Any]:
-    """Return AsyncLLM and the store of its KV caches, None with a user's connector; `on_step` gets each step's
-    statistics."""
+    """Return AsyncLLM and the store of its KV caches, which is None with a custom connector. `on_step` is called with
+    the statistics of each step."""
     from vllm.config import KVTransferConfig, WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -202,18 +202,20 @@ def build(
             on_step(scheduler_stats, iteration_stats)
 
     if unknown := set(arguments) - {field.name for field in fields(AsyncEngineArgs)}:
-        raise ValueError(f"rollout.engine_kwargs has {sorted(unknown)}, which vLLM's AsyncEngineArgs has not")
+        raise ValueError(
+            f"rollout.engine_kwargs has unknown arguments {sorted(unknown)}; use fields of vLLM's AsyncEngineArgs"
+        )
     connector = connector_arguments(resolve_kv_transfer(rollout.kv_transfer, device))
-    ours = {
+    connectors = {
         "weight_transfer_config": WeightTransferConfig(backend=resolve_transfer(rollout.weight_transfer, device)),
         "kv_transfer_config": KVTransferConfig(**connector),
     }
-    chosen = AsyncEngineArgs(**(ours | arguments))
+    chosen = AsyncEngineArgs(**(connectors | arguments))
     keep_log_probs(fast=holds_tokens(arguments))
     if "kv_transfer_config" in arguments:
         return AsyncLLM.from_engine_args(chosen, stat_loggers=[Probe]), None
     store = KVCacheStore()
-    os.environ["VLLM_RPC_BASE_PATH"] = str(store.folder)  # for sockets, which vLLM leaves behind
+    os.environ["VLLM_RPC_BASE_PATH"] = str(store.folder)  # for sockets, which vLLM does not remove
     try:
         engine = AsyncLLM.from_engine_args(chosen, stat_loggers=[Probe])
     except BaseException:
@@ -224,14 +226,18 @@ def build(
 
 
 def sampling_params(
-    request: Request, sampling: Sampling, room: int, kv_params: dict[str, str], logit_bias: dict[int, float] | None
+    request: Request,
+    sampling: Sampling,
+    max_tokens: int,
+    kv_params: dict[str, str],
+    logit_bias: dict[int, float] | None,
 ) -> Any:
-    """Return vLLM's SamplingParams for at most `room` more tokens of the request."""
-    import rlfuse.engines.vllm.front_end  # noqa: F401  (finds stop texts of continued samples)
+    """Return vLLM's SamplingParams for at most `max_tokens` more tokens of the request."""
+    import rlfuse.engines.vllm.front_end  # noqa: F401  (patches stop texts of continued samples)
     from rlfuse.engines.vllm.worker_extension import DRAWN
 
     parameters = _shared_params(sampling).clone()
-    parameters.max_tokens, parameters.logit_bias = room, logit_bias
+    parameters.max_tokens, parameters.logit_bias = max_tokens, logit_bias
     parameters.seed = request.seed if sampling.temperature > 0 else None
     parameters.extra_args = {DRAWN: len(request.partial.token_ids), "kv_transfer_params": kv_params}
     return parameters
@@ -239,7 +245,7 @@ def sampling_params(
 
 @cache
 def _shared_params(sampling: Sampling) -> Any:
-    """Return the SamplingParams of all requests with this sampling, validated once."""
+    """Return the SamplingParams shared by all requests with this sampling, validated once."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -249,24 +255,26 @@ def _shared_params(sampling: Sampling) -> Any:
         top_k=sampling.top_k,
         min_p=sampling.min_p,
         stop=list(sampling.stop),
-        include_stop_str_in_output=True,  # as tokens it is, so log-probs are of what was drawn
-        logprobs=0,  # of the drawn token alone
-        skip_special_tokens=False,  # one of them may be a stop text
-        detokenize=bool(sampling.stop),  # else once at the end, and exactly as the tokenizer decodes
+        include_stop_str_in_output=True,  # the tokens contain it, so tokens and log-probs match
+        logprobs=0,  # of the drawn token only
+        skip_special_tokens=False,  # a special token may be a stop text
+        detokenize=bool(sampling.stop),  # otherwise once at the end, with the tokenizer
         output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # vLLM writes the same to all of them
+        skip_clone=True,  # vLLM writes the same values for all requests
     )
 
 
 def extend(partial: Partial, output: Any, version: int, record: Span) -> tuple[Partial, str]:
-    """Return what the sample has with vLLM's output, and why that ended; complete its span. `version`: where vLLM names
-    none."""
+    """Return `partial` extended by vLLM's output, and the finish reason; fill in the span `record`. `version`: of the
+    weights, if vLLM reports none."""
     drawn = output.outputs[0]
     if drawn.finish_reason not in ("stop", "length", "abort"):
         raise EngineError(f"{record.where}: vLLM ended a request with finish_reason={drawn.finish_reason!r}")
     log_probs = drawn.logprobs or []
-    token_ids = drawn.token_ids[len(drawn.token_ids) - len(log_probs) :]  # without those that `front_end` read again
-    if log_probs and isinstance(log_probs[0], dict):  # as vLLM's own front end keeps them
+    token_ids = drawn.token_ids[
+        len(drawn.token_ids) - len(log_probs) :
+    ]  # without those that `front_end` detokenized again
+    if log_probs and isinstance(log_probs[0], dict):  # the format of vLLM's front end
         log_probs = [entry[token].logprob for entry, token in zip(log_probs, token_ids, strict=True)]
     versions = [int(span.version) for span in drawn.weight_versions or []] or [version]
     record.tokens = len(token_ids)
@@ -281,7 +289,7 @@ def extend(partial: Partial, output: Any, version: int, record: Span) -> tuple[P
 
 
 def engine_step(scheduler: Any, iteration: Any) -> EngineStep:
-    """Read vLLM's statistics; those of `decode_scheduler` count tokens that are held back, too."""
+    """Convert vLLM's statistics; those of `decode_scheduler` also count held tokens."""
     first = [] if iteration is None else iteration.time_to_first_tokens_iter
     now = clock.now() if iteration is None else clock.from_wall_clock(iteration.iteration_timestamp)
     waited_s = max([0.0, *first])

@@ -1,7 +1,8 @@
-"""Find the tokens that can complete a stop text; all others of a response can wait in the engine core.
+"""Find the tokens that can complete a stop text; all other response tokens can be held in the engine core.
 
-Only byte-level tokenizers have tokens whose text does not depend on their context; with others, each token is sent at
-once. Invariant: outside incomplete characters, a token not in `ends` adds no last character of a stop text.
+Only in byte-level tokenizers the text of a token does not depend on its context; with other tokenizers, each token is
+sent immediately. Invariant: except in incomplete characters, a token not in `ends` never adds the last character of a
+stop text.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ NO_TOKEN: frozenset[int] = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class StopTokens:
-    """Tokens for some stop texts."""
+    """Tokens that can complete given stop texts."""
 
     ends: frozenset[int]
-    """Tokens with the last character of a stop text, or bytes of an incomplete character."""
+    """Tokens that contain the last character of a stop text, or bytes of an incomplete character."""
     incomplete: frozenset[int]
-    """Tokens with bytes of an incomplete character: text before it is decoded with the next token."""
+    """Tokens with bytes of an incomplete character, which is decoded together with the next token."""
 
     def after(self, token: int) -> Container[int]:
-        """Return the tokens to send at once if they follow `token`."""
+        """Return the tokens that must be sent immediately if they follow `token`."""
         return EVERY_TOKEN if token in self.incomplete else self.ends
 
 
 class StopTokenTable:
-    """Finds them for one tokenizer; None: the engine has none."""
+    """Lookup of `StopTokens` for one tokenizer; None: the engine has no tokenizer."""
 
     def __init__(self, tokenizer: Any):
         self._texts: dict[int, str] | None = None
@@ -61,5 +62,5 @@ class StopTokenTable:
 
 
 def _with_any(texts: dict[int, str], characters: Sequence[str]) -> frozenset[int]:
-    wanted = set(characters)
-    return frozenset(number for number, text in texts.items() if not wanted.isdisjoint(text))
+    character_set = set(characters)
+    return frozenset(number for number, text in texts.items() if not character_set.isdisjoint(text))

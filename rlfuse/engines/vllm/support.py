@@ -1,7 +1,7 @@
-"""What vLLM can't do with a model on the job's device, found before anything starts.
+"""Check at startup whether vLLM supports the model on the job's device.
 
-Reads vLLM's tables from its source, because importing vLLM takes ten seconds; tests compare every limit with vLLM. A
-sliding window and both values of model.dtype are no limit of either device.
+Reads vLLM's tables from its source, because importing vLLM takes ten seconds; tests compare every limit with vLLM.
+Sliding windows and both values of model.dtype are supported on all devices.
 """
 
 from __future__ import annotations
@@ -25,29 +25,31 @@ from rlfuse.config.schema import Config
 from rlfuse.video.placeholders import placeholder_ids
 
 CPU_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Sizes that vLLM's attention for CPUs is compiled for."""
+"""Head sizes that vLLM's CPU attention is compiled for."""
 CPU_BLOCK = 32
-"""Tokens of a block there: a multiple of it."""
+"""On CPUs, block_size must be a multiple of this number of tokens."""
 BYPASSES_RELOAD = {"gpt_oss", "mimo_v2_flash", "step3_text", "step3p5"}
-"""Model types whose `load_weights` copies tensors itself; `receiver` finds others in the first push."""
-NUMERICS_DIFFER = {"bloom": "vLLM computes its exact GELU, transformers by tanh, as it was trained"}
-"""Model type -> why engine and trainer differ by more than rounding."""
+"""Model types whose `load_weights` bypasses vLLM's layerwise reload; `receiver` detects others in the first push."""
+NUMERICS_DIFFER = {
+    "bloom": "vLLM computes its exact GELU, transformers the tanh approximation that it was trained with"
+}
+"""Model type -> why log-probs of engine and trainer differ by more than rounding."""
 NIXL_ON_GPUS = (
     "on GPUs a sleeping engine frees the memory that NIXL registered and wakes with other memory, which nothing "
     "registers again"
 )
-ELSEWHERE = "choose another model, a machine with GPUs"
+ALTERNATIVES = "choose another model, a machine with GPUs"
 
 
 def unsupported_reasons(config: Config, trains: bool = True) -> list[str]:
-    """Return why vLLM cannot generate with the policy or, if it `trains`, take its new weights, each with its key."""
+    """Return why vLLM cannot generate with the policy or, if it `trains`, receive its weights; each with its key."""
     path = config.model.path
     if (model := _model_config(config, path)) is None:
         return [*_connector(config)]
     given = f"model.path={path}"
     found = [*_connector(config), *_drafting(config, model), *_latent_attention(given, config, model)]
-    found += _of_training(given, config, model) if trains else ()
-    if "hf_overrides" in config.rollout.engine_kwargs:  # vLLM reads another model than this
+    found += _training_limits(given, config, model) if trains else ()
+    if "hf_overrides" in config.rollout.engine_kwargs:  # vLLM uses a modified configuration
         return found
     return [
         *(f"{each}, or rollout.name=transformers" for each in _architecture(given, model)),
@@ -59,23 +61,23 @@ def unsupported_reasons(config: Config, trains: bool = True) -> list[str]:
 
 
 def unplannable_reasons(config: Config, device: str) -> list[str]:
-    """Return why vLLM cannot run this job on any machine with `device`, whatever the sizes of model and cache."""
+    """Return why vLLM cannot run this job on any machine with `device`, regardless of the sizes of model and cache."""
     planned = replace(config, cluster=replace(config.cluster, device=device))
     found, model = [*_reward_device(planned)], _model_config(config, config.model.path)
     if config.rollout.name != "vllm" or config.trainer.task != "rl" or model is None:
         return found
     given = f"model.path={config.model.path}"
-    found += _connector(planned) if device == "cuda" else ()  # a machine with CPUs may have another nixl
+    found += _connector(planned) if device == "cuda" else ()  # nixl may be installed on a machine with CPUs
     return [
         *found,
         *_drafting(planned, model),
         *_latent_attention(given, planned, model),
-        *_of_training(given, planned, model),
+        *_training_limits(given, planned, model),
     ]
 
 
 def unsupported_judge_reasons(config: Config) -> list[str]:
-    """Return why vLLM cannot run a judge or a model of the reward."""
+    """Return why vLLM cannot run a judge or a reward model."""
     judges = _judges(config)
     models = {path: _model_config(config, path) for path in judges}
     given = {path: f"reward.functions: model={path}" for path in models}
@@ -102,7 +104,7 @@ def _reward_device(config: Config) -> Iterator[str]:
 
 
 def _model_config(config: Config, path: str) -> PreTrainedConfig | None:
-    """Read config.json; None if it is unreadable, which `checks` and `training_problems` report."""
+    """Return the configuration at `path`; None if it is unreadable, which `checks` and `training_problems` report."""
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
     except (OSError, ValueError, KeyError, StrictDataclassError):
@@ -112,10 +114,10 @@ def _model_config(config: Config, path: str) -> PreTrainedConfig | None:
 def _architecture(given: str, model: PreTrainedConfig) -> Iterator[str]:
     names, known = model.architectures or [], architectures()
     own = getattr(model, "auto_map", None) or _plugins()
-    if known and names and not own and not any(name in known or _runs_as_it_is(name) for name in names):
+    if known and names and not own and not any(name in known or _has_transformers_backend(name) for name in names):
         yield (
-            f"{given}: vLLM has no architecture {' or '.join(names)}, and can't run it with its transformers as "
-            "it is; choose another model"
+            f"{given}: vLLM has no architecture {' or '.join(names)}, and can't run it with its transformers "
+            "backend; choose another model"
         )
 
 
@@ -127,10 +129,7 @@ def _head_size(given: str, config: Config, model: PreTrainedConfig) -> Iterator[
     size = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // heads
     if on_gpus(config) is False and size and size not in CPU_HEAD_SIZES:
         sizes = ", ".join(map(str, CPU_HEAD_SIZES))
-        yield (
-            f"{given}: its attention heads are of {size} numbers, vLLM computes attention on CPUs for "
-            f"{sizes}; {ELSEWHERE}"
-        )
+        yield (f"{given}: its attention head size is {size}, but vLLM on CPUs supports {sizes}; {ALTERNATIVES}")
 
 
 def _connector(config: Config) -> Iterator[str]:
@@ -145,13 +144,13 @@ def _drafting(config: Config, model: PreTrainedConfig) -> Iterator[str]:
     given = config.fusion.tail_speculation
     if given and placeholder_ids(model):
         yield (
-            f"fusion.tail_speculation={given}: vLLM can't exclude visual placeholder tokens from being drawn as it drafts, and "
+            f"fusion.tail_speculation={given}: vLLM can't exclude visual placeholder tokens while drafting, and "
             f"{config.model.path} has some; set fusion.tail_speculation=0"
         )
     for key, value in (("min_p", config.rollout.min_p), ("val_kwargs.min_p", config.rollout.val_kwargs.min_p)):
         if given and value:
             yield (
-                f"rollout.{key}={value}: must be 0 with fusion.tail_speculation, as vLLM ignores it where it drafts; "
+                f"rollout.{key}={value}: must be 0 with fusion.tail_speculation, as vLLM ignores it while drafting; "
                 f"set rollout.{key}=0, or fusion.tail_speculation=0"
             )
 
@@ -159,15 +158,15 @@ def _drafting(config: Config, model: PreTrainedConfig) -> Iterator[str]:
 def _latent_attention(given: str, config: Config, model: PreTrainedConfig) -> Iterator[str]:
     if getattr(model.get_text_config(), "kv_lora_rank", None) is not None and on_gpus(config) is False:
         why = "vLLM's kernels for CPUs compute latent attention differently from transformers"
-        yield f"{given}: {why}; {ELSEWHERE}, or rollout.name=transformers"
+        yield f"{given}: {why}; {ALTERNATIVES}, or rollout.name=transformers"
 
 
-def _of_training(given: str, config: Config, model: PreTrainedConfig) -> Iterator[str]:
+def _training_limits(given: str, config: Config, model: PreTrainedConfig) -> Iterator[str]:
     kind = model.get_text_config().model_type
     if kind in BYPASSES_RELOAD:
         yield (
-            f"{given}: vLLM would keep some weights of a {kind} as they were at its start, as it writes them past its "
-            "reload; choose another model"
+            f"{given}: vLLM would keep some initial weights of a {kind}, because it loads them outside its "
+            "layerwise reload; choose another model"
         )
     if (why := NUMERICS_DIFFER.get(kind)) and config.rollout.on_mismatch == "stop":
         yield f"{given}: {why}; choose another model, or set rollout.on_mismatch=alert"
@@ -189,14 +188,15 @@ def _shared_heads(config: Config, model: PreTrainedConfig) -> Iterator[str]:
 def _arguments(config: Config, model: PreTrainedConfig) -> Iterator[str]:
     """Check arguments that are passed to vLLM unchanged."""
     given, name = config.rollout.engine_kwargs, "rollout.engine_kwargs"
-    text, asked = model.get_text_config(), given.get("max_model_len")
+    text, max_model_len = model.get_text_config(), given.get("max_model_len")
     longest, rope = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None) or {}
-    ropes = [rope, *(each for each in rope.values() if isinstance(each, dict))]  # those of layers' kinds, too
-    scaled = any(each.get("rope_type", "default") != "default" for each in ropes)  # then there are more
+    ropes = [rope, *(each for each in rope.values() if isinstance(each, dict))]  # also those per kind of layer
+    scaled = any(each.get("rope_type", "default") != "default" for each in ropes)  # RoPE scaling extends the context
     free = scaled or os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "").strip().lower() in ("1", "true")
     longest = longest and max(longest, getattr(model, "model_max_length", None) or 0)
-    if isinstance(asked, int) and longest is not None and asked > longest and not free:
-        yield f"{name}.max_model_len={asked}: must be at most {longest}, the context of {config.model.path}; lower it"
+    if isinstance(max_model_len, int) and longest is not None and max_model_len > longest and not free:
+        bound = f"must be at most {longest}, the context of {config.model.path}"
+        yield f"{name}.max_model_len={max_model_len}: {bound}; lower it"
     block = given.get("block_size")
     if on_gpus(config) is False and isinstance(block, int) and (block < CPU_BLOCK or block % CPU_BLOCK):
         yield f"{name}.block_size={block}: must be a multiple of {CPU_BLOCK} on CPUs; set {CPU_BLOCK}, or leave it out"
@@ -204,7 +204,7 @@ def _arguments(config: Config, model: PreTrainedConfig) -> Iterator[str]:
 
 @functools.cache
 def architectures() -> frozenset[str]:
-    """Return the installed vLLM's architectures; none if its table is not found."""
+    """Return the architectures of the installed vLLM; empty if its table is not found."""
     package = importlib.util.find_spec("vllm")
     source = Path(package.origin or "").parent / "model_executor" / "models" / "registry.py" if package else Path()
     if not source.is_file():
@@ -220,12 +220,12 @@ def architectures() -> frozenset[str]:
 
 
 def _plugins() -> bool:
-    """Whether other packages may register architectures."""
+    """Return whether other packages may register architectures."""
     return any(not each.value.startswith("vllm.") for each in entry_points(group="vllm.general_plugins"))
 
 
-def _runs_as_it_is(name: str) -> bool:
-    """Whether vLLM can run transformers' class with its own attention."""
+def _has_transformers_backend(name: str) -> bool:
+    """Return whether vLLM's transformers backend can run this class."""
     kind = getattr(transformers, name, None)
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         return False

@@ -3,13 +3,13 @@
 Imported in every worker process, because the engine names `WorkerExtension` as its `worker_extension_cls`.
 
 A seeded request draws once per token, so its generator's state follows from the seed and the number of tokens. vLLM's
-first model runner (CPU hosts) has a torch generator per request, advanced here by the tokens drawn elsewhere: one
-32-bit number per draw on CPUs, four Philox offsets on GPUs. The second one (GPUs) derives each draw from seed and
-position. vLLM can take back a draw (chunks of a long prompt draw in vain) only on GPUs; `CountedGenerator` does so on
-CPUs.
+V1 model runner (CPU hosts) has a torch generator per request; it is advanced here by the tokens that other engines
+drew: one 32-bit number per draw on CPUs, four Philox offsets on GPUs. The V2 model runner (GPUs) derives each draw from
+seed and position. vLLM can undo a draw (chunks of a long prompt draw unused tokens) only on GPUs; `CountedGenerator`
+adds this on CPUs.
 
-In the second model runner, the parameters of all requests (15 arrays) are copied to the device only when a request was
-added, not at every step, and the ranks of sampled tokens are not counted: nothing reads them.
+In the V2 model runner, the parameters of all requests (15 arrays) are copied to the device only after a request was
+added instead of at every step, and the ranks of sampled tokens are not computed, because nothing reads them.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ DRAWN = "rlfuse_drawn"
 """Key of `SamplingParams.extra_args`: tokens at the end of the prompt that are part of the response."""
 PHILOX_PER_DRAW = 4
 BUILT_IN_PROCESSORS = 3
-"""Custom ones may have something to do at each step."""
+"""Number of vLLM's built-in logits processors; custom ones may need to run at each step."""
 
 
 class CountedGenerator(torch.Generator):
-    """A CPU generator that can take back draws."""
+    """CPU generator that can undo draws."""
 
     request: CachedRequestState
 
     def reposition(self) -> None:
-        """Advance to the request's tokens."""
+        """Set the state after the request's tokens."""
         self.manual_seed(self.request.sampling_params.seed)
         if draws := drawn(self.request) + len(self.request.output_token_ids):
             torch.randint(0, 1 << 31, (draws,), generator=self)
 
     def get_offset(self) -> int:
-        """vLLM only passes it to `set_offset`."""
+        """Return any number; vLLM only passes it to `set_offset`."""
         return PHILOX_PER_DRAW
 
     def set_offset(self, offset: int) -> None:
@@ -53,12 +53,12 @@ class CountedGenerator(torch.Generator):
 
 
 def drawn(request: CachedRequestState) -> int:
-    """Return how many tokens the sample had when it arrived."""
+    """Return the number of response tokens at the end of the request's prompt."""
     return (request.sampling_params.extra_args or {}).get(DRAWN, 0)
 
 
 def position(request: CachedRequestState) -> None:
-    """Advance a new request's generator by its sample's tokens."""
+    """Advance a new request's generator by the tokens that its sample already has."""
     if request.generator.device.type == "cpu":
         request.generator = CountedGenerator()
         request.generator.request = request
@@ -68,14 +68,14 @@ def position(request: CachedRequestState) -> None:
 
 
 class WorkerExtension(ReceiverExtension):
-    """Mixin by which vLLM imports this module in its workers."""
+    """Worker extension; naming it makes vLLM import this module in its workers."""
 
 
 _post_init = CachedRequestState.__post_init__
 
 
 def _positioned_post_init(self: CachedRequestState) -> None:
-    """Position the generator: vLLM has no other hook where it is created."""
+    """Position the generator; vLLM has no other hook at its creation."""
     _post_init(self)
     if self.generator is not None:
         position(self)
@@ -99,7 +99,7 @@ def _apply_new_writes(self: Any) -> None:
 
 
 class NoKernel:
-    """Replaces a Triton kernel; launches nothing."""
+    """Replacement of a Triton kernel that launches nothing."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *arguments, **options: None

@@ -3,15 +3,15 @@
     evict(carry=kv) --.wanted--> scheduler: request ends, blocks are held, .wanted becomes .saving
                                      |  next step
                                      v
-       worker waits for         every rank: whole blocks --> .0 .1 ...     the last rank's: .saving becomes .tokens
-       .saving to go, its Partial names the store's file
+       actor waits until        every rank: full blocks --> .0 .1 ...      after the last rank: .saving becomes .tokens
+       .saving is gone; its Partial has the key
                                                                      |
-    generate(partial) on another engine: its scheduler finds .tokens, every rank loads before the step and removes
+    generate(partial) on another engine: its scheduler finds .tokens; every rank loads and removes its file
 
-Invariants: only whole blocks are moved, and the loading engine computes at least the prompt's last token; a file is
-named once all ranks have written it, and its reader removes it; new weights invalidate what the old ones computed.
-Whatever is missing, outdated or too large is prefilled, as are models with several groups of KV layers. On GPUs, ranks
-copy on the stream on which the model runs; addresses stay valid over sleep and wake.
+Invariants: only full blocks are moved, and the loading engine computes at least the prompt's last token. `.tokens`
+appears after all ranks have written their files, and the reader removes them. New weights invalidate caches of old
+ones. Missing, outdated or too large caches are prefilled, and so are models with several KV cache groups. On GPUs,
+ranks copy on the model's stream; addresses stay valid across sleep and wake.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from rlfuse.engines.vllm.kv_transfer.store import remove
 
 @dataclass
 class Transfer(KVConnectorMetadata):
-    """What the ranks do in one step."""
+    """Saves and loads of the ranks in one step."""
 
     saves: list[tuple[str, str, list[int]]] = field(default_factory=list)
-    """(request, base, its whole blocks)."""
+    """(request, base, its full blocks)."""
     loads: list[tuple[str, list[int], int]] = field(default_factory=list)
-    """(base, blocks to fill, the first one's place in the file)."""
+    """(base, blocks to fill, index of the first one in the file)."""
 
 
 class MigrationConnector(KVConnectorBase_V1, SupportsHMA):
-    """vLLM's KV connector. `kv_transfer_params` of a request: `save`, and `load` if it came with a KV cache."""
+    """KV connector over shared memory. `kv_transfer_params` of a request: `save`, and `load` if it has a KV cache."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
         super().__init__(vllm_config, role, kv_cache_config)
@@ -55,26 +55,26 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):
         self._ranks = vllm_config.parallel_config.world_size
         self._next = Transfer()
         self._saving: dict[str, tuple[str, int]] = {}
-        """Request -> (base, tokens) that ranks are writing (scheduler)."""
+        """Scheduler side: request -> (base, tokens) that ranks are writing."""
         self._saved: set[str] = set()
         self._missing: set[int] = set()
         self._layers: dict[str, torch.Tensor] = {}
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # a cache that isn't handed over is prefilled
+        return False  # a missing cache is prefilled
 
-    # The scheduler's side ------------------------------------------------------------------------------------------
+    # Scheduler side ------------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         base = (request.kv_transfer_params or {}).get("load")
         return max(0, self._usable(request, base) * self._block_size - num_computed_tokens), False
 
     def _usable(self, request: Any, base: str | None) -> int:
-        """Return the whole blocks at `base`, without the request's last token."""
+        """Return the number of full blocks at `base`, excluding the request's last token."""
         try:
             stored = int(Path(f"{base}.tokens").read_text()) if base else 0
-        except FileNotFoundError:  # taken already: the request was preempted since
+        except FileNotFoundError:  # already read: the request was preempted since
             stored = 0
         return min(stored, request.num_tokens - 1) // self._block_size
 
@@ -83,20 +83,25 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):
         if not base:
             return
         if num_external_tokens:
-            # What the engine's own prefix cache has comes first; `request.num_computed_tokens` does not say it yet.
+            # The prefix cache provides the first blocks; `request.num_computed_tokens` is not yet updated.
             end = self._usable(request, base)
             first = end - num_external_tokens // self._block_size
             self._next.loads.append((base, blocks.get_block_ids()[0][first:end], first))
             Path(f"{base}.tokens").unlink(missing_ok=True)
         else:
-            remove(base)  # the engine has more of it in its own prefix cache
+            remove(base)  # the prefix cache has at least as many blocks
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, None]:
         base = (request.kv_transfer_params or {}).get("save")
         if not base or not (wanted := Path(f"{base}.wanted")).exists():
             return False, None
         blocks = request.num_computed_tokens // self._block_size
-        if "ABORT" not in request.status.name or len(block_ids) > 1 or not blocks or not self._room(blocks, wanted):
+        if (
+            "ABORT" not in request.status.name
+            or len(block_ids) > 1
+            or not blocks
+            or not self._has_space(blocks, wanted)
+        ):
             wanted.rename(f"{base}.saving").unlink()
             return False, None
         wanted.rename(f"{base}.saving")
@@ -107,10 +112,10 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
-    def _room(self, blocks: int, file: Path) -> bool:
-        """Whether shared memory has room for twice as many blocks."""
+    def _has_space(self, blocks: int, file: Path) -> bool:
+        """Return whether shared memory has space for twice as many blocks."""
         cache = self._kv_cache_config
-        block = cache.kv_cache_tensors[0].size // cache.num_blocks * self._ranks  # each tensor names the whole of them
+        block = cache.kv_cache_tensors[0].size // cache.num_blocks * self._ranks  # each tensor reports the total size
         return shutil.disk_usage(file.parent).free > 2 * blocks * block
 
     def build_connector_meta(self, scheduler_output: Any) -> Transfer:
@@ -121,16 +126,16 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):
         for request_id in connector_output.finished_sending or ():
             base, tokens = self._saving.pop(request_id)
             saving = Path(f"{base}.saving")
-            if saving.exists():  # else nobody waits for it any more
+            if saving.exists():  # otherwise the actor no longer waits for it
                 saving.write_text(str(tokens))
                 saving.rename(f"{base}.tokens")
             else:
                 remove(base)
 
     def reset_cache(self) -> bool:
-        return True  # what lies on the store belongs to its engine's worker
+        return True  # the engine's actor manages the files
 
-    # A rank's side -------------------------------------------------------------------------------------------------
+    # Rank side ------------------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._layers = kv_caches
@@ -150,16 +155,16 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):
         }
         try:
             save_file(tensors, self._file(base))
-        except (OSError, SafetensorError):  # no room after all: whoever looks for it will find nothing and prefill
+        except (OSError, SafetensorError):  # no space left: the reader finds no file and prefills
             self._file(base).unlink(missing_ok=True)
 
     @staticmethod
     def _file(base: str) -> Path:
-        """Return this rank's part: each has other layers or heads, alike in all engines."""
+        """Return this rank's file; a rank has the same layers and heads in all engines."""
         return Path(f"{base}.{get_world_group().rank_in_group}")
 
     def _load(self, base: str, blocks: list[int], first: int) -> None:
-        """Fill the blocks; vLLM computes them if the file is gone (its sample was evicted meanwhile)."""
+        """Fill the blocks; vLLM recomputes them if the file is gone (its sample was evicted meanwhile)."""
         path = self._file(base)
         try:
             with safe_open(path, "pt") as file:
@@ -172,7 +177,7 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):
         path.unlink(missing_ok=True)
 
     def _blocks(self, cache: torch.Tensor) -> torch.Tensor:
-        """View the layer's cache by the scheduler's blocks, each of one or several blocks of the attention."""
+        """Return a view of the layer's cache by scheduler blocks, which consist of one or more attention blocks."""
         return cache.unflatten(0, (self._kv_cache_config.num_blocks, -1))
 
     def get_finished(self, finished_req_ids: Iterable[str]) -> tuple[set[str] | None, None]:
@@ -184,10 +189,10 @@ class MigrationConnector(KVConnectorBase_V1, SupportsHMA):
         return missing
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """All layers are loaded before the step."""
+        """Do nothing: all layers are loaded before the step."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing is saved while a request lives."""
+        """Do nothing: caches are saved after a request ends."""
 
     def wait_for_save(self) -> None:
-        """Saved when `start_load_kv` returns."""
+        """Do nothing: saves are complete when `start_load_kv` returns."""

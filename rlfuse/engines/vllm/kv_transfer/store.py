@@ -1,7 +1,7 @@
-"""KV caches that may leave an engine with their samples: where they are, which are wanted, when they become invalid.
+"""Store of KV caches that migrate with their samples: their paths, which are requested, and when they become invalid.
 
-A folder in /dev/shm, kept by the engine's `RolloutWorker`; the connectors in vLLM's processes know its files by name.
-Waits, for a limited time, for what is being written or read.
+The store is a folder in /dev/shm, owned by the engine's `RolloutWorker`; the connectors in vLLM's processes find its
+files by name. Waits a limited time for caches that are being written or read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CONNECTORS = {
     "shm": ("MigrationConnector", "rlfuse.engines.vllm.kv_transfer.shared_memory"),
     "nixl": ("NixlMigrationConnector", "rlfuse.engines.vllm.kv_transfer.nixl"),
 }
-"""`rollout.kv_transfer` -> class and module, which vLLM's processes import by name."""
+"""`rollout.kv_transfer` -> class and module, imported by vLLM's processes."""
 
 
 def connector_arguments(transfer: str) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def remove(base: str) -> None:
 
 
 def withdraw(base: str) -> None:
-    """Remove a KV cache that no engine is reading."""
+    """Remove a KV cache unless an engine has started reading it."""
     try:
         Path(f"{base}.tokens").unlink()
     except FileNotFoundError:
@@ -49,40 +49,40 @@ def withdraw(base: str) -> None:
 
 
 class KVCacheStore:
-    """An engine's folder of KV caches, created and closed with it."""
+    """Folder of an engine's KV caches, with the lifetime of the engine."""
 
     def __init__(self) -> None:
         self.folder, self._lock = scratch.make(scratch.KV)
         self._names = itertools.count()
         self._bases: dict[str, str] = {}
-        """Active sample -> where its KV cache would be put."""
-        self._wanted: set[str] = set()
-        """Active samples whose KV caches are to be kept."""
-        self._coming: set[str] = set()
-        """Keys of KV caches that active samples may load."""
+        """Active sample -> base path of its KV cache files."""
+        self._save_requested: set[str] = set()
+        """Active samples whose KV caches will be saved."""
+        self._loadable: set[str] = set()
+        """Keys of the KV caches that active samples may load."""
 
     def parameters(self, sample_id: str, key: str | None, version: int) -> dict[str, str]:
-        """Return the connector's parameters of a new request: where to `save` its KV cache if that is wanted, and where
-        to `load` that of `key` from, if weights of this version computed it."""
+        """Return the connector's parameters of a new request: the path to `save` its KV cache if requested, and the
+        path to `load` the cache of `key`, if weights of this version computed it."""
         self._bases[sample_id] = f"{self.folder}/{next(self._names)}"
         computed_with, _, base = (key or "").partition("@")
         if not base or int(computed_with) != version:
             return {"save": self._bases[sample_id]}
-        self._coming.add(key)
+        self._loadable.add(key)
         return {"save": self._bases[sample_id], "load": base}
 
-    def want(self, sample_id: str) -> None:
-        """Keep the KV cache of a sample that is aborted after this call."""
+    def request_save(self, sample_id: str) -> None:
+        """Request that the KV cache of a sample is saved when it is aborted after this call."""
         if base := self._bases.get(sample_id):
-            self._wanted.add(sample_id)
+            self._save_requested.add(sample_id)
             Path(f"{base}.wanted").touch()
 
-    def wanted(self, sample_id: str) -> bool:
-        """Whether `want` was called."""
-        return sample_id in self._wanted
+    def is_save_requested(self, sample_id: str) -> bool:
+        """Return whether `request_save` was called for this sample."""
+        return sample_id in self._save_requested
 
-    async def collect(self, sample_id: str, version: int) -> str | None:
-        """Wait until the KV cache of a wanted sample is written, after its abort; return its key, None if there is
+    async def wait_saved(self, sample_id: str, version: int) -> str | None:
+        """Wait until the requested KV cache of an aborted sample is written; return its key, or None if there is
         none."""
         base = self._bases[sample_id]
         saving = Path(f"{base}.saving")
@@ -93,23 +93,23 @@ class KVCacheStore:
         saving.unlink(missing_ok=True)
         return f"{version}@{base}" if Path(f"{base}.tokens").exists() else None
 
-    def end(self, sample_id: str, key: str | None) -> None:
-        """Forget a sample that came with the KV cache of `key`."""
+    def forget(self, sample_id: str, key: str | None) -> None:
+        """Remove a sample, and the KV cache of `key` that it arrived with."""
         base = self._bases.pop(sample_id, None)
-        if sample_id in self._wanted:
-            self._wanted.discard(sample_id)
+        if sample_id in self._save_requested:
+            self._save_requested.discard(sample_id)
             Path(f"{base}.wanted").unlink(missing_ok=True)
         self.drop(key)
 
     def drop(self, key: str | None) -> None:
-        """Withdraw the KV cache of this key, on whichever store it is."""
+        """Withdraw the KV cache of this key, in any store of the host."""
         if key:
-            self._coming.discard(key)
+            self._loadable.discard(key)
             withdraw(key.partition("@")[2])
 
     async def invalidate(self) -> None:
-        """Withdraw what the old weights computed before they change; wait for engines that are reading."""
-        for key in [*self._coming]:
+        """Withdraw all KV caches before the weights change; wait for engines that are reading."""
+        for key in [*self._loadable]:
             self.drop(key)
         for file in self.folder.glob("*.tokens"):
             withdraw(str(file.with_suffix("")))
@@ -117,7 +117,7 @@ class KVCacheStore:
             if not any(self.folder.glob("*.loading")):
                 return
             await asyncio.sleep(0.001)
-        raise TimeoutError(f"KV caches were not read from other engines within {READ_TIMEOUT_S:.0f} s: {self.folder}")
+        raise TimeoutError(f"reading KV caches of other engines took more than {READ_TIMEOUT_S:.0f} s: {self.folder}")
 
     def close(self) -> None:
         """Remove the folder."""

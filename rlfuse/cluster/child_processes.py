@@ -21,8 +21,10 @@ LOOK_S = 1.0
 
 
 class PoolLock:
-    """Reentrant lock between a process and its pool's workers, released when its holder dies; it has no name in shared
-    memory that could be left behind."""
+    """Reentrant lock between a process and the workers of its pool, released when its holder dies.
+
+    It has no name in shared memory that could be left behind.
+    """
 
     def __init__(self, path: str = "") -> None:
         self._file = os.open(path, os.O_RDWR) if path else os.memfd_create("lock")
@@ -60,7 +62,7 @@ class PoolLock:
 
 
 class PoolContext(SpawnContext):
-    """How pools start their workers: spawned, with locks that no crash leaves behind."""
+    """Start method of pools: spawned workers, with locks that do not outlive a crash."""
 
     def RLock(self) -> PoolLock:
         return PoolLock()
@@ -73,7 +75,7 @@ def restore_child_signals() -> None:
 
 @contextmanager
 def preserve_sigterm() -> Iterator[None]:
-    """What SIGTERM does stays what it did: Ray, when it starts, makes it exit."""
+    """Keep the handler of SIGTERM, which Ray replaces at its start."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -83,7 +85,7 @@ def preserve_sigterm() -> Iterator[None]:
 
 
 def keep_hangup_from_children() -> None:
-    """Block SIGHUP in this thread and its children; this process receives it by another thread."""
+    """Block SIGHUP in this thread and its children; another thread of this process receives it."""
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         return
     if signal.SIGHUP in signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP}):
@@ -97,7 +99,7 @@ def keep_hangup_from_children() -> None:
 
 
 def kill_stopped_workers(ended: threading.Event) -> None:
-    """Until `ended`: kill workers of this process's pools that SIGSTOP has stopped; their pools replace dead ones."""
+    """Kill pool workers of this process that were stopped by SIGSTOP, until `ended`; pools replace dead workers."""
 
     def watch() -> None:
         before: set[int] = set()
@@ -120,7 +122,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def end_with_parent() -> None:
-    """In a process that multiprocessing started: end when the parent does, also in the middle of what never answers."""
+    """End this multiprocessing child when its parent ends, even during a blocking call."""
     parent = multiprocessing.parent_process().sentinel
 
     def watch() -> None:
@@ -131,9 +133,9 @@ def end_with_parent() -> None:
 
 
 def bind(core: int | None) -> None:
-    """Bind every thread of this process and of its children to one core, and so whatever they start; None: leave them.
+    """Bind all threads of this process and its children to one core; None: do nothing.
 
-    Raises ValueError for a core that the host has not.
+    Raises ValueError for a core that the host does not have.
     """
     if core is None:
         return

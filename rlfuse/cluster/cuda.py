@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 from rlfuse.config.schema import Config
 
 PINNING = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
-"""Of a rank's allocator: several threads touch the pages of pinned memory, which cudaHostAlloc does at 1.6 GB/s."""
+"""Allocator option of ranks: several threads register pinned memory; cudaHostAlloc alone reaches 1.6 GB/s."""
 PINNING_WHY = "models leave the device for pinned memory, which several threads register faster"
 SHARE, ENCODER_SHARE, REWARD_SHARE = 0.4, 0.1, 0.1
-"""Of a slot: its trainer rank and its rollout engine side by side, with clips vision towers, and reward models."""
+"""Ray shares of a slot: SHARE each for trainer rank and rollout engine, then vision towers (with clips) and reward
+models."""
 COLLECTIVE_SHARE = 0.8
-"""Of cluster.timeout_s: the longest that a collective waits on a GPU."""
+"""Time limit of a collective on GPUs, as a fraction of cluster.timeout_s."""
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # torch reads it before PYTORCH_ALLOC_CONF, and engines check it alone
 DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", "one workspace per matrix product, else streams change how they are summed"),
@@ -37,7 +38,7 @@ ALL_PROCESSES, RANKS, ENGINES = "all processes on GPUs", "trainer ranks", "rollo
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One that was chosen."""
+    """A chosen setting with its reason."""
 
     name: str
     value: str
@@ -46,21 +47,21 @@ class Setting:
 
 
 def worker_settings() -> list[Setting]:
-    """Variables of every process that may use a GPU, unless the kind of process has others."""
+    """Return the variables of every process that may use a GPU, unless its kind overrides them."""
     return [
-        Setting("DS_ACCELERATOR", "cuda", "a node started with another one would train on its CPUs", ALL_PROCESSES),
-        Setting("NCCL_DEBUG", "WARN", "NCCL tells what failed; INFO: also what it chose", ALL_PROCESSES),
+        Setting("DS_ACCELERATOR", "cuda", "a node started with another value would train on its CPUs", ALL_PROCESSES),
+        Setting("NCCL_DEBUG", "WARN", "NCCL logs failures; INFO also logs its choices", ALL_PROCESSES),
         Setting(
             ALLOCATOR,
             "expandable_segments:True",
-            "clips and batches have many sizes, and a segment that grows has no gaps that are too small",
+            "clips and batches have many sizes; segments that grow avoid fragmentation",
             "encoder ranks, if any",
         ),
     ]
 
 
 def rank_settings(config: Config, threads: int | None = None) -> list[Setting]:
-    """Variables of trainer ranks. `threads`: CPU cores for each of them, where the nodes are known."""
+    """Return the variables of trainer ranks. `threads`: CPU cores per rank, if the nodes are known."""
     dumps = config.run_folder / "stacks" / "nccl_rank_"
     return [
         _rank_allocator(config),
@@ -72,14 +73,14 @@ def rank_settings(config: Config, threads: int | None = None) -> list[Setting]:
             RANKS,
         ),
         Setting("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", "after an error or a time-out of NCCL the process ends", RANKS),
-        Setting("TORCH_NCCL_ENABLE_MONITORING", "1", "without it nothing is written when NCCL times out", RANKS),
-        Setting("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "the last collectives of each rank: who did not come", RANKS),
-        Setting("TORCH_FR_BUFFER_SIZE", "2000", "so many of them", RANKS),
-        Setting("TORCH_FR_DUMP_TEMP_FILE", str(dumps), "there, on the storage that all nodes share", RANKS),
+        Setting("TORCH_NCCL_ENABLE_MONITORING", "1", "required for dumps when NCCL times out", RANKS),
+        Setting("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "dumps the last collectives of each rank", RANKS),
+        Setting("TORCH_FR_BUFFER_SIZE", "2000", "number of collectives in a dump", RANKS),
+        Setting("TORCH_FR_DUMP_TEMP_FILE", str(dumps), "path of the dumps, on shared storage", RANKS),
         Setting(
             "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
             str(math.ceil(config.cluster.timeout_s)),
-            "cluster.timeout_s: a call of CUDA that takes long is no reason to end the process before",
+            "as cluster.timeout_s: a long CUDA call must not end the process earlier",
             RANKS,
         ),
         *(pipeline_settings() if config.training.pipeline_parallel_size > 1 else ()),
@@ -94,30 +95,35 @@ def _rank_allocator(config: Config) -> Setting:
     return Setting(
         ALLOCATOR,
         f"expandable_segments:False,{PINNING}",
-        "weights go to the engine by CUDA IPC, which opens expandable segments by pidfd_getfd: that needs the right to "
-        "trace a sibling, which containers refuse (rollout.weight_transfer=shm does without); " + PINNING_WHY,
+        "weights go to the engine by CUDA IPC, which opens expandable segments by pidfd_getfd. That needs ptrace "
+        "permission, which containers deny (rollout.weight_transfer=shm does not need it); " + PINNING_WHY,
         RANKS,
     )
 
 
 def pipeline_settings() -> list[Setting]:
-    """Variables of ranks with stages of a pipeline: receives wait beside what computes."""
+    """Return the variables of ranks with pipeline stages, whose receives wait while kernels compute."""
     ranks = "trainer ranks, where training.pipeline_parallel_size is above 1"
     return [
-        Setting("CUDA_DEVICE_MAX_CONNECTIONS", "32", "of 8, streams share some: what waits holds others up", ranks),
+        Setting(
+            "CUDA_DEVICE_MAX_CONNECTIONS",
+            "32",
+            "with 8, streams share connections, so a waiting receive blocks kernels",
+            ranks,
+        ),
         Setting(
             "CUDA_MODULE_LOADING",
             "EAGER",
-            "a kernel that loads at its first call may wait for all that run, and so for a peer; costs memory and "
-            "seconds at the start",
+            "lazy loading of a kernel may wait for all running kernels, and so for a peer; costs memory and seconds "
+            "at startup",
             ranks,
         ),
-        Setting("NCCL_LAUNCH_ORDER_IMPLICIT", "0", "1 puts all transfers in one order, in which they deadlock", ranks),
-        Setting("TORCH_NCCL_BLOCKING_WAIT", "0", "1 makes waits hold the host, which then posts no receive", ranks),
+        Setting("NCCL_LAUNCH_ORDER_IMPLICIT", "0", "1 serializes all transfers, which deadlocks", ranks),
+        Setting("TORCH_NCCL_BLOCKING_WAIT", "0", "1 makes waits block the host, which then posts no receive", ranks),
         Setting(
             "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING",
             "0",
-            "a group has two ranks and one direction, where calls in order are right",
+            "each group has two ranks and one direction, so serialized calls are correct",
             ranks,
         ),
     ]
@@ -129,7 +135,7 @@ def deterministic_settings(config: Config) -> list[Setting]:
 
 
 def environment(settings: Iterable[Setting], given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables for a process; `given`: those of this one."""
+    """Return the variables of a process. `given`: the environment of this process."""
     return {each.name: each.value for each in with_given(settings, given)}
 
 
@@ -143,19 +149,19 @@ def with_given(settings: Iterable[Setting], given: Mapping[str, str]) -> list[Se
 
 
 def collective_limit_s(config: Config) -> float:
-    """Longest time that a collective of trainer ranks waits on GPUs."""
+    """Return the time limit in seconds of a collective of trainer ranks on GPUs."""
     return COLLECTIVE_SHARE * config.cluster.timeout_s
 
 
 def collective_limit(config: Config) -> Setting:
-    """Return that time with its reason."""
-    why = "torch names the collective before the call that it belongs to is given up"
+    """Return the time limit of collectives as a setting."""
+    why = "so that torch reports the collective before the call times out"
     value, share = f"{collective_limit_s(config):g} s", f"{COLLECTIVE_SHARE:g} of cluster.timeout_s"
     return Setting("time limit of a collective", value, f"{share}: {why}", RANKS)
 
 
 def encoder_place(index: int, ranks: int, slots: int) -> tuple[int, float]:
-    """(slot, share of it) of one of `ranks` encoder ranks: spread over all slots, so over all nodes and their CPUs."""
+    """Return (slot, share) of one of `ranks` encoder ranks, spread over all slots, nodes and their CPUs."""
     return index * slots // ranks, ENCODER_SHARE / -(-ranks // slots)
 
 

@@ -1,12 +1,12 @@
 """Fork Ray's workers on CPU hosts from one process that has imported their modules.
 
-    driver -- starts, holds its input --> fork server: imports, then waits ---+ forks
-    raylet -- starts --> forked_worker.py -- what the worker shall be --------+------> worker
+    driver -- starts, keeps its stdin open --> fork server: imports, then waits --+ forks
+    raylet -- starts --> forked_worker.py -- description of the worker -----------+------> worker
 
 A worker equals the one that Ray would start: arguments, environment, folder, streams, process group. If environment
-variables differ that libraries read at import, or the server is gone, Ray's own script runs. The server has one thread,
-has used neither OpenMP nor a device, and has not imported Ray. It ends with its driver, workers end with their raylet.
-Not used on GPUs: CUDA does not survive a fork.
+variables that libraries read at import differ, or the server has ended, Ray's own script runs. The server has one
+thread, has used neither OpenMP nor a device, and has not imported Ray. It ends with its driver; workers end with their
+raylet. Not used on GPUs: CUDA does not survive a fork.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from rlfuse.cluster.worker_environment import worker_environment
 from rlfuse.config.schema import Config
 
 READ_BY_IMPORTS = re.compile("PYTHON|LD_PRELOAD|GLIBC_|(OMP|KMP|MKL|OPENBLAS|HF|TRANSFORMERS|TORCH)_")
-"""Names of variables by which an imported library may go for good."""
+"""Variables that libraries read once, at import."""
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_ARENA_MAX": -8}
-"""Variables that glibc reads when a process starts, and what `mallopt` calls them later."""
+"""Variables that glibc reads at process start -> the `mallopt` parameter that changes them later."""
 GPUS = tuple(map(Path, ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")))
 REQUEST_S = 5.0
 STREAMS = 3
 
 
 def start_early(config: Config, imports: str) -> None:
-    """Before anything else is imported, where workers are sure to live on this host's CPUs; see `start`."""
+    """Start the server before other imports, if all workers will run on this host's CPUs; see `start`."""
     device = config.cluster.device
     here = device == "cpu" or (device == "auto" and not any(map(Path.exists, GPUS)))
     if here and config.cluster.ray_address is None:
@@ -53,7 +53,7 @@ def start_early(config: Config, imports: str) -> None:
 
 
 def start(imports: str) -> None:
-    """Start this process's server, unless it has one; `imports` is the module that imports what workers need."""
+    """Start the fork server of this process, unless it runs. `imports`: module that imports the workers' libraries."""
     folder = scratch.of_this_process()
     path = folder / "fork_server"
     if os.environ.get(SERVER) == str(path):
@@ -65,8 +65,8 @@ def start(imports: str) -> None:
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            # A person's Ctrl-C is for the driver. No session of its own: where Linux groups tasks by session, engines
-            # of another one may keep the driver from the cores for as long as they decode.
+            # Ctrl-C must reach only the driver. No new session: with autogroup scheduling, engines in another session
+            # could starve the driver while they decode.
             process_group=0,
         )
     os.environ[SERVER] = str(path)
@@ -74,7 +74,7 @@ def start(imports: str) -> None:
 
 
 def _end(server: subprocess.Popen) -> None:
-    server.kill()  # it may still be importing, and has nothing to put in order
+    server.kill()  # it may still be importing; no cleanup is needed
     server.wait()
 
 
@@ -93,9 +93,9 @@ class WorkerRequest:
         for number, stream in enumerate(self.streams):
             os.dup2(stream, number)
             os.close(stream)
-        os.setpgid(0, 0)  # a raylet ends a worker's group with it
+        os.setpgid(0, 0)  # a raylet kills the process group of a worker
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        with suppress(PermissionError):  # of a server that was made to be blamed sooner
+        with suppress(PermissionError):  # the server's score may be higher
             Path("/proc/self/oom_score_adj").write_text(self.oom_score_adj)
         resource.setrlimit(resource.RLIMIT_NOFILE, (self.open_files[0], self.open_files[1]))  # Ray has raised it
         os.chdir(self.folder)
@@ -114,22 +114,22 @@ class ForkServer:
         self._imported_with = _read_by_imports(os.environ)
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
-        self._listener.listen(128)  # who asks meanwhile waits
+        self._listener.listen(128)  # requests during the imports wait
         with importing():
             importlib.import_module(imports)
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # none waits for forks: they leave no zombie
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks are not waited for, so avoid zombies
 
     def serve(self) -> WorkerRequest | None:
         while sys.stdin not in (ready := select.select([self._listener, sys.stdin], [], [])[0]):
-            if self._listener in ready and (wanted := self._answer()):
+            if self._listener in ready and (spec := self._answer()):
                 self._listener.close()
-                return wanted
+                return spec
         return None
 
     def _answer(self) -> WorkerRequest | None:
         asking, _ = self._listener.accept()
         streams: list[int] = []
-        with asking, suppress(OSError, ValueError):  # it went away
+        with asking, suppress(OSError, ValueError):  # the client disconnected
             if peer(asking)[1] != os.getuid():
                 return None
             asking.settimeout(REQUEST_S)
@@ -137,14 +137,14 @@ class ForkServer:
             request = json.load(asking.makefile("rb"))
             changed = started_with(os.getpid()) | request.pop("environment")
             environment = {name: value for name, value in changed.items() if value is not None}
-            wanted = WorkerRequest(streams, environment=environment, **request)
-            differing = _read_by_imports(wanted.environment).items() ^ self._imported_with.items()
+            spec = WorkerRequest(streams, environment=environment, **request)
+            differing = _read_by_imports(spec.environment).items() ^ self._imported_with.items()
             if differing:
                 print("declined for", sorted(dict(differing)), flush=True)
             else:
                 asking.sendall(FORKING)
                 if os.fork() == 0:
-                    return wanted
+                    return spec
                 asking.sendall(FORKED)
         for stream in streams:
             os.close(stream)
@@ -156,7 +156,7 @@ def _read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _reset_shared_state() -> None:
-    """Reset what forks would share: random state and some environment variables."""
+    """Reset state that forks would share: random seeds and settings from environment variables."""
     import numpy as np
     import torch._dynamo
 
@@ -168,11 +168,11 @@ def _reset_shared_state() -> None:
 
 
 def main(path: Path, imports: str) -> None:
-    """Serve; in a fork, be what was asked for."""
-    wanted = ForkServer(path, imports).serve()
-    if wanted is None:
-        os._exit(0)  # libraries have nothing to put in order
-    wanted.run()
+    """Run the server; in a fork, run the requested worker."""
+    spec = ForkServer(path, imports).serve()
+    if spec is None:
+        os._exit(0)  # skip the exit handlers of libraries
+    spec.run()
 
 
 if __name__ == "__main__":

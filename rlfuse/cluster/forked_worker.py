@@ -16,11 +16,12 @@ SERVER = "RLFUSE_FORK_SERVER"
 """Environment variable: the socket on which the fork server listens."""
 ANSWER_S = 120.0
 FORKING, FORKED = b"forking ", b"forked"
-"""The first shows the server that it is waited for: who has gone runs Ray's own, and two would be one worker."""
+"""Replies of the server. FORKING is sent before the fork, so that no worker is forked for a client that gave up and ran
+Ray's script itself."""
 
 
 def request(arguments: list[str]) -> dict | None:
-    """What the worker shall be; None where it is not for a fork."""
+    """Return the description of the worker; None if it must not be forked."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--serialized-runtime-env-context", default="{}")
     parser.add_argument("--language")
@@ -28,12 +29,12 @@ def request(arguments: list[str]) -> dict | None:
     context = json.loads(known.serialized_runtime_env_context or "{}")
     own = ("command_prefix", "override_worker_entrypoint")
     executable = context.get("py_executable") or sys.executable
-    if sys.flags.no_user_site and words[0] == "-s":  # by PYTHONNOUSERSITE, as the server
+    if sys.flags.no_user_site and words[0] == "-s":  # set by PYTHONNOUSERSITE, as in the server
         del words[0]
     plain = known.language == "PYTHON" and executable == sys.executable and not words[0].startswith("-")
     if not plain or any(context.get(name) for name in own):
         return None
-    for name, value in (context.get("env_vars") or {}).items():  # as Ray does: one may name those before it
+    for name, value in (context.get("env_vars") or {}).items():  # as Ray does: a value may reference earlier variables
         os.environ[name] = re.sub(r"\$\{[A-Z0-9_]+\}", "", os.path.expandvars(value))
     with open("/proc/self/oom_score_adj") as file:
         blame = file.read()
@@ -59,8 +60,8 @@ def started_with(pid: int) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def forked(wanted: dict) -> bool:
-    """Return whether the server forked the worker. Only variables that the server does not have are sent to it."""
+def forked(spec: dict) -> bool:
+    """Request the worker from the server; return whether it was forked. Only differing variables are sent."""
     try:
         with socket.socket(socket.AF_UNIX) as server:
             server.settimeout(ANSWER_S)
@@ -71,20 +72,20 @@ def forked(wanted: dict) -> bool:
             has = started_with(pid)
             changes = dict(os.environ.items() - has.items()) | dict.fromkeys(has.keys() - os.environ.keys())
             socket.send_fds(server, [b"\n"], [0, 1, 2])
-            server.sendall(json.dumps(wanted | {"environment": changes}).encode())
+            server.sendall(json.dumps(spec | {"environment": changes}).encode())
             server.shutdown(socket.SHUT_WR)
             return server.makefile("rb").read() == FORKING + FORKED
-    except OSError:  # none, or it has ended
+    except OSError:  # no server, or it has ended
         return False
 
 
 def main(arguments: list[str]) -> None:
-    """Never returns but where a fork was made."""
+    """Return if a worker was forked; otherwise replace this process by Ray's own script."""
     environment = dict(os.environ)
-    wanted = request(arguments) if SERVER in environment else None
-    if wanted is None or not forked(wanted):
+    spec = request(arguments) if SERVER in environment else None
+    if spec is None or not forked(spec):
         worker = next(word for word in arguments if not word.startswith("-"))
-        script = os.path.join(os.path.dirname(worker), "setup_worker.py")  # beside Ray's default_worker.py
+        script = os.path.join(os.path.dirname(worker), "setup_worker.py")  # in the folder of Ray's default_worker.py
         os.execve(sys.executable, [sys.executable, script, *arguments], environment)
 
 

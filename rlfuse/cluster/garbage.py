@@ -20,14 +20,14 @@ from rlfuse.cluster.host_memory import resident_mib
 from rlfuse.events import Recorder, Span
 
 GROWN_MIB = 256
-"""Beyond the most that was in memory when garbage was collected: then it is time to look for more of it."""
+"""Growth of resident memory since the largest value at a collection, above which garbage is collected."""
 OBJECTS = 1_000_000
-"""More containers than at the last collection: to look through so many takes some tenths of a second."""
+"""New containers since the last collection, above which garbage is collected; a scan takes some tenths of a second."""
 NEVER = 1 << 30
-"""Collections of the second generation, after which Python would look through the third."""
+"""Threshold of the third generation that Python never reaches."""
 LOOK_S = 1.0
 
-atexit.register(gc.unfreeze)  # what stays frozen is not freed at exit, which bindings print as leaked (nanobind)
+atexit.register(gc.unfreeze)  # otherwise nanobind reports frozen objects as leaks at exit
 
 
 @contextmanager
@@ -45,7 +45,10 @@ def importing() -> Iterator[None]:
 
 
 class GarbageCollector:
-    """Collector of one process. `held`: MiB in use; `grown_mib`: allowed growth; `young`: left to Python."""
+    """Garbage collector of one process.
+
+    held: returns MiB in use. grown_mib: allowed growth. young: leave the young generations to Python.
+    """
 
     def __init__(
         self,
@@ -63,7 +66,7 @@ class GarbageCollector:
         recorder.listeners.append(self._ended)
 
     def collect(self, cause: str = "step") -> None:
-        """Now; from now on only when asked to, or to keep memory bounded."""
+        """Collect now, and disable automatic collections except those that bound memory."""
         self._cause = cause
         try:
             gc.collect()
@@ -79,11 +82,11 @@ class GarbageCollector:
         self._most_mib = max(self._most_mib, self._held())
 
     def freeze(self) -> None:
-        """What is there now is no garbage later. To look through what libraries leave takes half a second each time."""
+        """Exclude all current objects from collections; scanning those of libraries takes half a second each time."""
         gc.freeze()
 
     def collect_frozen(self) -> None:
-        """Free what the first planned collection froze and is not needed any more."""
+        """Collect all objects, including frozen ones."""
         if self.planned:
             gc.unfreeze()
         gc.collect()
@@ -91,6 +94,7 @@ class GarbageCollector:
             gc.freeze()
 
     def collect_if_grown(self) -> None:
+        """Collect if memory or the number of objects has grown beyond its limit."""
         now = time.monotonic()
         if not self.planned or now - self._looked < LOOK_S:
             return
@@ -101,7 +105,7 @@ class GarbageCollector:
             self.collect("memory")
 
     def close(self) -> None:
-        """Leave it to Python again; for a process that outlives its run."""
+        """Restore Python's automatic collections, for a process that outlives its run."""
         gc.callbacks.remove(self._note)
         self._recorder.listeners.remove(self._ended)
         gc.unfreeze()

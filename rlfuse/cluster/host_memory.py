@@ -12,14 +12,14 @@ from pathlib import Path
 ROOT = Path("/sys/fs/cgroup")
 VMSTAT = Path("/proc/vmstat")
 NO_LIMIT = 1 << 60
-"""Bytes; version 1 has a number that no host has in the place of none."""
+"""Bytes; cgroup v1 reports a larger number if there is no limit."""
 LEAST_SHARED_MIB = 64
 NO_MEMORY = re.compile(r"can(?:'|no)t allocate memory|out of memory|bad_alloc|MemoryError", re.I)
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def resident_mib() -> int:
-    """What this process has in memory; 0 where it can't be told."""
+    """Return the resident memory of this process in MiB; 0 if unknown."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE >> 20
     except OSError:
@@ -27,7 +27,7 @@ def resident_mib() -> int:
 
 
 def free_bytes() -> int:
-    """What this host, or this process's control group where that allows less, has free; 0 where it can't be told."""
+    """Return the free bytes of this host or of this process's control group, whichever is less; 0 if unknown."""
     found = [max(0, limit - used) for limit, used in _limits()]
     with suppress(OSError):
         (line,) = (line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
@@ -36,7 +36,7 @@ def free_bytes() -> int:
 
 
 def free_memory() -> str:
-    """Free memory now, in a sentence with a space before; may be empty."""
+    """Describe the free memory, with a leading space; may be empty."""
     parts = []
     with suppress(OSError):
         lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
@@ -58,18 +58,17 @@ def oom_kills() -> str:
     if host > 0:
         many = "a process" if host == 1 else f"{host} processes"
         return (
-            f" The kernel killed {many} of this host for lack of memory since the run began; whether of this run is "
-            "not known."
+            f" The kernel killed {many} of this host for lack of memory since the run began, possibly of another job."
         )
     return ""
 
 
 def shared_full() -> str:
-    """A sentence, with a space before, if shared memory, which processes talk through, is nearly full; else empty."""
+    """Return a warning, with a leading space, if shared memory is nearly full; else an empty string."""
     free = shutil.disk_usage("/dev/shm").free >> 20
     if free >= LEAST_SHARED_MIB:
         return ""
-    return f" /dev/shm has only {free} MiB left: remove what fills it or give it more room (docker: --shm-size)."
+    return f" /dev/shm has only {free} MiB left: remove files from it or enlarge it (docker: --shm-size)."
 
 
 def _gib(size: int) -> str:
@@ -86,7 +85,7 @@ def _groups(root: Path = ROOT, own: Path = Path("/proc/self/cgroup")) -> Iterato
             mount = root / controllers
             inner = mount / path.lstrip("/")
             for folder in (inner, *inner.parents):
-                if folder.is_dir():  # in a container the path may be the host's, which is not seen
+                if folder.is_dir():  # in a container the path may be that of the host
                     yield folder
                 if folder == mount:
                     break

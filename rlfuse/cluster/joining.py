@@ -59,7 +59,7 @@ def protected_token() -> Path | None:
     if facts.st_uid != os.getuid():
         raise EngineError(
             f"{path}, the token of Ray clusters, belongs to user {facts.st_uid}, who could run code as you. Remove it, "
-            "or set RAY_AUTH_TOKEN_PATH to a file of your own."
+            "or set RAY_AUTH_TOKEN_PATH to a file that you own."
         )
     if facts.st_mode & 0o077:
         with suppress(OSError):  # of a read-only file system
@@ -85,9 +85,9 @@ def _await_head(address: str) -> None:
 
 
 def request(function: Callable[[], T]) -> Future[T]:
-    """Call in a thread a function that sends a request to Ray's head, as Ray's clients wait without a limit."""
+    """Call a function that queries Ray's head in a thread, since Ray's clients wait without a time limit."""
     answer = Future[T]()
-    answer.set_running_or_notify_cancel()  # from here on nothing cancels it, also when its reader is cancelled
+    answer.set_running_or_notify_cancel()  # so that it is not cancelled with its reader
 
     def ask() -> None:
         try:
@@ -100,10 +100,10 @@ def request(function: Callable[[], T]) -> Future[T]:
 
 
 def without_error_pages() -> AbstractContextManager:
-    """Ray prints a page on every worker that dies, wherever logs go; `remote` tells it shorter."""
+    """Suppress Ray's long message for each dead worker; `remote` reports it briefly."""
     return mock.patch.object(ray._private.worker, "listen_error_messages", lambda *_: None)
 
 
 def without_path_shadowing() -> AbstractContextManager:
-    """Ray puts the driver's working folder before installed packages; `prepare_worker` appends it instead."""
+    """Keep Ray from putting the driver's folder before installed packages; `prepare_worker` appends it."""
     return mock.patch.object(JobConfig, "_runtime_env_has_working_dir", lambda _: True)

@@ -1,6 +1,7 @@
 """Choose the nodes and the device of a run, and watch the nodes while it runs.
 
-A node is lost if Ray says so, or if its port did not answer LOOKS times: within 15 s. Ray alone takes up to 30 s.
+A node is lost if Ray reports it dead, or if its port does not answer LOOKS times: within 15 s. Ray alone takes up to
+30 s.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from rlfuse.errors import NodeLost, WorkerLost
 
 LOOK_S, ANSWER_S, LOOKS = 2.0, 3.0, 3
 HEAD_S = 12.0
-"""For the head to accept a connection again; it may be restarting."""
+"""Time for the head to accept a connection again, as it may be restarting."""
 MIN_ID_PREFIX = 8
 JOB_ID_SUFFIX = 8
-"""Letters of a job's id, with which those of its placement groups end."""
+"""Length of a job's id, which is the suffix of the ids of its placement groups."""
 SHOWN = 200
 T = TypeVar("T")
 
@@ -52,7 +53,7 @@ def device_of(setting: str, nodes: Sequence[Node]) -> tuple[str, str]:
     if setting != "auto":
         return setting, f"cluster.device={setting}"
     count = sum(node.total.get("GPU", 0) > 0 for node in nodes)
-    found = f"cluster.device=auto, and GPUs are on {count} of {len(nodes)} nodes that Ray has"
+    found = f"cluster.device=auto, and {count} of {len(nodes)} Ray nodes have GPUs"
     return "cuda" if count else "cpu", found
 
 
@@ -69,13 +70,13 @@ def choose(
 
 
 def answering_nodes() -> list[Node]:
-    """The cluster's nodes that answer, now."""
+    """Return the nodes of the cluster that answer now."""
     return [node for node in alive_nodes() if answers(node)]
 
 
 def alive_nodes() -> list[Node]:
-    """The cluster's nodes, as far as Ray knows."""
-    free = ray._private.state.available_resources_per_node()  # no public function tells
+    """Return the nodes of the cluster that Ray considers alive."""
+    free = ray._private.state.available_resources_per_node()  # there is no public function
     return [
         Node(id, each["NodeManagerAddress"], each["NodeManagerPort"], free.get(id, {}), each["Resources"])
         for each in ray.nodes()
@@ -104,7 +105,7 @@ def jobs_per_node() -> dict[str, list[str]]:
 
 
 def this_node_id() -> str:
-    """Id of the driver's node."""
+    """Return the id of the driver's node."""
     return ray.get_runtime_context().get_node_id()
 
 
@@ -119,7 +120,7 @@ async def fail_on_lost_node(work: Coroutine[Any, Any, T], occupants: Mapping[Nod
         elif (cause := task.exception()) is None:
             return task.result()
         elif not (away and isinstance(cause, Exception) and (gone := await _lost(away))):
-            raise cause  # else peers of what lived there were the first to fail
+            raise cause  # otherwise the node loss made peers fail first
     finally:
         for each in (task, watch):
             each.cancel()
@@ -128,10 +129,10 @@ async def fail_on_lost_node(work: Coroutine[Any, Any, T], occupants: Mapping[Nod
 
 
 def lost_message(gone: Sequence[Node], occupants: Mapping[Node, str]) -> str:
-    """What the user reads."""
-    names = "; ".join(f"{node}, where {occupants[node]} lived" for node in gone)
+    """Return the message of a node loss."""
+    names = "; ".join(f"{node}, which ran {occupants[node]}" for node in gone)
     return (
-        f"lost node {names}. Neither its processes nor its part of Ray answer. Bring it back or add another: "
+        f"lost node {names}. Neither its processes nor its Ray services answer. Bring it back or add another: "
         "with training.pipeline_parallel_size=1 a run resumes only with as many slots as before (trainer.nnodes * "
         "trainer.n_gpus_per_node), on any nodes. With fewer, start a new run from the weights "
         "(model.path=CHECKPOINT/actor/huggingface)."
@@ -149,7 +150,7 @@ async def _watch(nodes: Sequence[Node]) -> list[Node]:
 
 
 async def _lost(nodes: Sequence[Node]) -> list[Node]:
-    """Return nodes that do not answer: what lived on a node may end before its port does."""
+    """Return nodes that do not answer. Workers of a lost node may fail before its port does, so try repeatedly."""
     for look in range(LOOKS):
         await asyncio.sleep(min(look, 1))
         if gone := [node for node, reason in zip(nodes, await _look(nodes), strict=True) if reason]:
@@ -158,7 +159,7 @@ async def _lost(nodes: Sequence[Node]) -> list[Node]:
 
 
 async def _look(nodes: Sequence[Node]) -> list[str]:
-    """Return for each node `` (alive), `silent` (port does not answer), or `dead` (Ray says so)."""
+    """Return for each node `` (alive), `silent` (port does not answer), or `dead` (reported by Ray)."""
     alive = {each["NodeID"] for each in await from_head(ray.nodes) if each["Alive"]}
     answered = await asyncio.gather(*(asyncio.to_thread(answers, node) for node in nodes))
     return [
@@ -168,7 +169,7 @@ async def _look(nodes: Sequence[Node]) -> list[str]:
 
 
 def answers(node: Node) -> bool:
-    """Whether somebody listens at its port."""
+    """Return whether the node accepts connections at its port."""
     return not _refusal(node.address, node.port)
 
 

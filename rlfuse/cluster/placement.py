@@ -57,20 +57,19 @@ NEEDED_SHARED_MIB = 256
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """The devices of a run, reserved."""
+    """The reserved devices of a run."""
 
     group: PlacementGroup
     count: int
     device: str
     cores: tuple[int, ...] | None = None
-    """On a CPU host with enough of them: the core of each slot. Its engine and its rank are bound to it, so that a slot
-    is a device of its own that changes hands."""
+    """On a CPU host with enough cores: the core of each slot, to which its engine and its rank are bound."""
     nodes: tuple[Node, ...] = ()
     summary: str = ""
 
     @property
     def threads(self) -> int:
-        """CPU cores of the smallest node, for each of its slots."""
+        """Return the CPU cores per slot of the smallest node."""
         cores = min((node.total.get("CPU", 1) for node in self.nodes), default=1)
         return max(1, int(cores * len(self.nodes) / self.count))
 
@@ -85,13 +84,13 @@ class Slots:
     def engine_options(self, slot: int, width: int, environment: dict[str, str]) -> dict:
         """Return actor options of an engine over `width` slots; on GPUs the actor hosts only the front end."""
         if self.device == "cuda" and width > 1:
-            if self.nodes and self.nodes[0].address == LOOPBACK:  # else it takes the machine's address, and hangs
+            if self.nodes and self.nodes[0].address == LOOPBACK:  # otherwise it uses the machine's address and hangs
                 environment = environment | {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}
             return self.options(slot, cuda.SHARE, environment, num_gpus=0, resources={})
         return self.options(slot, cuda.SHARE, environment)
 
     def options(self, slot: int, share: float, environment: dict[str, str] | None = None, **more: Any) -> dict:
-        """Options of an actor that lives on `slot` and takes `share` of its device."""
+        """Return the options of an actor on `slot` that takes `share` of its device."""
         return {
             "num_cpus": 0,
             "num_gpus": share if self.device == "cuda" else 0,
@@ -103,7 +102,7 @@ class Slots:
 
 def reward_options(index: int, models: int, slots: Slots | None, on: str, environment: dict[str, str]) -> dict:
     """Return actor options of a reward model or judge, `on` cpu or cuda (GPUs not run yet)."""
-    if on == "cpu":  # a share of a CPU that doesn't fit would leave it pending for ever, without a word
+    if on == "cpu":  # a CPU share that does not fit would leave it pending forever, silently
         return {"num_cpus": 0, "runtime_env": {"env_vars": worker_environment(on) | environment}}
     slot, share = cuda.reward_place(index, models, slots.count)
     return slots.options(slot, share, environment)
@@ -112,22 +111,25 @@ def reward_options(index: int, models: int, slots: Slots | None, on: str, enviro
 def reward_device(setting: str, slots: str) -> str:
     """Return where models and judges run; EngineError if GPUs are requested and slots have none."""
     if setting == "cuda" and slots != "cuda":
-        raise EngineError("reward.device=cuda: the slots of this run are no GPUs; set reward.device=auto")
+        raise EngineError("reward.device=cuda: this run has no GPUs; set reward.device=auto")
     return slots if setting == "auto" else setting
 
 
 async def start(
     config: Config, worker_imports: str | None = None, again: bool = False, without: Collection[str] = ()
 ) -> Slots:
-    """Start or join Ray and reserve the slots within the time-out. `again`: after a loss; `without`: nodes about to
-    leave.
-    `worker_imports`: the module that imports what workers on this host's CPUs need, once for all of them.
+    """Start or join Ray and reserve the slots within the timeout.
+
+    worker_imports: module with the imports of workers on this host's CPUs, run once in the fork server. again: restart
+    after a loss. without: ids of nodes that are about to leave.
     """
     clear_launcher_variables()
     os.environ.update({name: value for name, value in QUIET.items() if name.startswith("RAY_")})
-    # Ray's own is 15: beside two busy programs on two cores, an engine's start took minutes instead of seconds.
+    # Ray's default is 15: with two busy programs on two cores, engines took minutes instead of seconds to start.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    os.environ.setdefault("RAY_worker_register_timeout_seconds", "600")  # 60: cold imports of a network's storage
+    os.environ.setdefault(
+        "RAY_worker_register_timeout_seconds", "600"
+    )  # default 60: imports from network storage can be slow
     with preserve_sigterm():
         if config.cluster.ray_address is None:
             for kind in scratch.KINDS:
@@ -141,7 +143,7 @@ async def start(
 
 
 async def _reserve(config: Config, again: bool, without: Collection[str]) -> Slots:
-    needed = () if again else config.cluster.node_order  # a lost node's successor has another name
+    needed = () if again else config.cluster.node_order  # a replacement node has another name
     began, per_node, order = time.monotonic(), config.trainer.n_gpus_per_node, config.cluster.node_order
     notice = FIRST_NOTICE_S
     while True:  # nodes may be joining
@@ -157,8 +159,8 @@ async def _reserve(config: Config, again: bool, without: Collection[str]) -> Slo
         limit = _patience(config, again, not absent and _have_enough(nodes, config, bundle))
         if waited > limit and absent:
             raise EngineError(
-                f"cluster.node_order: no node is called {', '.join(absent)}; Ray has {', '.join(map(str, found))}. "
-                "Correct the names, or leave them out"
+                f"cluster.node_order: no node is called {', '.join(absent)}; Ray nodes: {', '.join(map(str, found))}. "
+                "Correct or remove the names."
             )
         if waited > limit:
             raise EngineError(no_slots_message(config, bundle, nodes, why, await from_head(jobs_per_node), again))
@@ -196,7 +198,7 @@ def _bundle(device: str) -> dict[str, float]:
 
 
 def spare_nodes(slots: Slots) -> list[Node]:
-    """Nodes beside the run's own with room for as many slots as each of those has."""
+    """Return nodes outside the run that have room for as many slots as each node of the run."""
     others = [node for node in answering_nodes() if node not in slots.nodes]
     per_node, bundle, one = slots.count // len(slots.nodes), _bundle(slots.device), this_node_id()
     return [node for node in others if choose([node], 1, per_node, bundle, one)]
@@ -205,7 +207,7 @@ def spare_nodes(slots: Slots) -> list[Node]:
 def shortage(
     config: Config, bundle: Mapping[str, float], nodes: Sequence[Node], why: str, held: Mapping[str, Sequence[str]]
 ) -> str:
-    """Describe needed and free slots on `nodes`, and the jobs that hold the rest (`held`)."""
+    """Describe needed and free slots on `nodes`, and the jobs that hold the others (`held`)."""
     free = []
     for node in nodes:
         counts = [f"{node.free.get(name, 0):g} of {node.total.get(name, 0):g} {name}" for name in bundle]
@@ -226,11 +228,11 @@ def no_slots_message(
     held: Mapping[str, Sequence[str]],
     again: bool = False,
 ) -> str:
-    """Return the message of a run that got no slots in time, `again`: that had them before; others as of `shortage`."""
-    fewer = "" if again else "Set both to what is there, or "
+    """Return the message of a run that got no slots in time. `again`: it had slots before a loss."""
+    fewer = "" if again else "Reduce both to the available slots, or "
     remedy = f"{fewer}start the nodes with --resources='{{\"slot\": N}}'."
     if config.cluster.ray_address is not None and _have_enough(nodes, config, bundle):
-        remedy = "Other jobs hold them: wait longer (cluster.timeout_s), or end these jobs."
+        remedy = "Other jobs hold them: wait longer (cluster.timeout_s), or stop these jobs."
     elif "GPU" in bundle and config.cluster.ray_address is None:
         remedy = (
             f"{fewer}run on CPUs (cluster.device=cpu): torch {version('torch')} sees {_gpus()} GPUs on this machine."
@@ -246,15 +248,16 @@ def no_slots_message(
 def _cores(config: Config, device: str) -> tuple[int, ...] | None:
     if device != "cpu" or config.cluster.ray_address is not None or config.rollout.tensor_model_parallel_size > 1:
         return None
-    if config.slots == 1:  # nothing to keep it apart from; its engine and its rank start twice as fast on two cores
+    if config.slots == 1:  # a single slot needs no binding, and starts 2x faster on two cores
         return None
     cores = sorted(os.sched_getaffinity(0))
     return tuple(cores[: config.slots]) if len(cores) >= config.slots else None
 
 
 def _start_ray(config: Config, worker_imports: str | None) -> None:
-    """Start a cluster of this run's own on loopback, with a token. Ray gives its helpers 15 s to start, too few under
-    load, so it is retried.
+    """Start a private cluster on loopback, with a token.
+
+    Retried, since the 15 s that Ray allows its processes to start can be too short under load.
     """
     folder = str(scratch.of_this_process())
     _have_token()
@@ -295,20 +298,20 @@ def _start_ray(config: Config, worker_imports: str | None) -> None:
 
 
 def _have_token() -> None:
-    """Create a token: Ray would write a missing one to a file that follows the umask."""
+    """Create a token if there is none: Ray would write it to a file with umask permissions."""
     if not any(map(os.environ.get, ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))) and protected_token() is None:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 def _gpus() -> int:
-    """Count GPUs that torch can use: a driver alone is not enough."""
-    import torch  # here, since a node's staging of weights starts in a fraction of the time without
+    """Return the number of GPUs that torch can use: a driver alone is not enough."""
+    import torch  # imported here, since weight staging on nodes starts much faster without it
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _loopback() -> AbstractContextManager:
-    """Ray replaces the loopback address by the machine's unless it is limited to one node."""
+    """Limit Ray to one node, since it would replace the loopback address otherwise."""
     return mock.patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False)
 
 
@@ -320,23 +323,23 @@ def _forked_workers(config: Config, imports: str | None) -> AbstractContextManag
 
 
 def _without_unused_processes() -> AbstractContextManager:
-    """Do without three Ray processes: dashboard server, log monitor and autoscaler."""
+    """Start Ray without dashboard server, log monitor and autoscaler."""
     unasked = ("start_api_server", "start_log_monitor", "start_monitor")
     return mock.patch.multiple(ray._private.node.Node, **{name: lambda *_, **__: None for name in unasked})
 
 
 def stop(logs: Path | None = None) -> None:
-    """Leave Ray; a cluster that `start` began ends. `logs`: where Ray's logs of a failed run go."""
+    """Disconnect from Ray; a cluster started by `start` is stopped. `logs`: target of Ray's logs of a failed run."""
     ray.shutdown()
     for session in (scratch.of_this_process() / SESSIONS).glob("session_*_*"):
         if logs is not None and not (logs / session.name).exists():
-            with suppress(OSError):  # they are of less worth than what went wrong
+            with suppress(OSError):  # a failed copy must not hide the original error
                 shutil.copytree(session / "logs", logs / session.name)
         shutil.rmtree(session, ignore_errors=True)
 
 
 def shared_memory_speed() -> float:
-    """Bytes per second through /dev/shm, written once and read once."""
+    """Measure the bytes per second through /dev/shm, written once and read once."""
     block, began = bytes(16 << 20), time.perf_counter()
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
         file.write(block)
@@ -349,7 +352,7 @@ def _need_shared_memory() -> None:
     free = shutil.disk_usage("/dev/shm").free >> 20
     if free < NEEDED_SHARED_MIB:
         raise EngineError(
-            f"/dev/shm has {free} MiB free, Ray and the weight sync need at least {NEEDED_SHARED_MIB} MiB. Remove what "
-            "is left over there (rlfuse runs clean), or enlarge it (docker run --shm-size=2g, mount -o "
+            f"/dev/shm has {free} MiB free, but Ray and the weight sync need {NEEDED_SHARED_MIB} MiB. Remove leftover "
+            "files (rlfuse runs clean), or enlarge it (docker run --shm-size=2g, mount -o "
             "remount,size=2g /dev/shm)."
         )

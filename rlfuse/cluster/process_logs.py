@@ -21,20 +21,20 @@ from rlfuse.config.secrets import hidden_text
 
 FOLDER = "RLFUSE_LOGS"
 MAX_BYTES, KEPT_BYTES = 10 << 20, 5 << 20
-"""Bytes of a file, and of what is left where it had more."""
+"""Maximum size of a file, and its size after truncation."""
 LOOK_S = 5.0
 LAST = 1 << 16
 BEGINNING = re.compile(rb"^== \S+: process (\d+) on .*$", re.M)
 
 
 def begin(folder: Path) -> None:
-    """Have the workers that start from now on keep what they write in `folder`."""
+    """Let workers that start from now on write their output to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     os.environ[FOLDER] = str(folder)
 
 
 def end() -> None:
-    """The run is over; a folder with nothing in it goes."""
+    """Stop logging; an empty folder is removed."""
     folder = Path(os.environ.pop(FOLDER))
     with suppress(OSError):
         folder.rmdir()
@@ -42,7 +42,7 @@ def end() -> None:
 
 @contextmanager
 def logs_kept_on_failure(folder: Path) -> Iterator[None]:
-    """The same around work that leaves no run folder: what was written stays only where it fails."""
+    """Keep logs in `folder` during the block; delete them unless it fails."""
     begin(folder)
     try:
         yield
@@ -54,19 +54,19 @@ def logs_kept_on_failure(folder: Path) -> Iterator[None]:
 
 
 def folder() -> Path | None:
-    """Where the present run's processes write; None outside a run, and on hosts that don't see its folder."""
+    """Return the log folder of the current run; None outside a run and on hosts without access to it."""
     path = Path(os.environ.get(FOLDER, ""))
     return path if os.environ.get(FOLDER) and path.is_dir() else None
 
 
 def file_of(where: str) -> Path | None:
-    """The file of the process that is called so (`rollout/0`), whether it is there or not."""
+    """Return the log path of a process (`rollout/0`), existing or not; None outside a run."""
     within = folder()
     return within / f"{where.replace('/', '-')}.log" if within else None
 
 
 def redirect_output(where: str) -> None:
-    """From now on whatever this process and its children write goes to its file."""
+    """Redirect the output of this process and its children to its log."""
     path = file_of(where)
     if path is None:
         return
@@ -81,15 +81,15 @@ def redirect_output(where: str) -> None:
 
 
 def append(where: str, text: str) -> None:
-    """The driver's: a worker's traceback, which Ray hands over instead of having it written there."""
+    """Append text to a worker's log from the driver, e.g. a traceback that Ray returned."""
     path = file_of(where)
     if path is not None:
-        with suppress(OSError), path.open("a") as file:  # a full disk is told otherwise
+        with suppress(OSError), path.open("a") as file:  # a full disk is reported elsewhere
             file.write(f"{hidden_text(text.rstrip())}\n")
 
 
 def last_output(where: str, pid: str) -> str | None:
-    """What that process wrote last; None where nothing of it is here."""
+    """Return the latest output of a process; None if this host has none."""
     path = file_of(where)
     if path is None or not path.is_file():
         return None
@@ -99,7 +99,7 @@ def last_output(where: str, pid: str) -> str | None:
 
 
 def log_hint(where: str) -> str:
-    """The line for whoever reads of a failure; empty outside a run."""
+    """Return a line with the location of the logs for error messages; empty outside a run."""
     path = file_of(where)
     if path is None:
         return ""
@@ -108,7 +108,7 @@ def log_hint(where: str) -> str:
 
 def _bound(path: Path, began: bytes) -> None:
     while True:
-        with suppress(OSError):  # the folder went, or the disk is full
+        with suppress(OSError):  # the folder was removed, or the disk is full
             if path.stat().st_size > MAX_BYTES:
                 cut(path, began)
         time.sleep(LOOK_S)
@@ -122,7 +122,7 @@ def cut(path: Path, began: bytes) -> None:
             return
         file.seek(-KEPT_BYTES, os.SEEK_END)
         kept = file.read()
-        rest = kept.partition(b"\n")[2] or kept  # progress bars have no line's end
+        rest = kept.partition(b"\n")[2] or kept  # progress bars have no line ends
         file.truncate(0)
     with path.open("ab") as file:
-        file.write(began + b"(what it wrote earlier was cut)\n" + rest)
+        file.write(began + b"(earlier output was removed)\n" + rest)

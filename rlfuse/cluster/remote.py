@@ -28,25 +28,25 @@ from rlfuse.cluster import host_memory, process_logs, scratch, tracebacks, watch
 from rlfuse.errors import EngineError, EngineLost, NodeLost, WorkerLost
 
 GRACE_S = 5.0
-"""Time for the death of a worker to show, once peers that waited for it have failed."""
+"""Time for the death of a worker to be noticed after its waiting peers have failed."""
 MEMORY = "Lower actor.ppo_max_token_len_per_gpu, rollout.max_num_seqs or the KV cache."
 DEATHS = RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError, LocalRayletDiedError
-"""Errors of Ray where a process is gone: it died, its node went, or Ray killed it as the node was short of memory."""
+"""Ray errors of a dead process: it died, its node was lost, or Ray killed it because the node ran out of memory."""
 PEER_GONE = re.compile(r"connection (closed|reset) by peer|timed out waiting", re.I)
-"""What torch says where a peer in a collective is gone."""
+"""torch's error if a peer in a collective is gone."""
 COLLECTIVE = re.compile(r"collective operation timeout: WorkNCCL\(SeqNum=(\d+), OpType=(\w+).*?Timeout\(ms\)=(\d+)")
-"""Of torch's watchdog of NCCL, before it ends the process."""
+"""Output of torch's NCCL watchdog before it ends the process."""
 CRASHED = re.compile(r"(NCCL error|CUDA error|CUDA driver error|what\(\):|Fatal Python error|SIG[A-Z]+ received).*")
-"""What a process wrote before it was ended by itself; the first of these says the most."""
+"""Last output of a crashed process; the first match is the most informative."""
 NO_PAGES = "mmap error: 12"
-"""Of Ray's native code where the system gives it no memory, down to that for telling so."""
+"""Output of Ray's native code if it cannot allocate memory."""
 UNEXPECTED_END = "connection error code 2. End of file"
-"""Ray of a process that ended before it could say so."""
+"""Ray's error for a process that ended without a message."""
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
 async def call(reference: ray.ObjectRef, worker: str, action: str, timeout: float) -> Any:
-    """The result of a remote call; `worker` and `action` name it in errors ("trainer/1", "update the actor")."""
+    """Return the result of a remote call; `worker` and `action` name it in errors ("trainer/1", "update the actor")."""
     try:
         with watchdog.waiting(worker, action, timeout):
             return await asyncio.wait_for(asyncio.wrap_future(reference.future()), timeout)
@@ -71,17 +71,17 @@ async def all_of(calls: Sequence[Awaitable[Any]]) -> list[Any]:
 
 
 def is_death(error: BaseException | None) -> bool:
-    """Whether a process has died, and is not only late or out of memory."""
+    """Return whether a process has died (and is not only late or out of memory)."""
     died = isinstance(getattr(error, "__cause__", None), DEATHS)
     return isinstance(error, WorkerLost) and (died or isinstance(error, EngineLost | NodeLost))
 
 
 def explain(error: BaseException, worker: str, action: str, timeout: float) -> BaseException:
-    """The error to raise for a failed call: an `EngineError` that names worker, action, cause and remedy."""
+    """Return the error to raise for a failed call: an `EngineError` with worker, action, cause and remedy."""
     if isinstance(error, RayTaskError):  # first: Ray raises a worker's error as one of both types, with its own text
         process_logs.append(worker, COLOUR.sub("", str(error)))
         cause = error.cause or error
-        if isinstance(cause, EngineError):  # says all already
+        if isinstance(cause, EngineError):  # its message is complete
             return type(cause)(_with_logs("\n".join([str(cause), *_notes(cause)]), worker))
         text = f"{worker} failed to {action}: {_raised(error)}"
         if isinstance(cause, MemoryError) or host_memory.NO_MEMORY.search(str(cause)):
@@ -101,7 +101,7 @@ def explain(error: BaseException, worker: str, action: str, timeout: float) -> B
 
 
 def cause_of_death(error: BaseException, worker: str) -> str:
-    """What can be said of a death: by the process's own last words, by Ray's, and by what was seen of it before."""
+    """Describe why a worker died, from its last output, Ray's error and its last recorded event."""
     pid = found[1] if (found := re.search(r"pid: (\d+)", str(error))) else ""
     words = process_logs.last_output(worker, pid)
     if words is not None:
@@ -122,27 +122,28 @@ def _cause(error: BaseException, words: str) -> str:
     if found := COLLECTIVE.search(words):
         number, kind, milliseconds = found.groups()
         return (
-            f"it ended itself when it had waited {int(milliseconds) / 1000:g} s (a share of cluster.timeout_s) in "
-            f"collective {number} ({kind}) for a missing rank: look at the others' stacks, and in "
-            "stacks/nccl_rank_* of the run folder, which `python -m torch.distributed.flight_recorder.fr_trace` reads. "
+            f"it ended itself after waiting {int(milliseconds) / 1000:g} s (a fraction of cluster.timeout_s) in "
+            f"collective {number} ({kind}) for a missing rank. Check the stacks of the other ranks, and "
+            "stacks/nccl_rank_* of the run folder with `python -m torch.distributed.flight_recorder.fr_trace`. "
             "If a rank may take that long, raise cluster.timeout_s."
         )
     if found := CRASHED.search(words):
         return f"it crashed: {found[0][:300].strip()}."
     if UNEXPECTED_END in str(error):
-        return "killed by signal 9 (SIGKILL); the sender is unknown. Only that, or os._exit, ends a process without a message."
+        only = "Only that, or os._exit, ends a process without a message."
+        return f"killed by signal 9 (SIGKILL); the sender is unknown. {only}"
     if "SIGTERM" in str(error):
         return "killed by signal 15 (SIGTERM); the sender is unknown."
     return f"{_reason(error)}."
 
 
 def _words_for_ray(death: str, pid: str) -> tuple[str, str]:
-    """Return what a dead process wrote to Ray's log files, and their place; those move to `logs` after a failure."""
+    """Return (output, log path) of a dead process from Ray's logs, which move to `logs` after a failure."""
     if not pid:
         return "", ""
     address = found[1] if (found := re.search(r"\bip: (\S+)", death)) else None
     file = f"worker-*-{pid}.err"
-    node = ray._private.worker._global_node  # no public function tells where Ray writes
+    node = ray._private.worker._global_node  # there is no public function for the log folder
     if node is not None and address is not None and address == node.node_ip_address:
         for path in Path(node.get_logs_dir_path()).glob(file):
             kept = process_logs.folder() if path.is_relative_to(scratch.of_this_process()) else None
@@ -166,7 +167,7 @@ def _raised(error: BaseException) -> str:
 
 
 def _notes(cause: BaseException) -> list[str]:
-    """What a worker added to its exception: the pass in which it was raised."""
+    """Return the notes that a worker added to its exception, e.g. the pass that failed."""
     return getattr(cause, "__notes__", [])
 
 

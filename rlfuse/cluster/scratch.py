@@ -1,4 +1,4 @@
-"""Files outside of run folders: who owns and who removes them.
+"""Files outside of run folders, with their owners and their cleanup.
 
     /dev/shm/rlfuse-kv-*          an engine's KV caches and sockets    engines.vllm.kv_transfer.store.KVCacheStore
     /dev/shm/rlfuse-weights-*     the buckets of a weight transfer     engines.weights.staging.WeightStaging
@@ -6,9 +6,9 @@
     {tmp}/rlfuse-run-*            Ray's session and temporary files of a driver and its processes
     /dev/shm/{sem.mp-,psm_,...}   semaphores and messages of libraries, recorded by `attach` in a folder above
 
-A folder's maker holds a lock on it. Once that is released, the next maker of the same kind removes the folder with
-everything it records. Only folders of this user are removed, and of libraries' files only those recorded by boot, file
-system and inode.
+The creator of a folder holds a lock on it. Once the lock is released, the next creator of the same kind removes the
+folder and all files recorded in it. Only folders of this user are removed, and only those files of libraries that are
+recorded by boot, file system and inode.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ SHARED_MEMORY = Path("/dev/shm")
 RUN = "rlfuse-run-"
 KV, WEIGHTS, EMBEDDINGS = KINDS = ("rlfuse-kv-", "rlfuse-weights-", "rlfuse-embeddings-")
 LIBRARIES = re.compile(r"sem\.mp-|psm_|vllm_dist")
-"""Python's semaphores and shared blocks, vLLM's sums between the processes of an engine."""
+"""Python's semaphores and shared blocks, and vLLM's shared memory between the processes of an engine."""
 LONGEST_ROOT = 18
-"""Characters: Ray's sockets lie 89 deeper, and the system takes paths of 107."""
+"""Maximum characters of the root: Ray's socket paths are 89 longer, and the system allows 107."""
 END_S = 10.0
 LAST = -200
-"""Of what multiprocessing does at the end of a process; it removes its own temporary folder at -100."""
+"""Exit priority, after multiprocessing removes its own temporary folder at -100."""
 
 
 def make(prefix: str, root: Path = SHARED_MEMORY) -> tuple[Path, TextIO]:
-    """A new folder and its lock: it is the maker's until the lock is closed, and swept when the maker has died."""
+    """Create a folder with its lock. It is removed by `sweep` once the lock is closed or its owner has died."""
     sweep(prefix, root)
-    while True:  # one that sweeps may have taken the folder for a dead process's
+    while True:  # a concurrent sweep may have removed the folder before it was locked
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
         if held := _lock(folder, "w"):
             return folder, held
 
 
 def sweep(prefix: str, root: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove the folders of processes that were killed; returns them."""
+    """Remove the folders of dead processes and return them."""
     found = []
     for folder, held in _abandoned(prefix, root):
         _end_processes(folder)
@@ -63,7 +63,7 @@ def sweep(prefix: str, root: Path = SHARED_MEMORY) -> list[Path]:
 
 
 def abandoned(prefix: str, root: Path = SHARED_MEMORY) -> list[Path]:
-    """What `sweep` would remove."""
+    """Return the folders that `sweep` would remove."""
     found = []
     for folder, held in _abandoned(prefix, root):
         held.close()
@@ -72,14 +72,14 @@ def abandoned(prefix: str, root: Path = SHARED_MEMORY) -> list[Path]:
 
 
 def attach(folder: Path, files: Iterable[Path]) -> None:
-    """Record libraries' files that are removed with the maker's folder."""
+    """Record files of libraries that must be removed with the folder."""
     for file in files:
         with suppress(FileExistsError, FileNotFoundError):
             (folder / _identity(file)).symlink_to(file)
 
 
 def attached(folder: Path) -> list[Path]:
-    """The files recorded in a folder that still exist; another file of the same name does not count."""
+    """Return the recorded files that still exist; new files with the same name do not count."""
     found = []
     for link in folder.glob(f"{BOOT}-*"):
         with suppress(OSError):
@@ -102,31 +102,31 @@ def remove(folder: Path) -> None:
 
 @cache
 def of_this_process() -> Path:
-    """Its folder, which goes when it ends. Kept for later runs of the process: libraries remember where they were."""
+    """Return the folder of this process, removed at exit; later runs of the process reuse it."""
     folder, held = make(RUN, temporary_root())
 
     def end() -> None:
         remove(folder)
         held.close()
 
-    Finalize(None, end, exitpriority=LAST)  # not in forks, and after what multiprocessing removes of its own there
+    Finalize(None, end, exitpriority=LAST)  # not in forks, and after multiprocessing's own cleanup
     return folder
 
 
 def keep_temporary_files() -> None:
-    """From now on this process's temporary files lie in its folder, and those of what it starts."""
+    """Put temporary files of this process and its children into its folder."""
     os.environ.setdefault("RAY_TMPDIR", tempfile.gettempdir())  # where Ray looks for clusters to join
     os.environ["TMPDIR"] = tempfile.tempdir = str(of_this_process())
 
 
 def temporary_root() -> Path:
-    """The folder for temporary files, /tmp where that is too deep for sockets."""
+    """Return the folder for temporary files; /tmp if its path is too long for sockets."""
     root = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     return Path(root if len(root) <= LONGEST_ROOT else "/tmp")
 
 
 def held_by(processes: Iterable[psutil.Process]) -> set[Path]:
-    """Files of libraries in shared memory that these processes have mapped."""
+    """Return the files of libraries in shared memory that these processes have mapped."""
     files, mapped = libraries_files(), set[int]()
     for process in processes:
         mapped |= _mapped(process.pid)
@@ -134,7 +134,7 @@ def held_by(processes: Iterable[psutil.Process]) -> set[Path]:
 
 
 def libraries_files() -> dict[Path, int]:
-    """All that libraries of this user's processes made in shared memory -> inode."""
+    """Return this user's files of libraries in shared memory -> inode."""
     found = {}
     for entry in os.scandir(SHARED_MEMORY):
         with suppress(FileNotFoundError):
@@ -172,7 +172,7 @@ def _lock(folder: Path, mode: str) -> TextIO | None:
 
 
 def _end_processes(folder: Path) -> None:
-    """Kill what a dead driver started and what has its temporary files there."""
+    """Kill processes of a dead driver, recognised by their TMPDIR."""
     kin = {process.pid for process in (psutil.Process(), *psutil.Process().parents())}
     until = time.monotonic() + END_S
     while found := [each for each in psutil.process_iter() if each.pid not in kin and _started_with(each, folder)]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 FRAME = re.compile(r'File "([^"]+)", line \d+(?:, in .*)?$')
 RAISED = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Failure|Timeout)\b(?:: .*|:?$)")
 LIBRARY = re.compile(r"(?!.*-packages/rlfuse/).*(site-packages|dist-packages|/lib/python3)|<")
-"""Matches the files of other code than a user's or ours."""
+"""Matches files that belong neither to the user nor to rlfuse."""
 MAX_FRAMES = 4
 LINES = 4
 WIDEST = 1000
@@ -17,14 +17,14 @@ WIDEST = 1000
 
 @dataclass(frozen=True, slots=True)
 class Traceback:
-    """One exception that was raised."""
+    """Frames and error of one raised exception."""
 
     frames: tuple[str, ...]
     error: str
 
     @property
     def own(self) -> list[str]:
-        """The frames of code that isn't a library's, and the innermost one whosever it is; else the innermost few."""
+        """Return frames of custom code plus the innermost frame; without custom code, the innermost few frames."""
         *outer, innermost = self.frames
         shown = [frame for frame in outer if not LIBRARY.match(frame.split('"')[1])] or outer
         return [f"  {frame}" for frame in [*shown, innermost][-MAX_FRAMES:]]
@@ -34,7 +34,7 @@ class Traceback:
 
 
 def found_in(text: str) -> Iterator[Traceback]:
-    """Every traceback of the text, in its order; text before frames and between them is passed over."""
+    """Yield all tracebacks in a text, in order; other text is skipped."""
     lines, frames, position = [line.strip() for line in text.splitlines()], list[str](), 0
     while position < len(lines):
         line, position = lines[position], position + 1
@@ -42,8 +42,8 @@ def found_in(text: str) -> Iterator[Traceback]:
             frames = []
         elif FRAME.match(line):
             code = lines[position] if position < len(lines) else ""
-            told = code and not (FRAME.match(code) or RAISED.match(code) or set(code) <= set("^~ "))
-            frames.append(f"{line}\n    {code}" if told else line)
+            has_code = code and not (FRAME.match(code) or RAISED.match(code) or set(code) <= set("^~ "))
+            frames.append(f"{line}\n    {code}" if has_code else line)
         elif frames and RAISED.match(line):
             rest = []
             while position < len(lines) and len(rest) < LINES - 1 and lines[position]:

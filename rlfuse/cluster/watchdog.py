@@ -1,10 +1,10 @@
-"""Report what each process of a run last did and where it is when a wait is long or on `kill -USR1 <driver>`.
+"""Report the last event and the stacks of each process of a run, during long waits or on `kill -USR1 <driver>`.
 
-    RUN_FOLDER/stacks/{time}.txt                  all processes at that time, the longest silent first
-    RUN_FOLDER/stacks/processes/{where}.{pid}     what a process last began or ended
-    RUN_FOLDER/stacks/processes/{where}.{pid}.txt the stacks that it wrote when it got SIGUSR1
+    RUN_FOLDER/stacks/{time}.txt                  all processes at that time, longest without an event first
+    RUN_FOLDER/stacks/processes/{where}.{pid}     latest event of a process
+    RUN_FOLDER/stacks/processes/{where}.{pid}.txt its stacks, written on SIGUSR1
 
-Only registered processes are signalled; they answer also inside native code that holds the interpreter.
+Only registered processes are signalled. They answer even inside native code that holds the GIL.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from rlfuse.cluster import host_memory, process_logs
 from rlfuse.events import Recorder
 
 FOLDER = "RLFUSE_STACKS"
-"""Environment variable: where the processes of a run show where they stand."""
+"""Environment variable: folder of the stacks of a run."""
 HEAD, LAST = 256, 128
-"""Bytes of what stays the same in a process's file, and of its last event."""
+"""Bytes of the constant header in the file of a process, and of its latest event."""
 TRACEBACK = "RLFUSE_TRACEBACK"
-"""Environment variable: 1 has errors shown with whole tracebacks."""
+"""Environment variable: 1 shows errors with full tracebacks."""
 ANSWER_S = 2.0
 WARN_AT_SHARE = 0.5
-"""Of a wait's limit: then it is worth a look, and hours may be left in which to mend it."""
+"""Fraction of a wait's limit after which it is reported, while there is time to act."""
 SPACING_S = 5.0
-"""Between dumps: what hangs together is seen together."""
+"""Minimum time between dumps: simultaneous hangs share one dump."""
 
 _current: ContextVar[Watchdog | None] = ContextVar("watchdog", default=None)
-_open: list[Any] = []  # files of this process, open as long as it lives: faulthandler writes to a number
+_open: list[Any] = []  # kept open, since faulthandler writes to their descriptors
 
 
 def environment() -> dict[str, str]:
-    """For processes that don't inherit this one's environment."""
+    """Return the variables for processes that do not inherit this environment."""
     names = (FOLDER, process_logs.FOLDER, TRACEBACK)
     return {name: os.environ[name] for name in names if name in os.environ}
 
@@ -75,25 +75,25 @@ def _show(where: str, recorder: Recorder | None, chain: bool = False) -> None:
     os.pwrite(slate, json.dumps(head).encode().ljust(HEAD), 0)
     _open[:] = [stacks, os.fdopen(slate, "r+b", 0)]
 
-    def hear(event: str) -> None:
-        with suppress(OSError):  # a full disk is no reason to stop working
-            told = f"{clock.now():.3f} {host_memory.resident_mib()} {event}"
-            os.pwrite(slate, told.encode().ljust(LAST)[:LAST], HEAD)
+    def record_event(event: str) -> None:
+        with suppress(OSError):  # a full disk must not stop the process
+            text = f"{clock.now():.3f} {host_memory.resident_mib()} {event}"
+            os.pwrite(slate, text.encode().ljust(LAST)[:LAST], HEAD)
 
     if recorder is not None:
-        recorder.listeners.append(hear)
-        hear("started")
+        recorder.listeners.append(record_event)
+        record_event("started")
 
 
 @dataclass(frozen=True, slots=True)
 class _Process:
-    """One that answers SIGUSR1."""
+    """A registered process, which answers SIGUSR1."""
 
     where: str
     pid: int
     host: str
     started: int
-    """As `clock.process_start_ticks`: its id alone may be another process's by now."""
+    """As `clock.process_start_ticks`, since process ids are reused."""
     at: float
     mib: int
     event: str
@@ -103,8 +103,8 @@ class _Process:
     @classmethod
     def read(cls, path: Path) -> _Process:
         content = path.read_bytes()
-        head, told = json.loads(content[:HEAD]), content[HEAD:].decode(errors="replace").strip()
-        at, mib, event = told.split(" ", 2) if told else (head["at"], 0, "unknown")
+        head, text = json.loads(content[:HEAD]), content[HEAD:].decode(errors="replace").strip()
+        at, mib, event = text.split(" ", 2) if text else (head["at"], 0, "unknown")
         return cls(**(head | {"at": float(at)}), mib=int(mib), event=event, path=path)
 
     @property
@@ -121,11 +121,11 @@ class _Process:
         except (OSError, psutil.NoSuchProcess):
             return "gone"
 
-    def told(self) -> str:
+    def last_event_text(self) -> str:
         return f"last event: {self.event}, {clock.now() - self.at:.1f} s ago; the process is {self.state}"
 
     def ask(self) -> int | None:
-        """Have it write its stacks; how much was written before. None for one that can't be asked."""
+        """Request its stacks. Return the size of its file before, or None if it cannot be signalled."""
         if self.state in ("gone", "elsewhere", psutil.STATUS_ZOMBIE):
             return None
         written = self.stacks.stat().st_size
@@ -140,7 +140,7 @@ class _Process:
 
 
 class Watchdog:
-    """The driver's. `say`: tells the person."""
+    """Watchdog of the driver. `say` prints a line for the user."""
 
     def __init__(self, folder: Path, recorder: Recorder, say: Callable[[str], None]):
         self.folder, self._recorder, self._say = folder / "stacks", recorder, say
@@ -148,19 +148,18 @@ class Watchdog:
 
     def overdue(self, worker: str, action: str, waited_s: float, limit_s: float) -> None:
         self._say(
-            f"{worker} has taken {waited_s:g} s of {limit_s:g} (cluster.timeout_s): to {action}. "
-            f"{self.evidence(worker)}"
+            f"{worker} has taken {waited_s:g} s of {limit_s:g} (cluster.timeout_s) to {action}. {self.evidence(worker)}"
         )
 
     def asked(self) -> None:
         self._say(f"SIGUSR1: {self.dump('requested by SIGUSR1')}")
 
     def evidence(self, worker: str) -> str:
-        told = [f"{each.where}: {each.told()}." for each in self._living() if each.where == worker]
+        facts = [f"{each.where}: {each.last_event_text()}." for each in self._living() if each.where == worker]
         try:
-            return " ".join([*told, f"Stacks of all processes: {self.dump(f'waiting for {worker}')}"])
+            return " ".join([*facts, f"Stacks of all processes: {self.dump(f'waiting for {worker}')}"])
         except OSError as error:
-            return " ".join([*told, f"Stacks could not be written: {error}"])
+            return " ".join([*facts, f"Stacks could not be written: {error}"])
 
     def dump(self, reason: str) -> Path:
         if self._last and time.monotonic() - self._last[0] < SPACING_S:
@@ -172,7 +171,9 @@ class Watchdog:
         with path.open("a") as file:
             file.write(f"{reason}\n")
             for each in sorted(others, key=lambda each: each.at):
-                file.write(f"\n== {each.where} (process {each.pid} on {each.host}; {each.told()})\n{answers[each]}")
+                file.write(
+                    f"\n== {each.where} (process {each.pid} on {each.host}; {each.last_event_text()})\n{answers[each]}"
+                )
             file.write(f"\n== driver (process {os.getpid()})\n")
             for span in self._recorder.open.values():
                 file.write(
@@ -202,7 +203,7 @@ class Watchdog:
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """A process of the run, and the first device that CUDA shows it; none: empty."""
+    """A process of the run, with its first visible CUDA device (empty: none)."""
 
     where: str
     pid: int
@@ -210,7 +211,7 @@ class Registered:
 
 
 def registered() -> list[Registered]:
-    """The run's processes that live on this host, those that `register`; for any process of the run on it."""
+    """Return the registered processes of the run that are alive on this host."""
     folder, host = os.environ.get(FOLDER), socket.gethostname()
     found = _registered(Path(folder)) if folder else []
     return [
@@ -226,7 +227,7 @@ def _registered(folder: Path) -> list[_Process]:
 def _write_tasks(file: TextIO) -> None:
     try:
         tasks = asyncio.all_tasks()
-    except RuntimeError:  # the loop has ended, or has not begun
+    except RuntimeError:  # no event loop is running
         return
     for task in tasks:
         file.write(f"task {task.get_name()}\n")
@@ -242,9 +243,9 @@ def _frame(waiting: Any) -> FrameType | None:
 
 @contextmanager
 def watching(folder: Path, recorder: Recorder, say: Callable[[str], None]) -> Iterator[Watchdog]:
-    """Around a run's work in `folder`: processes that start in it can be asked where they stand."""
+    """Watch the processes of a run in `folder`: those started in this block can report their stacks."""
     watchdog = Watchdog(folder, recorder, say)
-    shutil.rmtree(watchdog.folder / "processes", ignore_errors=True)  # of a run that was killed
+    shutil.rmtree(watchdog.folder / "processes", ignore_errors=True)  # left by a killed run
     (watchdog.folder / "processes").mkdir(parents=True)
     os.environ[FOLDER] = str(watchdog.folder)
     process_logs.begin(folder.absolute() / "logs")
@@ -273,7 +274,7 @@ def _on_demand(action: Callable[[], None]) -> Any:
 
 @contextmanager
 def waiting(worker: str, action: str, limit_s: float) -> Iterator[None]:
-    """Around an await of at most `limit_s`: when half of it is over, stacks are dumped and the person is told."""
+    """Report a wait of at most `limit_s` with all stacks once half of the limit is over."""
     watchdog = _current.get()
     if watchdog is None:
         yield
@@ -288,23 +289,23 @@ def waiting(worker: str, action: str, limit_s: float) -> Iterator[None]:
 
 
 def evidence(worker: str) -> str:
-    """For the message of a wait that was too long: what is known of `worker`, with a space before; may be empty."""
+    """Describe the state of `worker` for a timeout message, with a leading space; may be empty."""
     watchdog = _current.get()
     return f" {watchdog.evidence(worker)}" if watchdog else ""
 
 
 def last_event(worker: str, pid: str) -> str:
-    """What a process that has died last did, and its memory then, with a space before; may be empty."""
+    """Describe the last event and memory of a dead process, with a leading space; may be empty."""
     watchdog = _current.get()
     for each in watchdog._processes() if watchdog else []:
-        if (each.where, str(each.pid)) == (worker, pid) and each.mib:  # without a recorder it tells nothing
+        if (each.where, str(each.pid)) == (worker, pid) and each.mib:  # without a recorder it has no events
             ago = f"{clock.now() - each.at:.1f} s ago"
             return f" Its last event: {each.event} with {each.mib} MiB in memory, {ago}."
     return ""
 
 
 def say(text: str) -> None:
-    """Print a line for the user: in a run into its log too, else on stderr."""
+    """Print a line for the user: through the log of the run, or on stderr outside a run."""
     if watchdog := _current.get():
         watchdog._say(text)
     else:
@@ -312,14 +313,14 @@ def say(text: str) -> None:
 
 
 def is_stopped(worker: str) -> bool:
-    """Whether a signal has stopped the process of `worker`, as far as this host knows."""
+    """Return whether a process of `worker` on this host is stopped by a signal."""
     watchdog = _current.get()
     found = [each.state for each in watchdog._living() if each.where == worker] if watchdog else []
     return psutil.STATUS_STOPPED in found
 
 
 async def stack_of(worker: str) -> str:
-    """Where `worker`'s main thread stands now, the innermost call first; empty where it does not answer."""
+    """Return the stack of `worker`'s main thread, innermost call first; empty if it does not answer."""
     watchdog = _current.get()
     found = [each for each in watchdog._living() if each.where == worker] if watchdog else []
     text, deadline = "", time.monotonic() + ANSWER_S

@@ -18,9 +18,9 @@ SUBMITTED = "job"
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_enable_metrics_collection": "0",  # Ray would show them to anyone, on a port without a token
-    "RAY_task_events_report_interval_ms": "0",  # every call of a run would be kept, for Ray's dashboard
-    # A worker for each core before anybody asks: most here have an environment of their own, and Ray starts others.
+    "RAY_enable_metrics_collection": "0",  # Ray would serve them on a port without authentication
+    "RAY_task_events_report_interval_ms": "0",  # otherwise every call is recorded for Ray's dashboard
+    # No prestarted worker per core: most workers here have a separate environment, for which Ray starts others.
     "RAY_prestart_worker_first_driver": "0",
 } | QUIET_LIBRARIES
 LAUNCHER = re.compile(
@@ -28,8 +28,8 @@ LAUNCHER = re.compile(
     r"|(SLURM_(PROCID|LOCALID|NODEID|NTASKS|NPROCS)|MPI_LOCAL(RANKID|NRANKS)|OMPI_UNIVERSE_SIZE|MASTER_(ADDR|PORT))$"
     r"|(((LOCAL|GROUP|ROLE|CROSS|NODE)_)?(RANK|WORLD_SIZE)|(LOCAL|CROSS)_SIZE)$"
 )
-"""Variables by which mpirun, srun, torchrun, accelerate and deepspeed give a process its place among others. DeepSpeed
-compares them with the run's own ranks, torch connects to torchrun's store, and Transformers leaves out weights."""
+"""Rank variables of mpirun, srun, torchrun, accelerate and deepspeed. They are removed: DeepSpeed compares them with
+the run's ranks, torch connects to torchrun's store, and Transformers skips weights."""
 
 
 def job_environment() -> dict[str, Any]:
@@ -37,7 +37,7 @@ def job_environment() -> dict[str, Any]:
     script = os.path.dirname(os.path.realpath(sys.argv[0]))
     folders = os.pathsep.join([os.getcwd(), *([script] if script in sys.path else [])])
     set_by_user = os.environ.get(MODULES, folders)
-    given = {} if set_by_user == SUBMITTED else {MODULES: set_by_user}  # Ray adds that of `rlfuse submit`
+    given = {} if set_by_user == SUBMITTED else {MODULES: set_by_user}  # Ray adds the folder of `rlfuse submit`
     hook = f"{prepare_worker.__module__}.{prepare_worker.__name__}"
     return {"env_vars": SAFE_PATH | given, "worker_process_setup_hook": hook}
 
@@ -61,7 +61,7 @@ def clear_launcher_variables() -> None:
 
 
 def worker_environment(device: str) -> dict[str, str]:
-    """Environment of every worker process."""
+    """Return the environment of every worker process."""
     extensions = os.environ.get("TORCH_EXTENSIONS_DIR")
     cache = {"TORCH_EXTENSIONS_DIR": extensions} if extensions else {}
     own = CPU_ENVIRONMENT if device == "cpu" else cuda.environment(cuda.worker_settings())

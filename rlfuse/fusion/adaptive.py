@@ -1,7 +1,7 @@
-"""The continuous policy (`fusion=adaptive`): admission by expected length, cost-gated release of slots, early training.
+"""The adaptive policy: admission by expected length, cost-gated release of slots, training during generation.
 
-Slow slots hand over samples that they would finish too late (Malleus, arXiv 2410.13333). `simulate.tuning` chooses its
-settings; where none of them beats `serial`, it does what `serial` does.
+Samples that a slow slot would finish too late move to other slots (Malleus, arXiv 2410.13333). `simulate.tuning`
+chooses the settings; if none of them beats `serial`, the policy behaves as `serial`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from rlfuse.fusion.decisions import TUNABLE, Decision, Generate, Move, Slot, Sna
 from rlfuse.fusion.serial import serial, train
 from rlfuse.fusion.states import SampleRecord, SampleState
 
-RELEASE_CHECKS = 32  # moves are considered each time this part of the unfinished samples is done
-HYSTERESIS = 1.25  # samples are moved when so many times more slots hold them than need to
-PROBE_AFTER_STEPS = 8  # steps without any news of a slow slot, after which it is tried though it will be late
-LENGTH_MARGIN = 1.3  # samples are admitted as if they would be so many times longer than expected: some will be
+RELEASE_CHECKS = 32  # moves are considered after each 1/32 of the unfinished samples
+HYSTERESIS = 1.25  # samples move if this many times more slots hold them than needed
+PROBE_AFTER_STEPS = 8  # steps without a measurement after which a slow slot gets a group regardless
+LENGTH_MARGIN = 1.3  # safety factor on expected lengths at admission
 
 
 @fusion_policy(tuned=TUNABLE, trains_early=True)
 def adaptive(view: Snapshot) -> list[Decision]:
-    """Admit, release, score, train: whatever pays now."""
+    """Admit, release slots, score and train, whichever is worth it now."""
     if not view.settings.overlapping and all(slot.alive for slot in view.slots):
         return serial(view)
     admitted = admit_by_deadline(view)
@@ -51,7 +51,7 @@ def adaptive(view: Snapshot) -> list[Decision]:
 
 
 def admit_by_deadline(view: Snapshot) -> list[Decision]:
-    """Admit the longest groups first, to batches small enough for them to be in time; evenly, if all find room."""
+    """Admit the longest groups first, to batches that end by the deadline; evenly if all waiting groups fit."""
     if not view.waiting or admission_paused(view):
         return []
     if view.settings.prefill_share:
@@ -65,7 +65,7 @@ def admit_by_deadline(view: Snapshot) -> list[Decision]:
     group, decisions = next(groups, None), []
     for capacity in capacities:
         slot = view.slots[capacity.slot]
-        first = next(iter(slot.samples.values()), None)  # mostly the longest there, and sooner known
+        first = next(iter(slot.samples.values()), None)  # usually the longest on the slot, and cheap to find
         longest = slot.remaining(first, view.now, view.costs) if first else 0.0
         if group is not None and joins_in_time(view, capacity, group, longest):
             longest = longest_on(view, slot)
@@ -79,7 +79,7 @@ def admit_by_deadline(view: Snapshot) -> list[Decision]:
 
 
 def probe_slow_slots(view: Snapshot, capacities: Iterable[Capacity]) -> set[int]:
-    """Give a group to each slow slot without work, to measure it again; if that would be late, every OVERDUE steps."""
+    """Give each idle slow slot a group to measure it; every PROBE_AFTER_STEPS steps even if it ends late."""
     slow = [capacity for capacity in capacities if not capacity.load and view.slots[capacity.slot].steps_since_measured]
     if not slow:
         return set()
@@ -93,31 +93,31 @@ def probe_slow_slots(view: Snapshot, capacities: Iterable[Capacity]) -> set[int]
 
 
 def longest_on(view: Snapshot, slot: Slot) -> float:
-    """Most tokens that a sample on the slot still needs."""
+    """Return the largest number of remaining tokens of the samples on the slot."""
     return max(slot.all_remaining(view.now, view.costs), default=0.0)
 
 
 def joins_in_time(view: Snapshot, capacity: Capacity, group: int, remaining: float) -> bool:
-    """Whether the group can join one that needs so many tokens, and the longer of both ends by the deadline."""
+    """Return whether the group can join samples with at most `remaining` tokens and all end by the deadline."""
     count, longest = view.waiting[group], LENGTH_MARGIN * max(remaining, view.expected(group)[1])
     return not capacity.load or capacity.load + count <= batch_in_time(view, longest, capacity)
 
 
 def batch_in_time(view: Snapshot, remaining: float, capacity: Capacity) -> int:
-    """The largest batch in which a sample that needs so many tokens ends by the deadline; the flat batch at least."""
+    """Return the largest batch in which `remaining` tokens end by the deadline; at least the flat batch."""
     step = max(0.0, view.deadline - view.now) / min(max(1.0, remaining), view.costs.max_tokens) / capacity.rate
     within = view.costs.batch_within(step - view.costs.step_per_context_token_s * capacity.reserved)
     return max(within, view.costs.flat_batch)
 
 
 def release_check_is_due(view: Snapshot) -> bool:
-    """Whether the unfinished samples have become a multiple of their RELEASE_CHECKS-th; several may finish at once."""
+    """Return whether 1/RELEASE_CHECKS of the unfinished samples finished since the last check."""
     rhythm = max(1, view.unfinished // RELEASE_CHECKS)
     return -view.unfinished % rhythm < max(1, view.finished)
 
 
 def free_slots(view: Snapshot) -> list[Move]:
-    """Empty slots whose samples fit onto others at flat latency, when there is work for them that is worth it."""
+    """Move samples off slots if others can hold them at flat latency and the freed slots have enough work."""
     if not view.settings.cost_gated:
         return consolidate(view)
     limit = view.settings.threshold * view.settings.samples
@@ -132,17 +132,19 @@ def free_slots(view: Snapshot) -> list[Move]:
     horizon = view.settings.max_decode_slowdown * max(
         longest[index] * view.slots[index].pace(view.costs) for index in typical
     )
-    order = sorted(longest, key=lambda index: (index in typical, longest[index]))  # the longest stay where they are
+    order = sorted(
+        longest, key=lambda index: (index in typical, longest[index])
+    )  # the slots with the longest samples keep them
     targets = [MoveTarget(view, view.slots[index], horizon) for index in order[-count:]]
     return as_moves(view, spread_by_deadline((view.slots[index] for index in order[:-count]), targets))
 
 
 def offload_slow_slots(view: Snapshot) -> list[Move]:
-    """Take samples off slow slots that would end sooner elsewhere, the last ones first."""
+    """Move samples off slow slots if they would end earlier elsewhere, latest first."""
     if view.waiting or not view.slow_engines or not release_check_is_due(view):
         return []
     able = (view.slots[slot] for slot in view.engines_with_room if slot not in view.slow_engines)
-    targets = [MoveTarget(view, slot) for slot in able if slot.load]  # the others turn to what waits to be scored
+    targets = [MoveTarget(view, slot) for slot in able if slot.load]  # idle engines switch to scoring instead
     heapq.heapify(targets)
     slow = [view.slots[slot] for slot in view.slow_engines if not view.slots[slot].steps_since_measured]
     held = [
@@ -162,7 +164,7 @@ def offload_slow_slots(view: Snapshot) -> list[Move]:
 
 
 class MoveTarget:
-    """A slot that takes samples over, while it is being decided which; none that would end after `horizon` seconds."""
+    """A slot that samples can move to. It takes no sample that would end after `horizon` seconds."""
 
     def __init__(self, view: Snapshot, slot: Slot, horizon: float = 0.0):
         self.view, self.slot, self.horizon = view, slot, horizon
@@ -172,19 +174,19 @@ class MoveTarget:
         return (self.load, self.slot.index) < (other.load, other.slot.index)
 
     def takes(self, sample: SampleRecord, source: Slot) -> bool:
-        """Reserve room for a sample and return True, unless it would end too late here."""
+        """Reserve capacity for a sample and return True; return False if it would end too late or does not fit."""
         costs, now = self.view.costs, self.view.now
         arrival = self.arrival + costs.carry(sample.group.prompt_tokens + source.tokens(sample, now, costs))[1]
         pace = costs.decode_step(self.load + 1, self.slot.context) * self.slot.measured_rate
         late = arrival + source.remaining(sample, now, costs) * pace > self.horizon
         if late or sample.state is SampleState.LEAVING or self.load >= costs.max_sequences:
             return False
-        self.load, self.arrival = self.load + 1, arrival - costs.move_s  # what is handed over comes one after the other
+        self.load, self.arrival = self.load + 1, arrival - costs.move_s  # transfers to a slot are sequential
         return True
 
 
 def spread_by_deadline(sources: Iterable[Slot], targets: list[MoveTarget]) -> list[tuple[SampleRecord, Slot, int]]:
-    """Every sample goes to the target with the fewest, until a slot can't be emptied: (sample, from, to)."""
+    """Return moves of samples to the least loaded targets, up to the first source that cannot be emptied."""
     heapq.heapify(targets)
     moved: list[tuple[SampleRecord, Slot, int]] = []
     for source in sources:
@@ -199,7 +201,7 @@ def spread_by_deadline(sources: Iterable[Slot], targets: list[MoveTarget]) -> li
 
 
 def freeing_is_worth_it(view: Snapshot) -> bool:
-    """Whether what waits for a free slot takes longer than freeing one, and generation lasts that long."""
+    """Return whether the waiting work takes longer than freeing a slot, and generation lasts longer than that."""
     costs = view.costs
     passes_now = sum(tokens for kind, tokens in view.backlog.items() if kind != REWARD)
     ready = sum(sum(samples.values()) for samples in view.ready.values())

@@ -1,7 +1,7 @@
-"""Assign work to slots: admission to engines, passes and gradients to free slots. Used by every policy.
+"""Assign work to slots: admission to engines, passes and gradients to idle slots. Building blocks of every policy.
 
-Siblings go to one engine. Nothing is admitted while a kind of scoring is behind by its credit. A slot gets work only
-while it is idle, in proportion to its speed.
+The samples of a prompt go to one engine. Admission pauses while the backlog of a kind of scoring exceeds its credit.
+Only idle slots get work, in proportion to their speed.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ from rlfuse.fusion.states import SampleRecord, SampleState
 from rlfuse.samples import prompt_id
 
 REWARD = "reward"
-MAX_WAIT_CALLS = 10  # how many call times a small batch may wait for more samples
+MAX_WAIT_CALLS = 10  # wait of a small batch for more samples, in fixed costs of a call
 
-NEXT_BUSY_SLOT = -1  # stands for the busy slot that will be free next
+NEXT_BUSY_SLOT = -1  # placeholder for the busy slot that becomes idle next
 
-FIT_CANDIDATES = 16  # samples, or families of them, that are looked at for one that fits
+FIT_CANDIDATES = 16  # next pieces considered for the best fit
 
 REWARD_EVERY_S, REWARD_EVERY_BUSY_S = 0.03, 0.1
-"""Time over which rewards are batched during generation; the latter while all slots generate and need the cores."""
+"""Seconds over which rewards are batched during generation. The latter applies while all slots generate, since
+rewards would compete for CPU cores."""
 
 
 def admission_paused(view: Snapshot) -> bool:
-    """Whether scoring is so far behind that no more is admitted."""
+    """Return whether admission pauses because a backlog of scoring exceeds its credit."""
     settings = view.settings
     return any(
         len(unscored) >= settings.credit_samples or view.backlog[kind] >= settings.credit_tokens
@@ -51,7 +52,7 @@ def admission_paused(view: Snapshot) -> bool:
 
 
 class Capacity:
-    """What a slot can still take, while decisions about it are being made."""
+    """Remaining capacity of a slot while decisions are being made."""
 
     def __init__(self, view: Snapshot, slot: int):
         place = view.slots[slot]
@@ -67,7 +68,7 @@ class Capacity:
         return self.order < other.order
 
     def fits(self, group: int) -> bool:
-        """Return whether there is room; an empty engine takes any group, a slow one only what it finishes in time."""
+        """Return whether the group fits. An empty engine takes any group, a slow one only what ends by the deadline."""
         if self.rate > 1 and self.view.in_flight and not self.in_time(group):
             return False
         costs, count = self.view.costs, self.view.waiting[group]
@@ -75,6 +76,7 @@ class Capacity:
         return not self.load or (self.load + count <= costs.max_sequences and self.reserved + more <= costs.kv_tokens)
 
     def in_time(self, group: int) -> bool:
+        """Return whether the group would end by the deadline."""
         view, load = self.view, self.load + self.view.waiting[group]
         return view.now + self.rate * view.costs.decode_step(load, 0.0) * view.expected(group)[1] <= view.deadline
 
@@ -87,8 +89,10 @@ class Capacity:
 
 
 def admit(view: Snapshot, capacities: list[Capacity] | None = None) -> list[Decision]:
-    """Admit waiting groups in order while there is room, each to the slot with the shortest steps, then the fewest
-    samples. `capacities`: of all slots with room, some of which took groups already."""
+    """Admit waiting groups in order while they fit, each to the slot with the shortest steps, then the fewest samples.
+
+    `capacities`: of all engines with room, some of which may have taken groups already.
+    """
     if not view.waiting or admission_paused(view):
         return []
     readers, decoders = prefill_and_decode_engines(view)
@@ -114,14 +118,14 @@ def admit(view: Snapshot, capacities: list[Capacity] | None = None) -> list[Deci
 
 
 def switch_idle_slots_to_rollout(view: Snapshot, capacities: list[Capacity]) -> list[Decision]:
-    """Idle slots that turned to scoring generate again, when there is more than the others can take."""
+    """Switch idle trainers back to generation if more samples wait than the engines can take."""
     if capacities:
         return []
     return [Switch(slot, "rollout") for slot in view.idle_trainers if view.slots[slot].alive]
 
 
 def score_rewards(view: Snapshot) -> list[Decision]:
-    """Score the rewards of finished samples. Under a credit, which counts what waits, one call at a time."""
+    """Score the rewards of finished samples; with a credit, in one call at a time, as it counts waiting samples."""
     names, none = view.unscored.get(REWARD), Settings()
     credit = (view.settings.credit_samples, view.settings.credit_tokens) != (none.credit_samples, none.credit_tokens)
     if not names or (credit and REWARD in view.scoring) or not batch_is_ready(view, REWARD):
@@ -130,7 +134,7 @@ def score_rewards(view: Snapshot) -> list[Decision]:
 
 
 def switch_idle_slots_to_trainer(view: Snapshot) -> list[Decision]:
-    """Idle slots become trainers when there is nothing more for them to generate, or first something to score."""
+    """Switch idle engines to trainers if no samples wait, or if admission pauses for a backlog of passes."""
     kinds = [kind for kind in view.unscored if kind != REWARD]
     behind = admission_paused(view) and any(view.backlog[kind] for kind in kinds)
     if (view.waiting and not behind) or not (kinds or view.ready):
@@ -139,15 +143,15 @@ def switch_idle_slots_to_trainer(view: Snapshot) -> list[Decision]:
 
 
 def unassigned(view: Snapshot, decisions: Iterable[Decision], samples: int) -> list[int]:
-    """Idle trainers that none of these decisions takes, as many as there is work for."""
+    """Return up to `samples` idle trainers that none of the decisions uses."""
     taken = {decision.slot for decision in decisions if not isinstance(decision, Move | Train | OptimizerStep)}
-    if None in taken:  # all ranks together
+    if None in taken:  # a call of all ranks
         return []
     return list(islice((slot for slot in view.idle_trainers if slot not in taken), samples))
 
 
 def score_passes(view: Snapshot, decisions: Collection[Decision] = ()) -> list[Decision]:
-    """Score the longest backlog of passes, shared out over the slots that are idle beside these decisions."""
+    """Score the pass with the largest backlog, distributed over the slots that the decisions leave idle."""
     kinds = [kind for kind in view.unscored if kind != REWARD and view.unscored[kind] and batch_is_ready(view, kind)]
     if not kinds or not view.idle_trainers:
         return []
@@ -163,8 +167,10 @@ def score_passes(view: Snapshot, decisions: Collection[Decision] = ()) -> list[D
 
 
 def models_in_same_call(view: Snapshot, waiting: Mapping[str, Mapping[str, int]], first: str) -> tuple[str, ...]:
-    """Return further passes, or models, that wait for the same samples and join the first in its calls. None unless
-    every slot begins now and gets a sample: otherwise they are work for slots that become idle later."""
+    """Return more passes (or models) that wait for the same samples and can share the calls of `first`.
+
+    Empty unless every slot is an idle trainer and gets a sample: else they are work for slots that become idle later.
+    """
     names = waiting[first].keys()
     if not view.all_ranks_idle or len(names) < len(view.idle_trainers):
         return ()
@@ -172,17 +178,17 @@ def models_in_same_call(view: Snapshot, waiting: Mapping[str, Mapping[str, int]]
 
 
 def batch_is_ready(view: Snapshot, kind: str) -> bool:
-    """A batch is worth a call by its tokens or its age; or nothing more will come."""
+    """Return whether the backlog of a kind is large or old enough for a call, or complete."""
     costs, waited = view.costs, view.now - view.waiting_since[kind]
     if kind == REWARD:
-        wanted = view.idle_trainers or view.idle_engines
-        return not view.in_flight or waited >= (REWARD_EVERY_S if wanted else REWARD_EVERY_BUSY_S)
+        idle = view.idle_trainers or view.idle_engines
+        return not view.in_flight or waited >= (REWARD_EVERY_S if idle else REWARD_EVERY_BUSY_S)
     enough = view.backlog[kind] >= costs.score_call_s * costs.score_tokens_per_s
     return enough or not view.in_flight or waited >= MAX_WAIT_CALLS * costs.score_call_s
 
 
 def accumulate_gradients(view: Snapshot, decisions: Collection[Decision] = ()) -> list[Decision]:
-    """Accumulate samples of the present mini-batches whose losses can be computed, shared out over slots still idle."""
+    """Accumulate gradients of ready samples, distributed over the slots that the decisions leave idle."""
     models = [model for model, ready in view.ready.items() if ready]
     if not models or not view.idle_trainers:
         return []
@@ -199,7 +205,10 @@ def accumulate_gradients(view: Snapshot, decisions: Collection[Decision] = ()) -
 
 
 def bubble_passes(view: Snapshot) -> dict[str, tuple[str, ...]]:
-    """Passes for the bubbles of a schedule: what the next mini-batch needs, and all that the next step would spoil."""
+    """Return passes that fill the bubbles of a schedule.
+
+    These are the passes of the next mini-batch, and all passes that must run before the next optimizer step.
+    """
     found = {}
     for kind, parts in view.deferred.items():
         chosen = sorted(parts) if kind in PASS_BEFORE_STEP.values() else sorted(parts)[:1]
@@ -209,7 +218,7 @@ def bubble_passes(view: Snapshot) -> dict[str, tuple[str, ...]]:
 
 
 def prefetch_passes(view: Snapshot, decisions: Collection[Decision] = ()) -> list[Decision]:
-    """Score what the next mini-batch needs, when ranks have nothing else to do: training waits for rewards, say."""
+    """Score the passes of the next mini-batch while all ranks are idle, e.g. while training waits for rewards."""
     if decisions or not view.all_ranks_idle:
         return []
     kind = next((kind for kind, parts in view.deferred.items() if parts), None)
@@ -217,7 +226,7 @@ def prefetch_passes(view: Snapshot, decisions: Collection[Decision] = ()) -> lis
 
 
 def step_optimizer(view: Snapshot) -> list[Decision]:
-    """Take all optimizer steps that are due, once every slot is an idle trainer and nothing is left to admit."""
+    """Run all optimizer steps that are ready, once every slot is an idle trainer and no group can be admitted."""
     able = view.ready_to_step and view.all_ranks_idle and (not view.waiting or admission_paused(view))
     return [OptimizerStep(view.ready_to_step[0], tuple(view.ready_to_step[1:]))] if able else []
 
@@ -225,10 +234,10 @@ def step_optimizer(view: Snapshot) -> list[Decision]:
 def divide_work(
     view: Snapshot, names: Mapping[str, int], tokens: int, slots: list[int], call_s: float, tokens_per_s: float
 ) -> dict[int, tuple[str, ...]]:
-    """Distribute the first of these samples in shares of nearly equal time, longest first (Graham 1969).
+    """Distribute the first of these samples over `slots` in shares of nearly equal time, longest first (Graham 1969).
 
-    Other slots become idle later: during generation each gets its part as if all slots took one (guided
-    self-scheduling, Polychronopoulos and Kuck 1987), afterwards what it can do until all end together.
+    Other slots become idle later. During generation each slot gets a share as if all slots took one (guided
+    self-scheduling, Polychronopoulos and Kuck 1987); afterwards, a share with which all slots end at the same time.
     """
     least, rates = int(call_s * tokens_per_s), [view.slots[slot].rate for slot in slots]
     part = tokens / view.effective_slots
@@ -240,8 +249,10 @@ def divide_work(
 
 
 def sibling_groups(view: Snapshot, names: Iterable[str], slots: int) -> Iterator[tuple[str, ...]]:
-    """Yield groups of samples for one slot: siblings, if their prompt (computed once) is most of their tokens; cut into
-    parts where nothing more will come and slots would get none."""
+    """Yield sets of samples that go to one slot: all of a prompt if the prompt, computed once, dominates their tokens.
+
+    The sets are split if no more samples will come and some slots would get none.
+    """
     whole = (tuple(family) for _, family in groupby(names, prompt_id if view.prompts_dominate else None))
     first = list(islice(whole, slots))
     parts = 1 if view.unfinished or not first else slots // len(first)
@@ -250,7 +261,7 @@ def sibling_groups(view: Snapshot, names: Iterable[str], slots: int) -> Iterator
 
 
 def _take_pieces(pieces: Iterator[tuple[int, tuple[str, ...]]], rest: float) -> list[tuple[int, tuple[str, ...]]]:
-    """Return the first pieces, at least one, of about `rest` tokens; the last is the best fit of the next few."""
+    """Return the first pieces (at least one) of about `rest` tokens; the last is the best fit among the next few."""
     taken = list(islice(pieces, 1))
     rest -= sum(size for size, _ in taken)
     for piece in pieces:
@@ -263,7 +274,7 @@ def _take_pieces(pieces: Iterator[tuple[int, tuple[str, ...]]], rest: float) -> 
 
 
 def seconds_until_done(view: Snapshot, work_s: float, rates: Collection[float]) -> float:
-    """How long slots of these rates work if they begin now, and others when they are free, until nothing is left."""
+    """Return the seconds until `work_s` is done by slots of these rates, joined by others as they become idle."""
     ends = [max(0.0, end - view.now) for end in view.ends()]
     ends += [view.costs.switch_s] * (sum(not slot.drained for slot in view.slots) - len(rates) - len(ends))
     effective_slots = sum(1 / rate for rate in rates)
@@ -277,7 +288,7 @@ def seconds_until_done(view: Snapshot, work_s: float, rates: Collection[float]) 
 def _assign_pieces(
     view: Snapshot, pieces: list[tuple[int, tuple[str, ...]]], slots: list[int], tokens_per_s: float
 ) -> dict[int, tuple[str, ...]]:
-    """Assign each piece to the slot that would end first, or leave it to the next busy slot if that ends sooner."""
+    """Assign each piece to the slot that would end first, or leave it to the next busy slot if that ends earlier."""
     shares: dict[int, list[str]] = {}
     heaps: dict[float, list[tuple[float, int]]] = {}
     for slot in slots:
@@ -296,7 +307,7 @@ def _assign_pieces(
 
 
 def consolidate(view: Snapshot) -> list[Move]:
-    """Empty all but m* slots, when few enough samples are left and more hold them (RLHFuse, arXiv 2409.13221)."""
+    """Move the tail to m* slots, once it is short enough and more slots hold it (RLHFuse, arXiv 2409.13221)."""
     limit = view.settings.threshold * view.settings.samples
     if view.waiting or not 0 < view.unfinished <= limit:
         return []
@@ -311,7 +322,7 @@ def consolidate(view: Snapshot) -> list[Move]:
 def spread_by_load(
     view: Snapshot, targets: Sequence[Slot], sources: Sequence[Slot]
 ) -> Iterator[tuple[SampleRecord, Slot, int]]:
-    """Every sample of `sources` goes to the target with the fewest, as far as there is room: (sample, from, to)."""
+    """Yield moves of the samples of `sources` to the least loaded target with capacity, as (sample, source, target)."""
     room = [(target.load, target.index) for target in targets]
     heapq.heapify(room)
     for source in sources:
@@ -323,7 +334,7 @@ def spread_by_load(
 
 
 def slots_needed(view: Snapshot, samples: float) -> int:
-    """m*: how many slots can hold so many samples at (nearly) flat latency and in their KV caches."""
+    """Return m*, the number of slots that hold so many samples at nearly flat latency and within their KV caches."""
     costs = view.costs
     batch = costs.batch_within(view.settings.max_decode_slowdown * costs.step_base_s)
     each = view.context / max(1, view.in_flight)
@@ -331,7 +342,7 @@ def slots_needed(view: Snapshot, samples: float) -> int:
 
 
 def as_moves(view: Snapshot, chosen: Iterable[tuple[SampleRecord, Slot, int]]) -> list[Move]:
-    """Make decisions of (sample, from, to); each sample is carried in the way that is faster for it."""
+    """Turn (sample, source, target) into `Move` decisions, as KV cache or tokens, whichever is faster."""
     batches = defaultdict(list)
     for sample, source, target in chosen:
         held = sample.group.prompt_tokens + source.tokens(sample, view.now, view.costs)

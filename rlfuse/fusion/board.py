@@ -1,4 +1,4 @@
-"""The board of one step: where each sample is, from waiting to trained. Bookkeeping only, no effects.
+"""The board of one step: the state of every sample, from waiting to trained. Bookkeeping only, without side effects.
 
     WAITING --Generate--> GENERATING --finished--> FINISHED --scored--> SCORED (group COMPLETE) --prepared--> ready
        ^                    |    ^                                                                              |
@@ -37,9 +37,12 @@ from rlfuse.samples import Group, Partial, Response, Reward, RewardFailure, Samp
 
 
 class Board:
-    """`kinds`: scoring that every sample needs; `models`: models to train, in order; `passes`: epochs; `purpose`: cause
-    of its events; `draw`: how many groups must finish, if not all; `deferred`: kinds that can wait for their
-    mini-batch; `fused_into_first_update`: kinds that the first mini-batch does not need."""
+    """Bookkeeping of the samples, slots and mini-batches of one step.
+
+    kinds: kinds of scoring that every sample needs. models: models to train, in order of their steps. passes: PPO
+    epochs. purpose: cause of the recorded spans. draw: how many groups must finish, if not all. deferred: kinds that
+    may wait for their mini-batch. fused_into_first_update: kinds that the first mini-batch does not need.
+    """
 
     def __init__(
         self,
@@ -74,12 +77,12 @@ class Board:
         self._passes_left = dict.fromkeys(kinds, 0)
         self._complete, self._generated, self._surplus = list[int](), list[int](), list[tuple[int, list[str]]]()
         self._tokens_to_score, self._prompts_dominate, self._decided = 0.0, False, False
-        """Which groups the step learns from was decided by `keep` or by which of them finished first."""
+        """The groups to train on are chosen: by `train_on`, or as the first to finish."""
         self._prepared_early: dict[str, list[int]] = {}
         self.extend(groups, now)
 
     def extend(self, groups: Sequence[Group], now: float) -> None:
-        """Add a batch of groups to the step; samples finished in an earlier step count as just finished."""
+        """Add a batch of groups to the step. Samples that finished in an earlier step count as just finished."""
         self.batches, self._decided = self.batches + 1, False
         for record in self.group_records:
             record.chosen = record.number < self._eligible
@@ -116,6 +119,7 @@ class Board:
         self._tokens_to_score += size * len({*kinds} - {"reward"}) * (prompt_tokens + expected)
 
     def start(self, decision: Decision, now: float) -> None:
+        """Record that a decision is being executed."""
         if isinstance(decision, Generate):
             self.slot_table.admit(decision.slot, decision.groups, now)
         elif isinstance(decision, Move):
@@ -141,6 +145,7 @@ class Board:
         return range(len(self.slot_table.slots)) if slot is None else (slot,)
 
     def finished(self, name: str, response: Response, now: float) -> None:
+        """Record the complete response of a sample."""
         record = self.records[name]
         self.slot_table.finish(record, len(response.token_ids), now)
         record.sample.response = response
@@ -165,6 +170,7 @@ class Board:
                 self._drop_the_rest()
 
     def _drop_the_rest(self) -> None:
+        """Choose the finished groups for training and drop all others."""
         late, self._decided, chosen = self._awaits_first_finished, True, set(self._generated)
         for group in self.group_records:
             group.chosen = group.number in chosen
@@ -183,20 +189,22 @@ class Board:
                 self.prepared(model, held_back)
 
     def take_surplus(self) -> list[tuple[int, list[str]]]:
-        """Return (slot, samples) to evict that became surplus since the last call."""
+        """Return the samples that became surplus since the last call and must be evicted, as (slot, sample ids)."""
         surplus, self._surplus = self._surplus, []
         return surplus
 
     def unneeded_groups(self) -> tuple[list[Group], dict[str, Partial]]:
-        """Return groups that the step did not need, and the partial responses of their samples."""
+        """Return the groups that the step did not use, and the partial responses of their samples."""
         groups = [record.group for record in self.group_records if record.unneeded]
         return groups, {s.id: self.partials[s.id] for g in groups for s in g.samples if s.id in self.partials}
 
     def evicted(self, name: str, partial: Partial, now: float) -> int | None:
+        """Record that a sample left its engine. Return the slot that it moves to, or None if it waits."""
         self.partials[name] = partial
         return self.slot_table.evict(self.records[name], len(partial.token_ids), now)
 
     def arrived(self, name: str, slot: int, now: float) -> Partial:
+        """Record that a moved sample enters an engine, and return its partial response."""
         self.slot_table.arrive(self.records[name], slot, now, self.partials[name].kv_key is not None)
         return self.partials.pop(name)
 
@@ -241,11 +249,12 @@ class Board:
             self._complete.append(record.group.number)
 
     def take_complete(self) -> list[int]:
+        """Return the groups that became completely scored since the last call."""
         complete, self._complete = self._complete, []
         return complete
 
     def prepared(self, model: str, groups: Iterable[int]) -> None:
-        """Record that the losses of these groups can be computed, once deferred scores are there."""
+        """Record that the advantages of these groups are computed. Samples may still wait for deferred scores."""
         if self._awaits_first_finished:
             self._prepared_early.setdefault(model, []).extend(groups)
             return
@@ -274,6 +283,7 @@ class Board:
         self.slot_table.release(*self._slots(decision))
 
     def train_on(self, groups: Sequence[int], at_most: int) -> None:
+        """Choose the first `at_most` of these groups for training."""
         self._decided, chosen = True, set(groups[:at_most])
         for record in self.group_records:
             record.chosen = record.number in chosen
@@ -281,7 +291,7 @@ class Board:
 
     @property
     def _awaits_first_finished(self) -> bool:
-        """Whether the groups to train on are still undecided: the first of `_eligible` to finish."""
+        """Return whether the groups to train on are still open: the first of the eligible groups to finish."""
         return not self._decided and self._needed_groups < self._eligible
 
     def _assign_mini_batches(self) -> None:
@@ -297,7 +307,7 @@ class Board:
             progress.set_mini_batches(of, sizes, tokens)
 
     def snapshot(self, now: float) -> Snapshot:
-        """Return the snapshot for a policy; O(1), except when the plan is due."""
+        """Return the snapshot for a policy. O(1), except when the slots are replanned."""
         slot_table, costs = self.slot_table, self.slot_table.costs
         self._queue.add_due(now)
         tokens_to_score = max(0.0, self._tokens_to_score)
@@ -344,7 +354,7 @@ class Board:
 
     @property
     def all_scored(self) -> bool:
-        """Whether every sample is generated and scored, and no call for surplus samples is running."""
+        """Return whether every sample is generated and scored, and no scoring call is running."""
         left = any(self._passes_left[kind] for kind in self.needed)
         return self._unfinished == 0 and not left and not self._queue.under_way(self.needed)
 
@@ -357,11 +367,11 @@ class Board:
         return self.all_scored and self.idle and all(progress.done for progress in self.mini_batches.values())
 
     def failures(self) -> list[tuple[Sample, RewardFailure]]:
-        """Return the samples without a reward, which are left out of their groups."""
+        """Return the samples whose reward failed; they are excluded from training."""
         return [(s, s.reward) for s in self.samples.values() if isinstance(s.reward, RewardFailure)]
 
     def groups_to_train(self, numbers: Iterable[int] | None = None) -> list[Group]:
-        """Return the groups to train on (of these numbers) with their rewarded samples, without empty groups."""
+        """Return the groups to train on (of `numbers`, if given): rewarded samples only, without empty groups."""
         records = self.group_records if numbers is None else [self.group_records[number] for number in numbers]
         groups = [record.group for record in records if record.chosen]
         kept = [Group(group.prompt, [s for s in group.samples if isinstance(s.reward, Reward)]) for group in groups]

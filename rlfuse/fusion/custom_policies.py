@@ -1,6 +1,6 @@
-"""Find a policy by name: a built-in one, or a function `policy(snapshot) -> list[Decision]` in a user's file.
+"""Load a policy by name: a built-in one, or a function `policy(snapshot) -> list[Decision]` in a user's file.
 
-Decisions of a user's policy are checked against their snapshot (`refusals`) before any of them starts.
+The decisions of a custom policy are checked against their snapshot (`decision_checks`) before any of them starts.
 """
 
 from __future__ import annotations
@@ -19,45 +19,45 @@ from rlfuse.fusion.decision_checks import InvalidDecision, check, listed
 from rlfuse.fusion.decisions import Decision, Move, Policy, Snapshot, Switch
 from rlfuse.fusion.policies import POLICIES
 
-MAX_MOVES_WITHOUT_PROGRESS = 20  # switches per slot and moves per sample without any progress before it is an error
+MAX_MOVES_WITHOUT_PROGRESS = 20  # maximum switches per slot and moves per sample without progress
 
 _loaded: dict[str, Policy] = {}
 
 
 class PolicyError(UserError):
-    """A fusion policy can't be used, or decided what can't be done. The message says which, why and what is valid."""
+    """Raised for a fusion policy that cannot be loaded, fails, or returns invalid decisions."""
 
 
 def load_policy(name: str, given_as: str = "") -> Policy:
-    """Return the policy of that name, from its file as it is now. Raises PolicyError, naming it as `given_as`."""
+    """Return the policy of that name, reading its file now. Raises PolicyError, naming the policy as `given_as`."""
     given_as = given_as or f"{POLICY}={name}"
     if name in POLICIES:
         return POLICIES[name]
     if not names_function(name):
         near = difflib.get_close_matches(name, POLICIES, n=1, cutoff=0.5)
-        valid = f"policies: {', '.join(POLICIES)}, or path/file.py:name for your own"
+        valid = f"policies: {', '.join(POLICIES)}, or path/file.py:name for a custom policy"
         raise PolicyError(f"{given_as}: unknown policy; {f'did you mean {near[0]}?' if near else valid}")
     try:
         function = load(POLICY, name)
     except ConfigError as error:
         raise PolicyError(error.problems[0].replace(f"{POLICY}={name}", given_as)) from error
     if not callable(function) or inspect.isclass(function):
-        raise PolicyError(f"{given_as}: is not a function; a policy is `def name(snapshot)` and returns a list")
+        raise PolicyError(f"{given_as}: not a function; a policy is `def name(snapshot)` and returns a list")
     _loaded[name] = policy = CheckedPolicy(function, name)
     return policy
 
 
 def loaded_policy(name: str) -> Policy:
-    """Return the policy as `load_policy` last loaded it: editing its file during a run changes nothing."""
+    """Return the policy as last loaded, so that editing its file during a run has no effect."""
     return _loaded[name] if name in _loaded else load_policy(name)
 
 
 class CheckedPolicy:
-    """A user's policy, each of whose decisions can be carried out."""
+    """Wrapper of a custom policy that raises PolicyError for invalid decisions."""
 
     def __init__(self, function: Callable[[Snapshot], list[Decision]], name: str):
         self.function, self.__name__ = function, name
-        self._slots: Sequence | None = None  # of the board that it decides on
+        self._slots: Sequence | None = None  # slots of the current board
         self._unfinished = self._moves_without_progress = 0
 
     def __call__(self, view: Snapshot) -> list[Decision]:
@@ -71,14 +71,14 @@ class CheckedPolicy:
         try:
             check(view, decisions)
         except InvalidDecision as why:
-            raise self._error(f"decided what is not possible. {why}") from None
+            raise self._error(f"returned an invalid decision. {why}") from None
         if not decisions and not (view.in_flight or view.busy or view.scoring):
-            raise self._error(f"decided nothing and nothing runs; what there is to do: {_left_to_do(view)}")
+            raise self._error(f"returned no decision while nothing is running. Possible decisions: {_left_to_do(view)}")
         self._count(view, decisions)
         return list(decisions)
 
     def _count(self, view: Snapshot, decisions: Sequence[Decision]) -> None:
-        """Raise PolicyError for switches and moves without end."""
+        """Raise PolicyError for endless switches and moves."""
         to_and_fro = [decision for decision in decisions if isinstance(decision, Switch | Move)]
         same = view.slots is self._slots and view.unfinished == self._unfinished
         if not same or len(to_and_fro) < len(decisions):
@@ -86,8 +86,8 @@ class CheckedPolicy:
         self._moves_without_progress += sum(len(each.samples) if isinstance(each, Move) else 1 for each in to_and_fro)
         if self._moves_without_progress > MAX_MOVES_WITHOUT_PROGRESS * (len(view.slots) + view.unfinished):
             raise self._error(
-                f"switched slots and moved samples {self._moves_without_progress} times while no sample was finished and no other "
-                f"work began; what there is to do: {_left_to_do(view)}"
+                f"switched slots and moved samples {self._moves_without_progress} times without finishing a sample or "
+                f"starting other work. Possible decisions: {_left_to_do(view)}"
             )
 
     def _error(self, what: str) -> PolicyError:
@@ -101,4 +101,4 @@ def _left_to_do(view: Snapshot) -> str:
     found += [f"{gradients} {len(names)} samples of the {model}" for model, names in view.ready.items() if names]
     found += [f"OptimizerStep of the {model}" for model in view.ready_to_step]
     idle = f"idle engines {listed(view.idle_engines)}, idle trainers {listed(view.idle_trainers)}"
-    return f"{'; '.join(found) or 'nothing yet'} ({idle})"
+    return f"{'; '.join(found) or 'none yet'} ({idle})"

@@ -1,7 +1,7 @@
-"""Disaggregate prefill and decoding: some engines read prompts and hand each group on, the others only decode.
+"""Disaggregate prefill and decoding (DistServe, arXiv 2401.09670): some engines only prefill, the others only decode.
 
-Used by `sharing.admit` where `settings.prefill_share` is above 0 (DistServe, arXiv 2401.09670). A group is prefilled on
-one engine and handed on together; where no other engine has room, it stays.
+Used by `assignment.admit` if `settings.prefill_share` is above 0. A group is prefilled on one engine and moved as a
+whole; if no decoding engine has room, it stays.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator
 from rlfuse.fusion.decisions import Decision, Generate, Move, Slot, Snapshot
 from rlfuse.fusion.states import SampleRecord, SampleState
 
-MAX_PREFILL_S = 0.25  # prompts that take less than this are read together: policies look about so often
+MAX_PREFILL_S = 0.25  # seconds of prompts prefilled together, about the interval between decisions
 
 
 def prefill_and_decode_engines(view: Snapshot) -> tuple[list[Slot], list[Slot]]:
-    """Engines that read prompts, the quickest ones, and those that only decode; none read where caches can't move."""
+    """Return the prefill engines (the fastest) and the decode engines; without KV transfer all engines decode."""
     engines = [s for s in view.slots if s.alive and not s.drained and not s.busy and s.role == "rollout"]
     if view.costs.link_bytes_per_s <= 0 or len(engines) < 2 or view.settings.prefill_share <= 0:
         return [], engines
@@ -26,12 +26,12 @@ def prefill_and_decode_engines(view: Snapshot) -> tuple[list[Slot], list[Slot]]:
 
 
 def prefill_engine_count(share: float, engines: int) -> int:
-    """How many engines that share is: one at least, and one is left."""
+    """Return the number of prefill engines for a share; both parts have at least one engine."""
     return max(1, min(engines - 1, round(share * engines)))
 
 
 def move_prefilled_groups(view: Snapshot, readers: Iterable[Slot], decoders: Iterable[Slot]) -> list[Decision]:
-    """Groups whose prompts are read go to the decoding engine with the shortest steps, and the next ones are read."""
+    """Move prefilled groups to the decode engine with the shortest steps, and admit the next groups to prefill."""
     rooms, decisions, waiting = {slot.index: _Room(view, slot) for slot in decoders}, list[Decision](), _in_order(view)
     for slot in readers:
         groups = defaultdict[int, list[SampleRecord]](list)
@@ -39,10 +39,10 @@ def move_prefilled_groups(view: Snapshot, readers: Iterable[Slot], decoders: Ite
             if sample.state is not SampleState.LEAVING:
                 groups[sample.group.number].append(sample)
             elif sample.target in rooms:
-                rooms[sample.target].reserved += sample.reserved  # room is kept for it
+                rooms[sample.target].reserved += sample.reserved  # capacity is reserved for it
         held = [sample for group in groups.values() for sample in group]
         if any(slot.tokens(sample, view.now, view.costs) < sample.carried + 1 for sample in held):
-            continue  # a prompt is still being read
+            continue  # a prompt is still being prefilled
         for group in groups.values():
             target = min((each for each in rooms.values() if each.fits(*_size(group))), default=None)
             if target is not None:
@@ -60,7 +60,7 @@ def _in_order(view: Snapshot) -> list[int]:
 
 
 def _next(view: Snapshot, room: _Room, waiting: list[int]) -> Iterator[int]:
-    """Yield groups to prefill together; an empty engine takes any group."""
+    """Yield the groups to prefill together. An empty engine takes any group."""
     seconds = 0.0
     while waiting and seconds < MAX_PREFILL_S:
         prompt_tokens, expected = view.expected(waiting[-1])

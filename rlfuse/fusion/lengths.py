@@ -1,4 +1,4 @@
-"""Predict response lengths from earlier steps and finished siblings, and from them when generation can be over."""
+"""Predict response lengths from earlier steps and finished samples of a prompt, and the end of generation."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 
 from rlfuse.costs.model import Costs
 
-PRIOR = 2.0  # a prompt's own history counts like so many finished siblings
+PRIOR = 2.0  # weight of a prompt's history, in finished samples
 
 
 class Lengths:
-    """Mean response length per prompt and over all, newer ones counting more, as the policy drifts."""
+    """Moving averages of the response length, per prompt and overall. Recent steps count more, as the policy drifts."""
 
     def __init__(self, longest: int, decay: float = 0.5):
         self._longest, self._decay = longest, decay
         self._mean: float | None = None
         self._of_prompt: dict[int, float] = {}
         self.recorded: list[float] = []  # lengths of the last step, for tuning
-        self.error: float | None = None  # sigma of log(length / expectation), if most prompts were known
+        self.error: float | None = None  # RMS of log(length / expectation), if most prompts were known
 
     def knows(self, prompt: int) -> bool:
         return prompt in self._of_prompt
@@ -53,15 +53,17 @@ class Lengths:
 
 
 def with_sibling(expected: float, finished: int, length: int) -> float:
-    """The expectation of a sample after its `finished`-th sibling ended with this length."""
+    """Return the expected length of a sample after the `finished`-th sample of its prompt ended with `length`."""
     weight = PRIOR + finished - 1
     return (expected * weight + length) / (weight + 1)
 
 
 def seconds_to_generate(remaining: np.ndarray, slots: float, other_s: float, costs: Costs) -> float:
-    """Return the time in which `slots` slots can generate these numbers of tokens, ideally distributed, and spend
-    `other_s` seconds on other work: the least G at which all fits into slots * G. A sample of r tokens that ends after
-    G seconds allows a batch of `batch_within(G / r)`, and takes r steps over that batch of an engine's time."""
+    """Return the minimum seconds in which `slots` slots generate `remaining` tokens and do `other_s` seconds of work.
+
+    The load is ideally balanced: the result is the least G with total work <= slots * G. A sample of r tokens that ends
+    within G seconds allows a batch of `batch_within(G / r)` and uses r steps / batch of an engine's time.
+    """
     if not len(remaining):
         return 0.0
     longest_step = costs.decode_step(costs.max_sequences, 0.0)

@@ -1,4 +1,4 @@
-"""Track which samples of which mini-batch one model still has to learn from; they follow one another strictly."""
+"""Progress of one model through its mini-batches, which it trains on strictly in order."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from rlfuse.fusion.decisions import PASS_BEFORE_STEP, Snapshot
 
 
 class MiniBatchProgress:
-    """`passes`: how often the model goes over the samples."""
+    """Training progress of one model. `passes`: PPO epochs over the samples."""
 
     def __init__(self, passes: int):
-        self._passes, self.completed = passes, 0  # mini-batches that the model is past, of all passes
+        self._passes, self.completed = passes, 0  # completed mini-batches, over all passes
         self.mini_batch_of: Mapping[int, int] = {}  # group -> number of its mini-batch
         self._sizes: list[int] = []
         self._tokens: list[float] = []
         self._prepared: dict[int, dict[str, int]] = {}
         self._done: list[str] = []
         self.ready: OrderedDict[str, int] = OrderedDict()  # samples that can be accumulated now -> tokens
-        self.remaining_tokens = 0.0  # of the present mini-batch, not yet taken up; by expectation where unknown
+        self.remaining_tokens = 0.0  # tokens of the current mini-batch not yet started; estimated while unknown
 
     def set_mini_batches(self, mini_batch_of: Mapping[int, int], sizes: Sequence[int], tokens: Sequence[float]) -> None:
-        """Set the mini-batch of each group, and samples and expected tokens of each mini-batch, before any is ready."""
+        """Set the mini-batch of each group, and the samples and expected tokens of each mini-batch."""
         self.mini_batch_of, self._sizes, self._tokens, self.completed = mini_batch_of, list(sizes), list(tokens), 0
         self._open()
 
     def drop(self, group: int) -> None:
-        """Exclude a sample of the group that got no reward."""
+        """Exclude one sample of the group whose reward failed."""
         if group in self.mini_batch_of:
             self._sizes[self.mini_batch_of[group]] -= 1
             if not self.done and self._sizes[self.completed % len(self._sizes)] == 0:
@@ -64,7 +64,7 @@ class MiniBatchProgress:
 
     @property
     def steps(self) -> int:
-        """Return the number of optimizer steps in the step."""
+        """Return the number of optimizer steps of this model in the step."""
         return self._passes * len(self._sizes)
 
     @property
@@ -84,17 +84,20 @@ class MiniBatchProgress:
             self.remaining_tokens = sum(self.ready.values()) if whole else self._tokens[part]
 
 
-COPY_MARGIN = 1.5  # copies that others' work runs beside take so many times as long as those that nothing ran beside
-FORECAST_SLACK_S = 0.5  # from one look at the forecast to the next, at the most, and for a call to arrive
+COPY_MARGIN = 1.5  # slowdown of a copy while other work runs
+FORECAST_SLACK_S = 0.5  # maximum seconds between two forecasts, plus the delay of the call
 
 
 def optimizers_to_fetch(away: Mapping[int, float], seconds: float) -> list[int]:
-    """Slots whose optimizers have to set out now; `away`: slot -> seconds they take, `seconds`: to the first step."""
+    """Return the slots whose offloaded optimizer must be fetched now.
+
+    away: slot -> seconds of its fetch. seconds: until the first optimizer step.
+    """
     return [slot for slot, takes in away.items() if COPY_MARGIN * takes + FORECAST_SLACK_S >= seconds]
 
 
 def seconds_until_step(view: Snapshot, models: Iterable[MiniBatchProgress]) -> float:
-    """Until one of these models' next optimizer step at the earliest; infinite where none comes."""
+    """Return the minimum seconds until the next optimizer step of these models; infinity if there is none."""
     left = [progress.remaining_tokens for progress in models if not progress.done]
     if not left:
         return inf

@@ -17,7 +17,7 @@ from rlfuse.fusion.serial import serial, train
 
 @fusion_policy()
 def stream(view: Snapshot) -> list[Decision]:
-    """Rewards at once; passes on slots that ran empty; then training."""
+    """Score rewards immediately and passes on slots that finished generating; train after all scores."""
     admitted = admit(view)
     return (
         admitted
@@ -29,9 +29,9 @@ def stream(view: Snapshot) -> list[Decision]:
 
 @fusion_policy(tuned=("threshold", "max_decode_slowdown"))
 def rlhfuse(view: Snapshot) -> list[Decision]:
-    """`stream`, with one consolidation of the tail."""
+    """Run `stream`, and consolidate the tail of long responses once (RLHFuse, arXiv 2409.13221)."""
     return consolidate(view) + stream(view)
 
 
 POLICIES: dict[str, Policy] = {each.__name__: each for each in (serial, stream, rlhfuse, adaptive)}
-"""The built-in policies, in the order in which messages list them."""
+"""The built-in policies, in the order of messages."""

@@ -1,4 +1,4 @@
-"""The queue of samples to score, by kind. Deferred kinds wait for the mini-batch of their sample and fill bubbles."""
+"""The queue of samples to score, per kind. Deferred kinds wait for their mini-batch and fill pipeline bubbles."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from rlfuse.fusion.states import SampleRecord
 
 
 class ScoringQueue:
-    """`kinds` in serial order; those of `deferred` wait for their mini-batch in `progress`, the actor's."""
+    """Samples that wait for scores. `kinds` in serial order; `deferred` kinds wait for `progress`, the actor's."""
 
     def __init__(
         self, kinds: Sequence[str], now: float, deferred: Sequence[str] = (), progress: MiniBatchProgress | None = None
     ):
         self.unscored: dict[str, OrderedDict[str, int]] = {kind: OrderedDict() for kind in kinds}
-        """Kind -> finished samples that lack it, none of them under way -> tokens."""
+        """Kind -> finished samples without that score and without a running call -> tokens."""
         self.tokens = dict.fromkeys(kinds, 0)
-        self.waiting_since = dict.fromkeys(kinds, now)  # when the wait began that now stands
+        self.waiting_since = dict.fromkeys(kinds, now)  # start of the current wait
         self.needed = frozenset(kinds) - frozenset(deferred)  # kinds needed to prepare a group
         self.deferred: dict[str, dict[int, dict[str, int]]] = {kind: {} for kind in deferred}
-        """Kind -> mini-batch after the present one -> finished samples that lack it -> tokens."""
+        """Kind -> later mini-batch -> finished samples without that score -> tokens."""
         self._progress = progress or MiniBatchProgress(0)
         self._calls = dict.fromkeys(kinds, 0)
         self._held: dict[int, dict[str, int]] = {}
 
     def finish(self, record: SampleRecord, tokens: int, now: float, awaited: bool) -> None:
-        """Add a generated sample; while siblings are `awaited`, only to the queue of rewards."""
+        """Queue a finished sample. While samples of its prompt are `awaited`, queue it for its reward only."""
         group = record.group.number
         held = self._held.setdefault(group, {})
         held[record.id] = tokens
@@ -53,7 +53,7 @@ class ScoringQueue:
                 self.add(kind, parts.pop(part), now)
 
     def take(self, kind: str, name: str, group: int) -> int:
-        """Remove a sample that a call scores, even ahead of its mini-batch, and return its tokens."""
+        """Remove a sample that is being scored, possibly before its mini-batch, and return its tokens."""
         if parts := self.deferred.get(kind):
             part = self._progress.mini_batch_of[group]
             if name in parts.get(part, ()):

@@ -1,11 +1,11 @@
-"""Select which prompts a step draws and which groups it learns from (`fusion.data`).
+"""Select the prompts that a step draws and the groups that it trains on (`fusion.data`).
 
 - `exact`: every group of the batch.
-- `tail_batching` (reordered): the step ends when a batch of groups is finished; the prompts cut off get a round of
-  their own (RollPacker, 2025).
-- `over_sampling` (off-policy): the same, but prompts cut off start from scratch in the next step.
+- `tail_batching` (reordered): the step ends when a batch of groups is finished; interrupted prompts are collected into
+  a later batch (RollPacker, 2025).
+- `over_sampling` (off-policy): the same, but interrupted prompts restart from scratch in the next step.
 - `partial_rollout` (off-policy): unfinished responses continue under the next weights (Kimi k1.5, arXiv 2501.12599).
-- `one_step_off` (off-policy): idle slots begin the next batch under the present weights.
+- `one_step_off` (off-policy): idle slots start the next batch under the current weights.
 """
 
 from __future__ import annotations
@@ -25,53 +25,59 @@ LABELS = {
     "one_step_off": "off-policy",
 }
 EXACT, MISMATCHED = "exact", "mismatched"
-"""The latter replaces a label where the engines don't compute the trainer's model (`step.agreement`)."""
-STRENGTH = (EXACT, "exact in distribution", "reordered", "off-policy", MISMATCHED)  # all labels, the strongest first
+"""MISMATCHED replaces the label if engines and trainer disagree (`step.agreement`)."""
+STRENGTH = (
+    EXACT,
+    "exact in distribution",
+    "reordered",
+    "off-policy",
+    MISMATCHED,
+)  # all labels, strongest guarantee first
 SET_ASIDE = "fusion/prompts_set_aside"
-CARRY_OVER = ("partial_rollout", "one_step_off")  # need importance correction
+CARRY_OVER = ("partial_rollout", "one_step_off")  # modes that need importance correction
 
 
 def label(data: str, tail_speculation: int = 0, quantization: str | None = None) -> str:
-    """Return the exactness label of a run's fusion; quantized engines sample from another policy."""
+    """Return the exactness label of a run. Quantized engines sample from another policy, so they are off-policy."""
     if quantization is not None:
         return "off-policy"
     return "exact in distribution" if data == "exact" and tail_speculation else LABELS[data]
 
 
 def drawn_at_most(data: str, excess: float, batch: int) -> int:
-    """Prompts of one step, all different."""
+    """Return the maximum number of (distinct) prompts of one step."""
     if data == "one_step_off":
         return 2 * batch
     return batch if data == "exact" else ceil(batch * (1 + excess))
 
 
 def weakest(labels: Iterable[str]) -> str:
-    """The label of a run whose steps have these labels."""
+    """Return the weakest of the labels, which holds for the whole run."""
     return max(labels, key=STRENGTH.index)
 
 
 def labels_in(row: Container[str]) -> list[str]:
-    """Labels in a row of metrics."""
+    """Return the labels in a row of metrics."""
     return [name for name in STRENGTH if f"fusion/{name}" in row]
 
 
 def choice(fusion: Mapping[str, Any]) -> str:
-    """What `fusion=` selects: the policy, or the selection of data that comes with one."""
+    """Return the value of `fusion=`: the policy, or the data selection if it is not exact."""
     return fusion["policy"] if fusion["data"] == EXACT else fusion["data"]
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A step's groups. Generation ends when `needed` of the first `eligible` are finished; the others go back."""
+    """Groups of a step. Generation ends when `needed` of the first `eligible` are finished; the rest are returned."""
 
     groups: list[Group]
     eligible: int
     needed: int
-    partials: dict[str, Partial]  # of samples that were begun in an earlier step
+    partials: dict[str, Partial]  # sample id -> partial response from an earlier step
 
 
 class Source(Protocol):
-    """Where prompts come from (`rlfuse.data.prompts.PromptSource`)."""
+    """Source of prompts (`rlfuse.data.prompts.PromptSource`)."""
 
     @property
     def prompts(self) -> Sequence[Prompt]: ...
@@ -82,12 +88,12 @@ class Source(Protocol):
 
 
 class Selection:
-    """`batch`: prompts that a step learns from; `draw` and `return_unused` alternate."""
+    """Selection of groups for steps of `batch` prompts. Calls of `draw` and `return_unused` alternate."""
 
     def __init__(self, data: str, excess: float, batch: int, source: Source):
         self.data, self.excess, self.batch, self._source = data, excess, batch, source
-        self._cut_off: list[Prompt] = []  # to be answered again
-        self._new: list[Prompt] = []  # of the last batch, not drawn yet
+        self._cut_off: list[Prompt] = []  # interrupted, to be generated again
+        self._new: list[Prompt] = []  # of the latest batch, not drawn yet
         self._repeated: list[Prompt] = []
         self._carried: list[Group] = []
         self._partials: dict[str, Partial] = {}
@@ -106,7 +112,7 @@ class Selection:
         return Draw(carried + fresh, eligible, batch, partials)
 
     def upcoming(self) -> list[Prompt]:
-        """Return the prompts that the next step will draw if none are given back until then."""
+        """Return the prompts that the next step will draw, unless some are returned before."""
         return (self._new or self._source.upcoming())[: self.batch]
 
     def return_unused(self, groups: Sequence[Group], partials: dict[str, Partial]) -> None:
@@ -126,20 +132,20 @@ class Selection:
         return {SET_ASIDE: count} if count or self.data in ("tail_batching", "over_sampling") else {}
 
     def _take(self, count: int, again: bool, excluding: Sequence[Group] = ()) -> list[Prompt]:
-        """Return `count` different prompts: first those to be answered again (if `again`), then new ones."""
+        """Return `count` distinct prompts: interrupted ones first (if `again`), then new ones."""
         taken: list[Prompt] = []
         used = {group.prompt.index for group in excluding}
         while len(taken) < count:
             if len(self._repeated) > 4 * (count + len(used)):
                 raise ValueError(
-                    f"data.train_files has only {len(used)} prompts that differ, and fusion.data={self.data} draws "
-                    f"{count} a step: add data, or lower data.train_batch_size or fusion.excess"
+                    f"data.train_files has only {len(used)} distinct prompts, but fusion.data={self.data} draws "
+                    f"{count} per step. Add data, or lower data.train_batch_size or fusion.excess."
                 )
             if not (again and self._cut_off) and not self._new:
                 self._new = list(self._source.next_batch())
             source = self._cut_off if again and self._cut_off else self._new
             prompt = source.pop(0)
-            if prompt.index in used:  # an epoch ended in between: its turn comes in the next step
+            if prompt.index in used:  # an epoch ended in between: keep it for the next step
                 self._repeated.append(prompt)
             else:
                 used.add(prompt.index)
@@ -148,7 +154,7 @@ class Selection:
         return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the prompts to come back to; unfinished responses are not kept."""
+        """Return the pending prompts; partial responses are not saved."""
         again = [prompt.index for prompt in self._cut_off] + [group.prompt.index for group in self._carried]
         return {"again": again, "new": [prompt.index for prompt in self._new]}
 

@@ -1,4 +1,4 @@
-"""Run one stage at a time, as systems without fusion do: generation, each kind of scoring, training."""
+"""The policy without fusion: one stage at a time, generation, then each kind of scoring, then training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlfuse.fusion.decisions import Decision, Snapshot, fusion_policy
 
 @fusion_policy()
 def serial(view: Snapshot) -> list[Decision]:
-    """One stage at a time over the whole batch (or, with credits, over as much as they allow)."""
+    """Run one stage at a time over the whole batch (or over as many samples as the credit allows)."""
     if (view.waiting and not admission_paused(view)) or view.in_flight:
         return admit(view) if not view.busy else []
     if view.busy or view.scoring:
@@ -31,7 +31,7 @@ def serial(view: Snapshot) -> list[Decision]:
 
 
 def sorted_by_name(view: Snapshot) -> Snapshot:
-    """The same, samples and slots by name: who happened to finish first then changes no sum's last bit."""
+    """Return the view with samples and slots sorted, so that sums do not depend on finishing order."""
 
     def sort(parts: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
         return {key: dict(sorted(names.items())) for key, names in parts.items()}
@@ -40,7 +40,7 @@ def sorted_by_name(view: Snapshot) -> Snapshot:
 
 
 def train(view: Snapshot) -> list[Decision]:
-    """Train as a stage of its own: when every sample has all its scores."""
+    """Train as a separate stage, once every sample has all its scores."""
     if view.unfinished or view.busy or view.scoring or any(view.unscored.values()):
         return []
     return accumulate_gradients(view) or step_optimizer(view)

@@ -1,6 +1,6 @@
-"""The slots of one step: which samples each engine holds, how far they are, and which slots are idle. O(1) per change.
+"""The slots of one step: the samples of each engine, their progress, and the idle slots. O(1) per change.
 
-A drained slot is offered only for a switch to `trainer`, as its rank takes part where all ranks work together.
+A drained slot is offered only for a switch to `trainer`, since its rank takes part in calls that involve all ranks.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from rlfuse.fusion.states import GroupRecord, SampleRecord, SampleState
 from rlfuse.fusion.stopwatch import Stopwatch
 from rlfuse.protocols import Load
 
-REPLAN_PART = 16  # the plan is due again when one in so many of the unfinished samples was admitted or finished
+REPLAN_PART = 16  # replan after 1/16 of the unfinished samples was admitted or finished
 
 
 class SlotTable:
-    """`count` slots, all in role `rollout`. What they are seen to take is told to `rates`, which say who is slow."""
+    """State of `count` slots, initially in role `rollout`. Measurements go to `rates`, which detect slow slots."""
 
     def __init__(self, count: int, costs: Costs, rates: Rates | None = None):
         self.rates = rates or Rates(count)
@@ -34,13 +34,13 @@ class SlotTable:
             )
             for index, rate in enumerate(self.rates.current)
         ]
-        self.effective_slots = 0.0  # typical slots that those make up which are not drained
+        self.effective_slots = 0.0  # combined speed of the slots that are not drained, in typical slots
         self.generating, self.slow_engines = dict[int, None](), dict[int, None]()
         self._stopwatch = Stopwatch(count, costs, self.rates, self._changed)
         self._drained, self._shortest_first = set[int](), list[int]()
         self.costs, self._room = costs, costs.max_sequences
         self.groups: list[GroupRecord] = []
-        self.waiting: OrderedDict[int, int] = OrderedDict()  # unlike dict, quick to take from the front
+        self.waiting: OrderedDict[int, int] = OrderedDict()  # unlike dict, O(1) removal at the front
         self.deadline = self.context = 0.0
         self.in_flight = self.busy = 0
         self.idle_trainers, self._idle_ranks = dict[int, None](), dict[int, None]()
@@ -91,12 +91,12 @@ class SlotTable:
         self._refresh(slot)
 
     def finish(self, sample: SampleRecord, tokens: int, now: float) -> None:
-        """Remove a finished sample; correct the pace of its slot and the expectations of its siblings."""
+        """Remove a finished sample; update the pace of its slot and the expected lengths of its group."""
         self._exit(sample, tokens, now, whole=True)
         sample.transition_to(SampleState.FINISHED)
         self._until_plan -= 1
         self._finished += 1
-        self._release_target(sample)  # it was asked to move, too late
+        self._release_target(sample)  # it finished before it could move
         group = sample.group
         group.generated += 1
         for sibling in group.samples:
@@ -136,7 +136,7 @@ class SlotTable:
         self.context += tokens
 
     def drop(self, groups: Iterable[GroupRecord]) -> list[tuple[int, list[str]]]:
-        """Drop groups that are not needed any more; return (slot, samples) of those on engines."""
+        """Drop groups that are no longer needed. Return their samples on engines, as (slot, sample ids)."""
         for group in groups:
             self.waiting.pop(group.number, None)
             for sample in group.waiting.values():
@@ -155,7 +155,7 @@ class SlotTable:
         self._refresh(self.slots[target])
 
     def evict(self, sample: SampleRecord, tokens: int, now: float) -> int | None:
-        """Return where an evicted sample moves to, or None if it waits."""
+        """Remove an evicted sample. Return the slot that it moves to, or None if it waits."""
         self._exit(sample, tokens, now)
         sample.carried = tokens
         target = None if sample.target is None else self.slots[sample.target]
@@ -195,7 +195,7 @@ class SlotTable:
         self._refresh(lost)
 
     def _apply_drained(self) -> None:
-        """Apply drained and restored slots. Drained ones continue if no other engine is alive."""
+        """Apply drained and restored slots. Drained slots continue if no other engine is alive."""
         drained = self.rates.drained
         if not any(slot.alive and slot.index not in drained for slot in self.slots):
             drained = set()
@@ -208,8 +208,10 @@ class SlotTable:
             self.replan()
 
     def start_leaving_drained(self, now: float) -> list[tuple[int, list[str], str]]:
-        """Return (slot, samples, how to carry them) to evict from drained slots. Samples stay that would finish before
-        they could leave; caches are carried only if another engine has room."""
+        """Return the samples to evict from drained slots, as (slot, sample ids, `kv` or `tokens`).
+
+        Samples that would finish before they could move stay. KV caches are moved only if another engine has room.
+        """
         self._apply_drained()
         drained = (self.slots[index] for index in sorted(self._drained))
         return [left for slot in drained if slot.samples for left in self._leaving(slot, now)]
@@ -226,7 +228,7 @@ class SlotTable:
 
     @property
     def slot_to_restart(self) -> int | None:
-        """Return a slot whose engine must be restarted now: samples wait and no engine is alive."""
+        """Return an idle slot whose engine must be restarted, if samples wait and no engine is alive; else None."""
         if not self.waiting or any(slot.alive for slot in self.slots):
             return None
         return next((slot.index for slot in self.slots if slot.idle), None)
@@ -239,7 +241,7 @@ class SlotTable:
     def occupy(self, *slots: int) -> None:
         for slot in slots:
             if not self.slots[slot].idle:
-                raise RuntimeError(f"slot {slot} was given work while it has some: {self.slots[slot]}")
+                raise RuntimeError(f"slot {slot} got work while it is busy: {self.slots[slot]}")
             self.slots[slot].busy = True
             self.busy += 1
             self._refresh(self.slots[slot])
@@ -272,7 +274,7 @@ class SlotTable:
         self.effective_slots = sum(1 / slot.rate for slot in self.slots if not slot.drained)
 
     def ends(self) -> list[float]:
-        """Return when the calls in progress will end as predicted."""
+        """Return the predicted end times of the running calls."""
         return self._stopwatch.ends()
 
     @property
@@ -294,7 +296,7 @@ class SlotTable:
         self._until_plan = 0
 
     def set_lengths_known(self, known: bool, most: int) -> None:
-        """Set whether lengths are known: then the longest start first, at most `most` samples per slot."""
+        """Set whether lengths are known: then the longest groups start first, with at most `most` samples per slot."""
         self.lengths_known = known
         self.costs = replace(self.costs, max_sequences=min(self._room, most) if known else self._room)
         for slot in self.slots:
@@ -302,8 +304,10 @@ class SlotTable:
         self.replan()
 
     def plan(self, now: float, other_s: float) -> None:
-        """Recompute the deadline and the order of waiting groups, if due, and apply drained or restored slots.
-        `other_s`: seconds of other work that the slots do during generation."""
+        """Apply drained or restored slots; if due, recompute the deadline and the order of waiting groups.
+
+        `other_s`: seconds of other work that the slots do during generation.
+        """
         self._apply_drained()
         if self._until_plan > 0:
             return
@@ -321,7 +325,7 @@ class SlotTable:
 
     @property
     def shortest_first(self) -> Sequence[int]:
-        """Waiting groups (and some admitted ones), the longest last; empty if lengths are unknown."""
+        """Return waiting groups (and some admitted ones), shortest first; empty if lengths are unknown."""
         order = self._shortest_first
         while order and order[-1] not in self.waiting:
             order.pop()

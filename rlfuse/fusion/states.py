@@ -1,4 +1,4 @@
-"""The state of each sample and group of a step; an impossible transition is an error."""
+"""State machines of the samples and groups of a step. An invalid transition raises RuntimeError."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ State = TypeVar("State", bound=StrEnum)
 
 
 class SampleState(StrEnum):
-    """Where one sample is."""
+    """State of one sample."""
 
-    WAITING = auto()  # no slot has it
+    WAITING = auto()  # not on a slot
     GENERATING = auto()  # on an engine
-    LEAVING = auto()  # on an engine that was told to hand it over
+    LEAVING = auto()  # on an engine that is evicting it
     MOVING = auto()  # between two engines
-    FINISHED = auto()  # its response is whole; it lacks scores
-    SCORED = auto()  # it has every score that its advantage needs
-    UNNEEDED = auto()  # the step ends without it
+    FINISHED = auto()  # its response is complete; scores are missing
+    SCORED = auto()  # every score that its advantage needs is available
+    UNNEEDED = auto()  # the step does not use it
 
 
 class GroupState(StrEnum):
-    """How far the samples of one prompt are."""
+    """State of the samples of one prompt."""
 
-    GENERATING = auto()  # some are not finished
-    GENERATED = auto()  # all are finished; some lack scores
+    GENERATING = auto()  # some samples are unfinished
+    GENERATED = auto()  # all are finished; some scores are missing
     COMPLETE = auto()  # all are scored: the group can be prepared
-    UNNEEDED = auto()  # the step ends without the group
+    UNNEEDED = auto()  # the step does not use the group
 
 
 def _following(kind: type[State], **following: str) -> Mapping[State, frozenset[State]]:
@@ -54,41 +54,41 @@ _NEXT_OF_GROUP = _following(
 
 @dataclass(slots=True, eq=False)
 class SampleRecord:
-    """One sample of the step."""
+    """Bookkeeping of one sample of the step."""
 
     sample: Sample = field(repr=False)
     id: str
     group: GroupRecord = field(repr=False)
-    carried: int  # response tokens that it has when it comes to an engine
-    missing: set[str]  # kinds of scoring that it has no result of
+    carried: int  # response tokens that it had when it entered its engine
+    missing: set[str]  # kinds of scoring without a result
     state: SampleState = SampleState.WAITING
-    slot: int | None = None  # whose engine holds it
-    target: int | None = None  # the slot that it was told to move to, which keeps room for it
-    steps_before: float = 0.0  # decoding steps the engine had done when it came
-    moved: bool = False  # it came from another engine: when it began to decode here is not known to the step
-    expected: float = 0.0  # response tokens that it is expected to have in the end
-    reserved: float = 0.0  # tokens of KV cache that room was made for
-    prepared: bool = False  # its advantage is computed; deferred passes may be missing
+    slot: int | None = None  # slot of its engine
+    target: int | None = None  # slot that it moves to, which has reserved capacity for it
+    steps_before: float = 0.0  # decoding steps the engine had done when the sample entered
+    moved: bool = False  # it was moved, so its first decoding step on this engine is not known
+    expected: float = 0.0  # expected response tokens
+    reserved: float = 0.0  # tokens of KV cache reserved for it
+    prepared: bool = False  # its advantage is computed; deferred passes may still be missing
 
     def transition_to(self, state: SampleState) -> None:
         if state not in _NEXT_OF_SAMPLE[self.state]:
-            raise RuntimeError(f"sample {self.id} can't become {state}: it is {self.state}")
+            raise RuntimeError(f"sample {self.id} cannot change to {state}: it is {self.state}")
         self.state = state
 
 
 @dataclass(slots=True, eq=False)
 class GroupRecord:
-    """One group of the step; `number`: its place in prompt order."""
+    """Bookkeeping of one group of the step; `number` is its position in prompt order."""
 
     number: int
     group: Group
     prompt_tokens: int
-    expected: float  # response tokens expected of each sample, before any is generated
+    expected: float  # expected response tokens of each sample, before any is generated
     unfinished: int
-    unscored: int  # samples that lack a score which the advantage needs
-    chosen: bool  # whether the step trains on it, as far as that is decided
+    unscored: int  # samples without a score that the advantage needs
+    chosen: bool  # the step trains on it, as far as decided
     generated: int = 0  # samples that were generated in this step
-    next_step: bool = False  # drawn for the next step: it is admitted when nothing of this one waits
+    next_step: bool = False  # drawn for the next step: admitted once no group of this step waits
     state: GroupState = GroupState.GENERATING
     samples: list[SampleRecord] = field(default_factory=list)
     waiting: dict[str, SampleRecord] = field(default_factory=dict)  # in the order of generation
@@ -99,7 +99,7 @@ class GroupRecord:
 
     def transition_to(self, state: GroupState) -> None:
         if state not in _NEXT_OF_GROUP[self.state]:
-            raise RuntimeError(f"group {self.number} can't become {state}: it is {self.state}")
+            raise RuntimeError(f"group {self.number} cannot change to {state}: it is {self.state}")
         self.state = state
 
     def finish(self) -> bool:

@@ -1,4 +1,4 @@
-"""Measure what slots take for their work: stretches of decoding, and calls of one rank. Part of the slot table."""
+"""Measure the speed of slots from stretches of decoding and from calls of single ranks. Part of the slot table."""
 
 from __future__ import annotations
 
@@ -10,53 +10,53 @@ from rlfuse.costs.model import Costs
 from rlfuse.costs.rates import Rates
 from rlfuse.fusion.decisions import Accumulate, Score, Slot
 
-MIN_MEASURED_STEPS = 16  # decoding steps after which a sample tells how fast its engine is
-POLL_AFTER_S = 1.0  # an engine of which nothing was heard for so long is asked how far it is
-MAX_POLLED = 64  # engines that are asked at a time, so that a large cluster's don't keep its driver busy
+MIN_MEASURED_STEPS = 16  # minimum decoding steps of a measurement
+POLL_AFTER_S = 1.0  # an engine without finished samples for this long is polled
+MAX_POLLED = 64  # maximum engines polled at a time, which bounds the work of the driver
 
 
 @dataclass(slots=True)
 class Stretch:
-    """What an engine did since it was last measured."""
+    """Decoding of one engine since its last measurement."""
 
-    steps: float = 0.0  # that it had done before
-    since: float = 0.0
-    seconds: float = 0.0  # while it held samples
-    decoding: float = 0.0  # seconds, of these, for which costs foresee no prefill
-    foreseen: float = 0.0  # decoding steps in them, by costs alone
-    prefill: float = 0.0  # seconds of prefill that costs foresaw
+    steps: float = 0.0  # decoding steps done before it
+    since: float = 0.0  # its start
+    seconds: float = 0.0  # seconds with samples
+    decoding: float = 0.0  # seconds of these without predicted prefill
+    foreseen: float = 0.0  # predicted decoding steps in them
+    prefill: float = 0.0  # predicted seconds of prefill
 
     def expected(self, steps: float) -> float:
-        """Return the predicted seconds of its work, given the steps done in all."""
+        """Return the predicted seconds of its work, given the total of decoding steps."""
         return (steps - self.steps) * self.decoding / self.foreseen + self.prefill
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a rank is doing alone."""
+    """A call that runs on a single rank."""
 
     kind: str  # kinds of scoring, or models that are trained, joined by "+"
     call_s: float
-    seconds: float  # that costs foresee for its tokens
-    since: float
-    end: float  # foreseen
+    seconds: float  # predicted from its tokens, without `call_s`
+    since: float  # its start
+    end: float  # predicted
 
 
 class Stopwatch:
-    """For `count` slots; `changed` is called with a slot that has another rate now."""
+    """Speed measurements of `count` slots. `changed` is called with each slot whose rate changed."""
 
     def __init__(self, count: int, costs: Costs, rates: Rates, changed: Callable[[Slot], None]):
         self._costs, self._rates, self._changed = costs, rates, changed
         self._stretches = [Stretch() for _ in range(count)]
         self._calls: dict[int, Call] = {}
         self._answers: dict[int, tuple[Stretch, int]] = {}
-        """Slot -> what it was doing when it was asked, and steps of its engine by then."""
+        """Slot -> its stretch and its engine's count of decoding steps at the latest reply."""
 
     def begin_stretch(self, slot: Slot, steps: float) -> None:
         self._stretches[slot.index] = Stretch(steps, slot.updated_at)
 
     def advance(self, slot: Slot, now: float) -> float:
-        """Advance to `now`; return the approximate decoding steps of the slot since `updated_at`."""
+        """Advance the slot's stretch to `now` and return the estimated decoding steps since `updated_at`."""
         stretch, elapsed, decoding = self._stretches[slot.index], now - slot.updated_at, slot.decoding(now)
         foreseen, prefill = decoding / self._costs.decode_step(len(slot.samples), slot.context), elapsed - decoding
         stretch.seconds += elapsed
@@ -67,7 +67,7 @@ class Stopwatch:
         return foreseen / slot.measured_rate
 
     def measure(self, slot: Slot, steps: float) -> bool:
-        """Update the slot's pace from the decoding steps done in all; return whether they were enough."""
+        """Update the slot's pace from its total of decoding steps. Return False if there were too few to measure."""
         stretch = self._stretches[slot.index]
         if stretch.foreseen < MIN_MEASURED_STEPS or steps <= stretch.steps:
             return False
@@ -82,9 +82,9 @@ class Stopwatch:
         return [slot for since, slot in nsmallest(MAX_POLLED, waited) if now - since >= POLL_AFTER_S]
 
     def record_load(self, slot: Slot, steps: int) -> None:
-        """Record an engine's own count of decoding steps, higher than at its last answer."""
+        """Record an engine's count of decoding steps."""
         stretch, (asked, before) = self._stretches[slot.index], self._answers.get(slot.index, (None, 0))
-        if asked is not stretch:  # a sample told of it meanwhile
+        if asked is not stretch:  # a finished sample was measured since the last reply
             self.begin_stretch(slot, slot.steps)
         elif self.measure(slot, done := stretch.steps + steps - before):
             slot.steps = done
@@ -105,7 +105,7 @@ class Stopwatch:
         return [call.end for call in self._calls.values()]
 
     def end_call(self, slot: Slot, now: float) -> None:
-        """End the slot's call, if any. A short one measures the fixed cost of calls, not the slot."""
+        """End the slot's call, if any. Short calls are not measured: their fixed cost dominates."""
         call = self._calls.pop(slot.index, None)
         if call is not None and call.seconds >= call.call_s:
             self._observe(slot, call.kind, now - call.since, call.call_s + call.seconds)

@@ -1,4 +1,4 @@
-"""What a run has learned for its policies: costs, response lengths, rates of slots, settings."""
+"""What policies learn during a run: costs, response lengths, slot rates and settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlfuse.fusion.lengths import Lengths
 
 @dataclass
 class Tuning:
-    """`fixed`: settings from the configuration; `relearn`: makes better costs and settings of a step's spans."""
+    """Learned inputs of the policies. `relearn` refits costs and settings from the spans of a step."""
 
     costs: Costs
     lengths: Lengths
@@ -27,7 +27,7 @@ class Tuning:
         return replace(self.fixed, samples=samples)
 
     def learn(self, board: Board, spans: Sequence[Span]) -> None:
-        """Learn the lengths of a finished step, then what `relearn` makes of its spans."""
+        """Learn the response lengths of a finished step, then call `relearn` with its spans."""
         self.lengths.learn(board.response_lengths())
         if self.relearn is not None:
             self.relearn(self, spans)

@@ -1,4 +1,4 @@
-"""An agent per node that samples the node and the run's processes there once a second, in at most SHARE of a core."""
+"""Agents that sample a node and the run's processes on it once a second, using at most SHARE of a core."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from rlfuse.health.sampling import Sampler
 from rlfuse.health.series import Sample
 
 PERIOD_S = 1.0
-SHARE = 0.01  # of a core, in the mean over some looks
-KEPT = 200_000  # samples that are not drained yet: of a hundred workers over half an hour
+SHARE = 0.01  # average share of a core
+KEPT = 200_000  # maximum buffered samples: of 100 workers over half an hour
 DRAIN_S = 5.0
 
 
 class Agent:
-    """Looks from its creation on, in a thread of its own."""
+    """Samples a node in a background thread until closed."""
 
     def __init__(self, node: str, probe: tuple[str, int] | None = None, sampler: Sampler | None = None):
         self._sampler = sampler or Sampler(node, probe)
         self._samples: deque[Sample] = deque(maxlen=KEPT)
         self._ended, self._failure = threading.Event(), ""
-        self._thread = threading.Thread(target=self._look, daemon=True, name="health")
+        self._thread = threading.Thread(target=self._sample_loop, daemon=True, name="health")
         self._thread.start()
 
     def drain(self) -> tuple[list[Sample], str]:
@@ -42,15 +42,15 @@ class Agent:
         self._ended.set()
         self._thread.join(PERIOD_S)
 
-    def _look(self) -> None:
+    def _sample_loop(self) -> None:
         took = 0.0
         while not self._ended.wait(max(PERIOD_S, took / SHARE)):
             began = time.thread_time()
             try:
                 self._samples.extend(self._sampler.sample())
-            except Exception as error:  # of whatever a kernel or driver answers: the run goes on
+            except Exception as error:  # unexpected values of a kernel or driver must not end the run
                 self._failure = f"{type(error).__name__}: {error}"
-            # Which processes belong to whom is looked up now and then only: over some looks.
+            # Process trees are refreshed only every few samples, so the cost is averaged.
             took += 0.2 * (time.thread_time() - began - took)
 
 
@@ -64,7 +64,7 @@ class AgentHandle:
         if not self._remote:
             return self._agent.drain()
         try:
-            return await call(self._agent.drain.remote(), f"the agent of {self.node}", "tell what it saw", DRAIN_S)
+            return await call(self._agent.drain.remote(), f"the agent of {self.node}", "return its samples", DRAIN_S)
         except asyncio.CancelledError:
             raise
         except Exception as error:
@@ -76,10 +76,10 @@ class AgentHandle:
 
 
 def agents(slots: Slots) -> list[AgentHandle]:
-    """One for each machine of the run; each other one also sees how long the way to the first node is."""
+    """Return an agent per machine of the run. All except the first also measure the round trip to the first node."""
     first, found = slots.nodes[0], {}
     for node in slots.nodes:
-        if node.address not in found:  # two nodes of one machine see the same
+        if node.address not in found:  # nodes of the same machine share an agent
             found[node.address] = _agent(node, None if node is first else (first.address, first.port), slots.device)
     return list(found.values())
 

@@ -1,10 +1,10 @@
 """Detect workers that differ from their peers, by the method of Minder (arXiv 2411.01791, NSDI '25).
 
-    value -> logarithm -> exponential average -> distances of all pairs -> score over the peers' usual score
+    value -> logarithm -> exponential average -> pairwise distances -> score relative to the peers
     -> above the threshold: candidate -> candidate for the continuity threshold, or repeatedly: alarm
 
 The threshold is SIMILARITY times the largest of `Signal.least`, the scatter between windows and the scatter of scores.
-Of two workers, the one that got worse is the odd one; a single worker is compared with its beginning.
+Of two workers, the one that got worse is the outlier; a single worker is compared with its own first windows.
 """
 
 from __future__ import annotations
@@ -21,45 +21,46 @@ from rlfuse.costs.spans import role_of
 from rlfuse.health.series import Window
 from rlfuse.health.signals import SIGNALS, SLOWNESS, Signal
 
-SIMILARITY = 4.0  # score above the peers', in units of scatter, that makes a candidate
-TWO_WORKER_FACTOR = 1.5  # thresholds from which one of two workers is the odd one, whatever it was like before
-CONTINUATION_SHARE = (
-    0.5  # of the threshold: what a candidate has to stay above, and since when it is said to have begun
-)
-SMOOTHING = 0.15  # of the exponential average, for a window with usual work
-CONTINUITY_S = 240.0  # the paper's: jitters of healthy machines are shorter
-STEPS = 12  # in a row are enough where steps are short
+SIMILARITY = 4.0  # threshold of a candidate, in units of scatter
+TWO_WORKER_FACTOR = 1.5  # thresholds above which one of two workers is an outlier regardless of its past
+CONTINUATION_SHARE = 0.5  # fraction of the threshold that a candidate must stay above
+SMOOTHING = 0.15  # weight of a window with usual work in the exponential average
+CONTINUITY_S = 240.0  # as in the paper: jitters of healthy machines are shorter
+STEPS = 12  # steps in a row that replace CONTINUITY_S if steps are short
 WINDOWS, FRESHLY = 12, 8
-"""Minimum windows as a candidate within CONTINUITY_S, and minimum of these (and SHARE of them) whose own value differs:
-an average remembers one long jitter. Scaled down for a shorter time."""
+"""Minimum windows as a candidate within CONTINUITY_S, and minimum of these (and SHARE of them) whose unsmoothed value
+differs, since the average retains one long jitter. Scaled down for a shorter continuity threshold."""
 SHARE = 2 / 3
-AGAIN_SHARE, REST = 0.3, 8  # of a machine that is slow again and again: windows far off, and between
-MANY_WORKERS = 8  # workers from which on thresholds grow
-CHANCE_SIGMAS = 6.0  # standard deviations above what chance makes of as many windows of its peers
-BEGINNING = 6  # windows of a worker that tell what it was like at first; none is judged before
+AGAIN_SHARE, REST = (
+    0.3,
+    8,
+)  # intermittently slow machine: minimum share of deviating windows, and maximum windows between
+MANY_WORKERS = 8  # number of workers above which thresholds grow
+CHANCE_SIGMAS = 6.0  # standard deviations above the count expected by chance
+BEGINNING = 6  # first windows of a worker, which define its initial level; it is not judged before
 FRESH = 10  # windows for which a worker without work remains a peer
-MAX_CHANGES = 512  # latest changes from one window to the next that tell the scatter of a role
-MIN_WORKERS_FOR_SCATTER = 6  # workers below which the scatter of their scores tells nothing
-MAD = 1.4826  # from a median of absolute deviations to a standard deviation
+MAX_CHANGES = 512  # latest changes between windows that define the scatter of a role
+MIN_WORKERS_FOR_SCATTER = 6  # minimum workers for using the scatter of scores
+MAD = 1.4826  # factor from the median absolute deviation to a standard deviation
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A worker (or node) that has been apart from its peers for long, with the evidence."""
+    """A worker (or node) that has deviated from its peers for long, with the evidence."""
 
     worker: str
     metric: str
-    value: float  # its own, and that of its peers (or its own before), in the metric's unit
-    usual: float
-    distance: float  # logarithm of how far it is from its peers
+    value: float  # in the metric's unit
+    usual: float  # value of its peers (or its initial value), in the metric's unit
+    distance: float  # log ratio to its peers
     threshold: float
-    peers: tuple[str, ...]  # who it was compared with; none: its own beginning
+    peers: tuple[str, ...]  # workers it was compared with; empty: its own first windows
     began: float  # epoch seconds
-    step: int  # in which it began
-    told: float  # when it was said
-    window: tuple[float, float]  # the last one that was looked at then
-    beside: tuple[str, ...] = ()  # what else is apart of it, or of its node
-    ended: float | None = None  # when it was like its peers again
+    step: int  # step of `began`
+    told: float  # epoch seconds when it was raised
+    window: tuple[float, float]  # latest window then, epoch seconds
+    beside: tuple[str, ...] = ()  # other deviations of the worker or its node
+    ended: float | None = None  # epoch seconds when it matched its peers again
 
     @property
     def ratio(self) -> float:
@@ -72,7 +73,7 @@ class _Worker:
     weight: float = 0.0
     last: float = 0.0
     seen: int = 0
-    at: int = 0  # number of the last window with a value
+    at: int = 0  # number of the latest window with a value
     beginning: list[float] = field(default_factory=list)
     began: float = 0.0  # median of these
 
@@ -87,7 +88,7 @@ class _Streak:
     step: int
     candidate: bool = False
     windows: int = 0  # in a row as a candidate
-    freshly: int = 0  # of these, apart by its value in the window
+    freshly: int = 0  # of these, deviating by the window's own value
 
 
 @dataclass(slots=True)
@@ -96,16 +97,16 @@ class _Intermittent:
     step: int
     windows: int = 0
     far: int = 0
-    rested: int = 0  # windows since the last one that was far off
+    rested: int = 0  # windows since the latest deviating one
 
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
     distance: float
     threshold: float
-    now: float  # distance of its value in this window alone
-    far: bool  # by the scatter of such values
-    level: float  # what is compared: averaged
+    now: float  # distance of this window's value alone
+    far: bool  # `now` deviates, given the scatter of such values
+    level: float  # smoothed value
     peers: tuple[str, ...]
 
 
@@ -131,13 +132,13 @@ class _Group:
             return {}
         scatter = MAD * median(self._changes) / sqrt(2)
         names, levels = tuple(known), self._levels(known)
-        apart, limit = _distances(levels, scatter * sqrt(SMOOTHING / (2 - SMOOTHING)), self.signal)
+        distances, limit = _distances(levels, scatter * sqrt(SMOOTHING / (2 - SMOOTHING)), self.signal)
         far = _limit(len(levels), max(self.signal.min_distance, scatter))
         found = {}
         for name in judged:
             at, others = names.index(name), tuple(other for other in names if other != name)
-            distance, worker = float(apart[at]), known[name]
-            if not self.signal.from_start:  # what others lost is no change of its own
+            distance, worker = float(distances[at]), known[name]
+            if not self.signal.from_start:  # a change of the peers is not a change of the worker
                 distance = min(distance, float(levels[at]))
             elif len(names) == 2 and distance < TWO_WORKER_FACTOR * limit:
                 distance = min(distance, worker.smooth - worker.began)
@@ -152,7 +153,7 @@ class _Group:
         worker = self.workers.setdefault(name, _Worker())
         if worker.seen:
             self._changes.append(abs(value - worker.last))
-        # The mean at first, an exponential average from then on; a window with little work tells little.
+        # A plain mean at first, then an exponential average, weighted by the work of each window.
         worker.weight = worker.weight * (1 - SMOOTHING) + min(1.0, weight)
         worker.smooth += (value - worker.smooth) * min(1.0, weight) / max(worker.weight, 1e-9)
         worker.last, worker.at, worker.seen = value, number, worker.seen + 1
@@ -177,7 +178,7 @@ def _distances(levels: np.ndarray, scatter: float, signal: Signal) -> tuple[np.n
         return levels, _limit(1, least)
     if count == 2:
         return levels - levels[::-1], _limit(2, least)
-    # One odd worker adds its distance to the score of each peer, too: scaled so that it counts as far as it is.
+    # An outlier also adds its distance to the score of each peer; the scaling compensates for this.
     scores = np.abs(levels[:, None] - levels[None, :]).sum(axis=1) / (count - 2)
     above, worse = scores - median(scores), np.sign(levels - median(levels))
     spread = MAD * median(np.abs(above)) if count >= MIN_WORKERS_FOR_SCATTER else 0.0
@@ -186,7 +187,7 @@ def _distances(levels: np.ndarray, scatter: float, signal: Signal) -> tuple[np.n
 
 def _limit(count: int, scatter: float) -> float:
     """Return the threshold among `count` workers: means of few peers scatter, and of many some differ by chance."""
-    by_chance = sqrt(max(1.0, log(count) / log(MANY_WORKERS)))  # as the largest of so many normal numbers
+    by_chance = sqrt(max(1.0, log(count) / log(MANY_WORKERS)))  # growth of the maximum of so many normal variables
     return SIMILARITY * scatter * by_chance * (2 if count == 1 else sqrt(count / (count - 1)))
 
 
@@ -305,7 +306,7 @@ class Detector:
         level, distance = found.level + more, found.distance + more
         places = (worker, homes.get(worker, worker))
         beside = tuple(
-            told(other, SIGNALS[metric], each.level, each.distance)
+            describe_deviation(other, SIGNALS[metric], each.level, each.distance)
             for (other, metric), each in self._latest.items()
             if other in places and (other, metric) != key and each.distance >= each.threshold
         )
@@ -325,7 +326,7 @@ class Detector:
         )
 
 
-def told(worker: str, signal: Signal, level: float, distance: float) -> str:
-    """What is apart, in a few words."""
+def describe_deviation(worker: str, signal: Signal, level: float, distance: float) -> str:
+    """Describe a deviation of a worker."""
     value, usual = signal.value(level), signal.value(level - distance)
-    return f"{worker}: {signal.shown(value)} {signal.told}, not {signal.shown(usual)}"
+    return f"{worker}: {signal.shown(value)} {signal.description}, not {signal.shown(usual)}"

@@ -18,7 +18,7 @@ from rlfuse import clock
 from rlfuse.costs.model import Costs
 from rlfuse.events import Span
 from rlfuse.files import RowFile, read_rows
-from rlfuse.health.detection import Alarm, Detector, told
+from rlfuse.health.detection import Alarm, Detector, describe_deviation
 from rlfuse.health.series import ExpectedSeconds, Sample, Series, WarmUpFilter
 from rlfuse.health.signals import LOGGED, SIGNALS, SLOWNESS
 from rlfuse.observe.alerts import Alert
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 FILE = "health.jsonl"
 TUPLES = ("peers", "window", "beside")
-SHOWN = 4  # peers that are named
+SHOWN = 4  # maximum peers named in an alert
 
 
 def write_alarms(folder: Path, alarms: Iterable[Alarm]) -> None:
-    """Append them to the run folder's file."""
+    """Append alarms to `health.jsonl` of the run folder."""
     with closing(RowFile(folder / FILE)) as file:
         file.append(asdict(alarm) for alarm in alarms)
 
 
 def read_alarms(folder: Path) -> list[Alarm]:
-    """Of a run, in the order in which they began; none where none was told. `ended` is None of what stood last."""
+    """Return the alarms of a run by their beginning. `ended` is None for alarms that were active at the end."""
     found: dict[tuple[str, str, float], Alarm] = {}
     for row in read_rows(folder / FILE):
         alarm = Alarm(**row | {name: tuple(row[name]) for name in TUPLES})
@@ -48,25 +48,25 @@ def read_alarms(folder: Path) -> list[Alarm]:
 
 
 def alert_of(alarm: Alarm, slot: int | None) -> Alert:
-    """What a person is told. `slot`: of the worker, where it has one."""
+    """Return the alert of an alarm. `slot`: of the worker, if it has one."""
     signal = SIGNALS[alarm.metric]
     title = f"slow worker: {alarm.worker}" if alarm.metric == SLOWNESS else f"faulty worker: {alarm.worker}"
-    away = "" if slot is None else f"take it out (rlfuse slots drain {slot}), "
-    seen = told(alarm.worker, signal, signal.compared(alarm.value), alarm.distance)
-    beside = f"; beside it {'; '.join(alarm.beside)}" if alarm.beside else ""
+    away = "" if slot is None else f"drain it (rlfuse slots drain {slot}) "
+    deviation = describe_deviation(alarm.worker, signal, signal.compared(alarm.value), alarm.distance)
+    beside = f"; also {'; '.join(alarm.beside)}" if alarm.beside else ""
     return Alert(
         title,
-        f"{seen} as {_peers(alarm)}; distance {alarm.distance:.2f}, "
+        f"{deviation} as {_peers(alarm)}; distance {alarm.distance:.2f}, "
         f"above {alarm.threshold:.2f} since {_clock(alarm.began)} (step {alarm.step}), last in the window "
         f"{_clock(alarm.window[0])} to {_clock(alarm.window[1])}{beside}. Watch it, give it less work, {away}or "
-        "replace the node; health.jsonl says when it began and ended",
+        "replace the node; health.jsonl records when alarms began and ended",
     )
 
 
 def _peers(alarm: Alarm) -> str:
     count, names = len(alarm.peers), ", ".join(alarm.peers[:SHOWN])
     if not count:
-        return "it began (no peer to compare it with)"
+        return "at its start (it has no peers)"
     more = ", ..." if count > SHOWN else ""
     return f"its {count} peers ({names}{more})" if count > 1 else f"its only peer, {names}"
 
@@ -79,7 +79,7 @@ SLOTTED = ("rollout", "trainer")
 
 
 class Monitor:
-    """Of one attempt of a run. `width`: trainer ranks of a slot; `alert` and `say` tell the person."""
+    """Health monitor of one attempt of a run. `width`: trainer ranks per slot; `alert` and `say` notify the user."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Monitor:
         try:
             return await self._look(step, spans, costs)
         except Exception as error:
-            self._warn_once(f"workers were not looked at in step {step}: {type(error).__name__}: {error}")
+            self._warn_once(f"Health check failed in step {step}: {type(error).__name__}: {error}")
             return {}
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class Monitor:
             answered += bool(samples)
             self._homes |= {sample.worker: agent.node for sample in samples}
             if failure:
-                self._warn_once(f"{agent.node} is not looked at as a whole: {failure}")
+                self._warn_once(f"Health data of {agent.node} is incomplete: {failure}")
         return found, answered
 
     def _report(self, step: int, alarms: Sequence[Alarm]) -> None:
@@ -145,8 +145,8 @@ class Monitor:
             if alarm.ended is None:
                 self._alert(step, alert_of(alarm, self._slot(alarm.worker)))
             else:
-                self._say(f"step {step}: {alarm.worker} is like its peers again ({alarm.metric})")
-        if alarms:  # after they are told: the disk may be full
+                self._say(f"step {step}: {alarm.worker} matches its peers again ({alarm.metric})")
+        if alarms:  # after reporting, since the disk may be full
             write_alarms(self._folder, alarms)
 
     def _slot(self, worker: str) -> int | None:

@@ -1,4 +1,4 @@
-"""Sample what a node and the run's processes on it did since the last look: `/proc`, psutil and NVML in one pass."""
+"""Sample the activity of a node and the run's processes on it, from `/proc`, psutil and NVML."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from rlfuse.health.series import Sample
 
 PROC = Path("/proc")
 TICK, PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
-TREES_EVERY_S = 10.0  # between two looks at which processes belong to which worker: it goes through all of the host
-PROBE_EVERY_S, PROBE_S = 5.0, 0.5  # between two probes of the network, and what one takes at most
+TREES_EVERY_S = 10.0  # interval between scans of all processes of the host
+PROBE_EVERY_S, PROBE_S = 5.0, 0.5  # interval between network probes, and timeout of one
 
 Counters = dict[str, float]
 
 
 class Sampler:
-    """Of one node, called so; `probe`: address and port of another, to which the way takes time."""
+    """Sampler of the node with this name. `probe`: (address, port) of another node, for the round-trip time."""
 
     def __init__(
         self,
@@ -75,17 +75,17 @@ class Sampler:
         now, before = node_counters(), self._node_before
         self._node_before = now
         gone = {name: max(0.0, now[name] - before[name]) for name in now.keys() & before.keys()}
-        told = {name: gone[name] / seconds for name in RATES if name in gone}
+        rates = {name: gone[name] / seconds for name in RATES if name in gone}
         if gone.get("disk_operations"):
-            told["disk_latency"] = gone["disk_s"] / gone["disk_operations"]
+            rates["disk_latency"] = gone["disk_s"] / gone["disk_operations"]
         if self._probe and time.monotonic() - self._probed >= PROBE_EVERY_S:
             self._probed = time.monotonic()
-            told["round_trip"] = round_trip(*self._probe)
-        return told
+            rates["round_trip"] = round_trip(*self._probe)
+        return rates
 
 
 def process_trees(workers: Sequence[Registered]) -> dict[Registered, list[int]]:
-    """The processes of each worker: its own, and their children down to the last."""
+    """Return worker -> ids of its process and all of its descendants."""
     children: dict[int, list[int]] = defaultdict(list)
     for process in psutil.process_iter(["ppid"]):
         children[process.info["ppid"]].append(process.pid)
@@ -93,7 +93,7 @@ def process_trees(workers: Sequence[Registered]) -> dict[Registered, list[int]]:
     def below(pid: int) -> Iterable[int]:
         yield pid
         for child in children[pid]:
-            if child not in own:  # a worker that another one started counts for itself
+            if child not in own:  # a worker started by another worker counts separately
                 yield from below(child)
 
     own = {worker.pid for worker in workers}
@@ -101,7 +101,7 @@ def process_trees(workers: Sequence[Registered]) -> dict[Registered, list[int]]:
 
 
 def process_counters(pid: int) -> Counters:
-    """Since it began. OSError where it has ended."""
+    """Return the counters of a process since its start. Raises OSError if it has ended."""
     stat = _read(pid, "stat").rpartition(b")")[2].split()
     found = {
         "cpu": (int(stat[11]) + int(stat[12])) / TICK,
@@ -125,7 +125,7 @@ RATES = ("memory_pressure", "io_pressure", "retransmits")  # counters reported p
 
 
 def node_counters() -> Counters:
-    """Since it began."""
+    """Return the counters of the node since boot."""
     found: Counters = {}
     for name in ("memory", "io"):
         with suppress(OSError, ValueError):  # a kernel without them, or with them turned off
@@ -134,7 +134,7 @@ def node_counters() -> Counters:
     with suppress(OSError, ValueError):
         names, values = [line for line in (PROC / "net" / "snmp").read_text().splitlines() if line.startswith("Tcp:")]
         found["retransmits"] = float(dict(zip(names.split(), values.split(), strict=True))["RetransSegs"])
-    with suppress(OSError, ValueError, RuntimeError):  # in some containers none are shown, which is NotImplementedError
+    with suppress(OSError, ValueError, RuntimeError):  # NotImplementedError in some containers
         if (disks := psutil.disk_io_counters()) is not None:
             found["disk_s"] = (disks.read_time + disks.write_time) / 1e3
             found["disk_operations"] = float(disks.read_count + disks.write_count)
@@ -142,7 +142,7 @@ def node_counters() -> Counters:
 
 
 def round_trip(address: str, port: int) -> float:
-    """Seconds until somebody there answers; PROBE_S where nobody does."""
+    """Return the seconds to open a connection; PROBE_S on failure."""
     began = time.perf_counter()
     with suppress(OSError):
         socket.create_connection((address, port), PROBE_S).close()
@@ -151,7 +151,7 @@ def round_trip(address: str, port: int) -> float:
 
 
 class Gpus:
-    """`nvml`: the module pynvml, initialised."""
+    """Reader of GPU signals. `nvml`: the initialised module pynvml."""
 
     def __init__(self, nvml: Any):
         self._nvml = nvml
@@ -162,14 +162,14 @@ class Gpus:
         nvml, found = self._nvml, {}
         with suppress(nvml.NVMLError):
             handle = self._handle(device)
-            asked: dict[str, Callable[[], float]] = {
+            readers: dict[str, Callable[[], float]] = {
                 "gpu_use": lambda: float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
                 "gpu_clock": lambda: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
                 "gpu_power": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
             }
-            for name, ask in asked.items():
-                with suppress(nvml.NVMLError):  # this kind of device doesn't know
-                    found[name] = ask()
+            for name, read in readers.items():
+                with suppress(nvml.NVMLError):  # not supported by this device
+                    found[name] = read()
         return found
 
     def _handle(self, device: str) -> Any:
@@ -182,7 +182,7 @@ class Gpus:
 
 
 def open_gpus() -> Gpus | None:
-    """None where there is no package, or no driver."""
+    """Return a reader of GPU signals; None without pynvml or a driver."""
     try:
         import pynvml
     except ImportError:

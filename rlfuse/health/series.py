@@ -1,6 +1,6 @@
-"""Spread spans and samples over seconds and windows: work done, work expected, and what agents saw meanwhile.
+"""Time series of all workers per second and window: work done, expected work and samples of agents.
 
-A worker has a value only in windows in which it worked (or, for signals of time, was sampled).
+A worker has a value only in windows in which it worked (or, for signals per time, was sampled).
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from rlfuse.costs.spans import is_work, predicted
 from rlfuse.events import Span
 from rlfuse.health.signals import SIGNALS, SLOWNESS, Signal
 
-STARTED = ("start", "restart")  # spans after which a worker is another one
-MAX_RATIOS = 128  # pieces of a class from each worker, the first ones, that its factor is made of
-MIN_RATIOS = 5  # pieces below which a class has no factor
+STARTED = ("start", "restart")  # spans after which a worker is a new process
+MAX_RATIOS = 128  # first pieces of work per class and worker that define its factor
+MIN_RATIOS = 5  # minimum pieces of work for a factor
 
 Class = tuple[str, ...]
 
 
 def class_of(span: Span) -> Class:
-    """Pieces of one class differ by no more than costs tell well."""
-    told = span.attributes
-    size = told["batch"] if span.kind == "decode" else max(1, span.tokens)
-    shape = (bool(told.get("prefill_tokens")), *(told.get(name) for name in ("model", "stage", "degree", "function")))
+    """Return the class of a piece of work; within a class, the cost model predicts relative times well."""
+    facts = span.attributes
+    size = facts["batch"] if span.kind == "decode" else max(1, span.tokens)
+    shape = (bool(facts.get("prefill_tokens")), *(facts.get(name) for name in ("model", "stage", "degree", "function")))
     return (span.kind, str(int(size).bit_length()), *map(str, shape))
 
 
 class WarmUpFilter:
-    """Workers whose first step is over: in it they compile, fill caches, and are slower than they will be."""
+    """Filter of warm-up work: in their first step, workers compile and fill caches, so it is ignored."""
 
     def __init__(self) -> None:
         self._workers: set[str] = set()
 
     def work_of(self, spans: Iterable[Span]) -> tuple[list[Span], set[str]]:
-        """Return a step's work of workers past their first step, and the workers started in it."""
+        """Return a step's work of workers past their first step, and the workers that started in the step."""
         spans = list(spans)
         started = {span.where for span in spans if span.kind in STARTED}
         self._workers -= started
@@ -52,7 +52,7 @@ class WarmUpFilter:
 
 
 class ExpectedSeconds:
-    """Of one run, from its warm-up on."""
+    """Expected seconds of work, by the run's fitted costs times a factor per class of work."""
 
     def __init__(self) -> None:
         self._costs: Costs | None = None
@@ -82,19 +82,19 @@ class ExpectedSeconds:
         return self._factors[group]
 
 
-WINDOW_S = 8.0  # length of a window (the paper's: eight samples of a second); a shorter step is one window
-LEAST_WORK_S = 0.1  # expected work in a window below which a worker is not judged in it
-BUSY = 0.1  # expected work in a second from which an agent's sample of it counts as taken at work
+WINDOW_S = 8.0  # window length (8 samples of 1 s, as in the paper); a shorter step is one window
+LEAST_WORK_S = 0.1  # minimum expected work per window to judge a worker
+BUSY = 0.1  # minimum expected work per second for a sample to count as busy
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What an agent saw of a worker, or of its node (`node/ADDRESS`), in the `seconds` before `end`."""
+    """Sample of a worker, or of its node (`node/ADDRESS`), over the `seconds` before `end`."""
 
     worker: str
     end: float
     seconds: float
-    amounts: Mapping[str, float]  # of signals per work what was used in these seconds; of all others their mean
+    amounts: Mapping[str, float]  # totals for signals per work, means for all others
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +109,12 @@ class Window:
 
 @dataclass
 class Series:
-    """From `start` to `end`, for one step."""
+    """Series of one step, from `start` to `end` (epoch seconds)."""
 
     start: float
     end: float
     _cells: dict[tuple[str, str], np.ndarray] = field(default_factory=dict)
-    """(name, worker) -> [2, seconds]: amount, and seconds that it is known of."""
+    """(name, worker) -> [2, seconds]: amount, and seconds covered by data."""
     _workers: dict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
 
     def __post_init__(self) -> None:

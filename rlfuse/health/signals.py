@@ -14,13 +14,13 @@ class Signal:
     """One number of every worker of a role (or of every node) in each window."""
 
     name: str
-    told: str  # what it is, for a person
+    description: str  # with unit, for messages
     per: Literal["work", "busy", "time"]  # divided by expected work, or averaged over busy or all seconds
     min_distance: float  # smallest meaningful distance, times `detection.SIMILARITY`
     unit: float = 0.0  # 0: compared by ratio
     worse: int = 1  # 1: high is bad, -1: low is
-    from_start: bool = False  # compared as it is, not by its change since the beginning
-    factor: float = 1.0  # to the unit that it is told in
+    from_start: bool = False  # compared by absolute value, not by change since the first windows
+    factor: float = 1.0  # to the unit of messages
 
     def compared(self, value: float) -> float:
         """Return the value on the scale of distances, where high is bad."""
@@ -41,7 +41,7 @@ SIGNALS = {
         Signal("gpu_power", "W of the GPU", "busy", 0.1, worse=-1),
         Signal("gpu_use", "% of the GPU in use", "busy", 0.1, worse=-1),
         Signal("cpu", "CPU seconds per expected second of work", "work", 0.1),
-        Signal("core_wait", "seconds in wait for a core per expected second of work", "work", 0.2, unit=0.1),
+        Signal("core_wait", "seconds waiting for a core per expected second of work", "work", 0.2, unit=0.1),
         Signal("page_faults", "page faults from disk per expected second of work", "work", 0.25, unit=10.0),
         Signal("memory_pressure", "% of the time stalled for memory", "time", 0.15, unit=0.05, factor=100),
         Signal("io_pressure", "% of the time stalled for disks", "time", 0.15, unit=0.05, factor=100),
@@ -51,4 +51,4 @@ SIGNALS = {
     )
 }
 LOGGED = {"memory_gb": "GiB in memory of a worker with its children", "disk_mb": "MB/s that it reads and writes"}
-"""Sampled beside these for metrics only: how much is healthy differs too much (rank 0 gathers checkpoints)."""
+"""Additional samples that are only logged: healthy values differ too much (rank 0 gathers checkpoints)."""

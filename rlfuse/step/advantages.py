@@ -1,7 +1,7 @@
-"""What follows when samples gain scores: advantages of what is complete, and other groups for those without spread.
+"""Compute advantages of completely scored groups, and replace groups without reward differences (dynamic sampling).
 
-Role: the executor of a training step calls `scored` each time, so that groups become trainable while others are still
-generated; of a validation it is `complete` alone. Waits for nothing.
+Role: the executor of a training step calls `scored` after each scoring, so that groups become trainable while others
+are still generated; a validation calls only `complete`. Never waits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlfuse.step.protocols import Experience, FailureBudget, Metrics
 
 @dataclass(kw_only=True)
 class Advantages:
-    """`experience` computes them; `groups` has more prompts where dynamic sampling needs some."""
+    """Computes advantages by `experience`; `groups` provides more prompts for dynamic sampling."""
 
     experience: Experience
     groups: GroupSource
@@ -29,7 +29,7 @@ class Advantages:
     clock: Callable[[], float] = time.monotonic
 
     def scored(self, board: Board, step: int) -> None:
-        """Samples gained scores: make what is complete trainable; the whole step, when all is scored."""
+        """Make newly scored groups trainable; once all samples are scored, finish the whole batch."""
         early = [model for model in board.mini_batches if self.experience.can_train_before_batch_completes(model)]
         if complete := board.take_complete():
             if groups := board.groups_to_train(complete):
@@ -44,9 +44,9 @@ class Advantages:
                 board.prepared(model, range(len(board.groups)))
 
     def complete(self, board: Board, step: int) -> bool:
-        """Whether all is scored, and something is left to train on; RewardError where too many rewards failed.
+        """Return whether all samples are scored and some can be trained on. RewardError if too many rewards failed.
 
-        With dynamic sampling, groups with equal rewards are replaced first, and so not all is scored any more.
+        With dynamic sampling, groups with equal rewards are replaced first, which adds unscored samples.
         """
         if not board.all_scored:
             return False
@@ -56,23 +56,23 @@ class Advantages:
         return board.all_scored and bool(board.groups_to_train())
 
     def _replace_groups(self, board: Board, step: int) -> None:
-        """Train on a batch of groups with unequal rewards, or add prompts; DataError where no more may be added."""
+        """Choose a batch of groups with unequal rewards, or add prompts. Raises DataError if no more can be added."""
         config = self.groups.config
         needed, limit = config.data.train_batch_size, config.algorithm.filter_groups.max_num_gen_batches
         board.train_on(self.experience.groups_with_nonzero_std(board.groups), at_most=needed)
         if (found := len(board.groups_to_train())) == needed:
             return
         if board.batches == limit:
-            raise self._too_few(step, board, found, f"algorithm.filter_groups.max_num_gen_batches={limit} is reached")
+            raise self._too_few(step, board, found, f"algorithm.filter_groups.max_num_gen_batches={limit} was reached")
         if not (more := self.groups.more_groups(step, board.samples)):
-            raise self._too_few(step, board, found, "a pass over data.train_files brings no further prompts")
+            raise self._too_few(step, board, found, "data.train_files has no more prompts")
         board.extend(more, self.clock())
 
     def _too_few(self, step: int, board: Board, found: int, why: str) -> DataError:
         needed = self.groups.config.data.train_batch_size
         return DataError(
-            f"Step {step}: dynamic sampling found {found} groups with unequal rewards, {needed} are needed "
-            f"(data.train_batch_size); {len(board.groups)} prompts in {board.batches} batches were generated, and "
+            f"Step {step}: dynamic sampling found {found} groups with unequal rewards; {needed} are needed "
+            f"(data.train_batch_size). {len(board.groups)} prompts in {board.batches} batches were generated, and "
             f"{why}. Use prompts that the model solves sometimes, raise rollout.n or "
             "algorithm.filter_groups.max_num_gen_batches (0: no limit), or lower data.train_batch_size."
         )

@@ -1,8 +1,7 @@
-"""Whether rollout engines compute the model that the trainer trains: the same tokens, scored by both.
+"""Check that rollout engines compute the trainer's model, by comparing their log-probs of the same tokens.
 
-Role: the controller asks once the first weights of a run are out, before anything is learned. An engine that loads
-weights in a layout its kernels don't read, or an attention that leaves out what the model needs, shows here and not as
-a policy that learns badly.
+Role: the controller runs it after the first weight push of a run. It detects, for example, an engine that loads weights
+in a wrong layout or an attention that ignores a mask, which would otherwise only show as poor learning.
 Waits: for a few tokens of every engine and one pass of the trainer, bounded by their own limits.
 """
 
@@ -22,33 +21,33 @@ from rlfuse.samples import Group, Prompt, Response, Sample
 from rlfuse.step.colocation import hand_over_all, to_engine, to_ranks
 
 SAMPLES_PER_ENGINE, MAX_COMPARED_TOKENS = 4, 32
-"""Of one prompt for each engine, and of a response at most: the check costs next to nothing."""
+"""Samples per engine, all of one prompt, and maximum response tokens of each."""
 PREFERRED_PROMPT_TOKENS = 2048
-"""Tokens of a prompt that is preferred: windows slide within it, and one engine reads it in no time."""
+"""Preferred maximum of prompt tokens: long enough for sliding windows, and fast to prefill."""
 MAX_TRIED_PROMPTS = 8
-"""Prompts whose clips are looked at until one can be read."""
+"""Maximum prompts tried until a clip can be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What both make of the same tokens."""
+    """Result of the comparison of engines and trainer."""
 
     metrics: dict[str, float]
-    """As of a step's mismatch (`corrections`)."""
+    """Mismatch metrics, as logged for each step (`algorithms.corrections`)."""
     text: str
-    """How far they are apart, and where most."""
+    """Maximum and mean difference, and the token with the largest."""
 
 
 def comparison_priority(prompt: Prompt) -> tuple[bool, bool, int]:
-    """Sorts prompts by how much they tell: with a clip, then long ones, then those above `PREFERRED_PROMPT_TOKENS`, shortest first."""
+    """Return a sort key: prompts with clips, then the longest up to PREFERRED_PROMPT_TOKENS, then the shortest."""
     tokens = len(prompt.token_ids)
     return not prompt.visual, tokens > PREFERRED_PROMPT_TOKENS, tokens if tokens > PREFERRED_PROMPT_TOKENS else -tokens
 
 
 async def compare(engines: Engines, group: Group, sampling: Sampling) -> Agreement | None:
-    """The group's samples are drawn by all engines and scored by the trainer; the engines have the devices again.
+    """Generate the group's samples on all engines, score them by the trainer, and return the devices to the engines.
 
-    What an engine that is lost was to draw is left out; None where all are.
+    Samples of lost engines are left out. Returns None if all engines are lost.
     """
     count = len(engines.rollout)
     shares = [group.samples[number::count] for number in range(count)]
@@ -64,7 +63,7 @@ async def _draw(engine: RolloutEngine, samples: Sequence[Sample], sampling: Samp
     by_id = {sample.id: sample for sample in samples}
     with suppress(EngineLost):
         async for name, response in engine.generate(samples, sampling):
-            if isinstance(response, Response):  # nothing is evicted meanwhile
+            if isinstance(response, Response):  # no sample is evicted here
                 by_id[name].response = response
 
 
@@ -80,8 +79,8 @@ def _agreement(samples: Sequence[Sample], scored: Sequence[np.ndarray], engines:
     sample, position = samples[number], worst - starts[number]
     most, mean = metrics[LOG_PROBS_DIFF_MAX], metrics[LOG_PROBS_DIFF_MEAN]
     text = (
-        f"log-probs of {len(engine)} tokens by rollout engines and trainer are at most {most:.2g} apart, {mean:.2g} in "
-        f"the mean; most at token {position} of a response to row {sample.prompt.index}: {engine[worst]:.6g} by "
-        f"rollout/{sample.rollout_index % engines}, {trainer[worst]:.6g} by the trainer"
+        f"log-probs of {len(engine)} tokens by rollout engines and trainer differ by at most {most:.2g} (mean "
+        f"{mean:.2g}). The largest difference is at token {position} of a response to row {sample.prompt.index}: "
+        f"{engine[worst]:.6g} by rollout/{sample.rollout_index % engines}, {trainer[worst]:.6g} by the trainer"
     )
     return Agreement(metrics, text)

@@ -1,16 +1,16 @@
-"""Who has a slot's device: its rollout engine or its trainer ranks, which share it.
+"""Hand a slot's device over between its rollout engine and its trainer ranks.
 
-Role: every change of hands, for the executor of a step, the push of weights, and checkpoints.
+Role: all hand-overs, for the executor of a step, weight pushes and checkpoints.
 
     generate               score, train, save, load          push of weights              generate
-    engine awake    -->    engine asleep, ranks there  -->   and the engine's weights --> ranks away, then the KV cache
+    engine awake    -->    engine asleep, ranks loaded -->   plus engine weights  --> ranks offloaded, then KV cache
                  to_ranks                             to_push                       to_engine
 
-Invariants: nobody takes a device before the other has left it, but for the engine's weights during a push, which goes
-from the ranks' memory to the engine's on the same device (an engine that was killed a moment ago may still hold some:
-ranks try again for a while); a turn that somebody has already is no error. What lies on a device in each phase is in
-`engines.memory.residency`. On CPU hosts nothing moves: the same calls only change who may work. Where both sides fit on
-the device (`DeviceSharing.alternates` is False), both stay there and no call is made.
+Invariants: a side takes the device only after the other has released it. The exception is a weight push, which copies
+from the ranks' memory to the engine's weights on the same device. The memory of an engine that was just killed may
+still be in use, so ranks retry for a while. Repeated hand-overs to the same side are no error. The contents of a device
+in each phase are listed in `engines.memory.residency`. On CPU hosts no memory moves. If both sides fit on the device
+(`DeviceSharing.alternates` is False), both stay resident and no call is made.
 Waits: for the engine and the ranks, each bounded by its own limits.
 """
 
@@ -24,7 +24,7 @@ from rlfuse.protocols import DeviceSharing, Part
 
 
 class Sleeper(Protocol):
-    """An engine that can give its device up."""
+    """An engine that can release its device."""
 
     async def sleep(self, discard: bool = False) -> None: ...
 
@@ -32,7 +32,7 @@ class Sleeper(Protocol):
 
 
 class Ranks(Protocol):
-    """The trainer's ranks, by slot."""
+    """Trainer ranks, addressed by slot."""
 
     sharing: DeviceSharing
 
@@ -42,15 +42,15 @@ class Ranks(Protocol):
 
 
 class PushingRanks(Ranks, Protocol):
-    """Those that push weights."""
+    """Trainer ranks that push weights."""
 
     async def make_room(self, slot: int) -> None: ...
 
 
 async def to_ranks(engine: Sleeper, ranks: Ranks, slot: int, discard: bool = False) -> None:
-    """The slot's ranks have its device when this returns; nothing is being generated there.
+    """Give the slot's device to its ranks. Its engine must not be generating.
 
-    `discard`: nothing is generated before the next push, so the engine's weights need not be kept until then.
+    `discard`: nothing is generated before the next push, so the engine's weights need not be kept.
     """
     if ranks.sharing.alternates:
         await engine.sleep(discard)
@@ -58,7 +58,7 @@ async def to_ranks(engine: Sleeper, ranks: Ranks, slot: int, discard: bool = Fal
 
 
 async def to_push(engine: Sleeper, ranks: PushingRanks, slot: int) -> None:
-    """The slot's ranks and its engine's weights share the device when this returns."""
+    """Share the slot's device between its ranks and its engine's weights, for a weight push."""
     if ranks.sharing.alternates:
         await to_ranks(engine, ranks, slot, discard=True)
         await ranks.make_room(slot)
@@ -66,18 +66,18 @@ async def to_push(engine: Sleeper, ranks: PushingRanks, slot: int) -> None:
 
 
 async def to_engine(engine: Sleeper, ranks: Ranks, slot: int) -> None:
-    """The slot's engine has its device when this returns, all of what it had put to sleep."""
+    """Give the slot's device to its engine and wake the engine completely."""
     await vacate_device(ranks, slot)
     if ranks.sharing.alternates:
         await engine.wake()
 
 
 async def vacate_device(ranks: Ranks, slot: int) -> None:
-    """An engine can start on the slot's device when this returns."""
+    """Offload the slot's ranks, so that an engine can start on its device."""
     if ranks.sharing.alternates:
         await ranks.release_device(slot)
 
 
 async def hand_over_all(give: Callable, engines: Sequence[Sleeper], ranks: Ranks) -> None:
-    """Every device at once; `give` is `to_ranks` or `to_engine`."""
+    """Hand over every device concurrently; `give` is `to_ranks` or `to_engine`."""
     await asyncio.gather(*(give(engine, ranks, slot) for slot, engine in enumerate(engines)))

@@ -1,9 +1,9 @@
-"""The algorithm: one RLHF step as the controller runs it, on real engines and simulated ones alike.
+"""The RLHF training loop, on real and on simulated engines.
 
-Role: `run` takes the job from its first step to its last: prompts become a board of samples, an `Executor` generates,
-scores and trains on them in the order the fusion policy decides, and the new weights go to the engines. Which samples,
-which mini-batches and which numbers is settled here; when each piece of work runs is not. All calls that it waits for
-are bounded by the engines' own limits.
+Role: `run` executes all steps of a job. Prompts become a board of samples; an `Executor` generates, scores and trains
+on them in the order that the fusion policy decides; the new weights are pushed to the engines. The controller
+determines samples, mini-batches and results; the policy only decides when and where work runs. All calls are bounded by
+the engines' own limits.
 
     prompts -> groups -> Board -> Executor (policy, engines) -> weights to the engines -> checkpoint, metrics
 """
@@ -36,7 +36,7 @@ from rlfuse.stopping import Stopping
 
 @dataclass(kw_only=True)
 class Controller:
-    """Runs the steps of one job; every part is handed in, and does one thing."""
+    """Training loop of one job, composed of parts with one responsibility each."""
 
     config: Config
     engines: Engines
@@ -54,10 +54,10 @@ class Controller:
     say: Callable[[str], None] = print
     clock: Callable[[], float] = time.monotonic
     executor: Executor = field(init=False)
-    """Of the latest board."""
+    """Executor of the latest board."""
 
     async def run(self, step: int) -> None:
-        """From the state after `step` (0: the start) to the last step. Stopped after a step in which it was told to."""
+        """Run all steps after `step` (0: none is done). Raises Stopped after a step in which a stop was requested."""
         with timed("first weights to the engines", self.say):
             await self.update_weights(step)
         await self.compare_first_weights(step)
@@ -66,9 +66,9 @@ class Controller:
         await self.train(step)
 
     async def compare_first_weights(self, step: int) -> None:
-        """Do the engines compute the model that is trained? EngineError where they don't agree, or metrics take note.
+        """Check that the engines compute the trainer's model; `MetricLog.log_agreement` reports a mismatch.
 
-        Engines have the devices; `step`: the version of the weights.
+        Engines must have the devices; `step` is the version of the weights.
         """
         rollout, longest = self.config.rollout, self.config.data.max_response_length
         drawn = Sampling(rollout.temperature, 1.0, -1, min(MAX_COMPARED_TOKENS, longest))
@@ -77,11 +77,11 @@ class Controller:
                 if (agreement := await compare(self.engines, group, drawn)) is not None:
                     self.metrics.log_agreement(step, agreement)
                     break
-                await self.engines.weights.push(version=step)  # all engines were lost: others take their places
+                await self.engines.weights.push(version=step)  # all engines were lost: restart them
         await self.engines.clips.release("testing")
 
     async def train(self, step: int) -> None:
-        """The steps after this one; the engines have its weights."""
+        """Run the steps after `step`, whose weights the engines already have."""
         total = self.total_steps
         while step < total:
             self.checkpoints.check_disk_space(step)
@@ -109,7 +109,7 @@ class Controller:
                 await self.stop_after(step)
 
     async def learn(self, step: int) -> Board:
-        """Generate, score and train on one batch of prompts, in the order the policy decides."""
+        """Generate, score and train on one batch of prompts, in the order that the policy decides."""
         draw, experience = await self.groups.draw(step), self.advantages.experience
         self._prefetch(step, "training")
         actor, trained = self.config.actor, ["actor"] if step >= self.config.trainer.critic_warmup else []
@@ -143,7 +143,7 @@ class Controller:
         return board
 
     async def _save_at_end(self, step: int) -> None:
-        """Rewards end the run: save the last complete step. The run ends with their error, even if this fails."""
+        """Save the last complete step after a reward error. The run ends with that error even if saving fails."""
         if self.checkpoints.step < step:
             try:
                 await self.save(step, required=True)
@@ -151,7 +151,7 @@ class Controller:
                 self.say(str(error))
 
     async def _validated(self, step: int) -> Exception | None:
-        """Validate if that is due; with what rewards ended it, once this step is saved."""
+        """Validate if due. Return a reward error instead of raising it, so that the step can be saved first."""
         try:
             if is_due(self.config.trainer.test_freq, step, self.total_steps) and self.stopping.by is None:
                 await self.validate(step)
@@ -162,7 +162,7 @@ class Controller:
         return None
 
     async def validate(self, step: int) -> None:
-        """Generate and score the held-out prompts; nothing is trained."""
+        """Generate and score the held-out prompts, without training."""
         if groups := await self.groups.validation_groups(step):
             self._prefetch(step, "testing")
             board = Board(groups, await self.draining.slot_table(), ("reward",), purpose="testing", now=self.clock())
@@ -171,17 +171,17 @@ class Controller:
             self.metrics.log_validation(step, board)
         await self.engines.clips.release("testing")
 
-    def _prefetch(self, step: int, beside: str) -> None:
-        """The clips of what comes next: of the validation behind this step, where that shows any, else of a step."""
+    def _prefetch(self, step: int, purpose: str) -> None:
+        """Prefetch the clips needed next: by the validation after this step if it has clips, else by the next step."""
         held_out, clips = self.groups.held_out, self.engines.clips
-        validates = beside == "training" and is_due(self.config.trainer.test_freq, step, self.total_steps)
+        validates = purpose == "training" and is_due(self.config.trainer.test_freq, step, self.total_steps)
         if validates and any(prompt.visual for prompt in held_out):
-            clips.prefetch(held_out, beside)
+            clips.prefetch(held_out, purpose)
         elif step < self.total_steps:
-            clips.prefetch(self.groups.selection.upcoming(), beside)
+            clips.prefetch(self.groups.selection.upcoming(), purpose)
 
     async def execute(self, board: Board, step: int, drawn: Sampling, scored: Callable[[Board, int], object]) -> None:
-        """Carry the board out; `scored` is called whenever samples gained scores."""
+        """Execute the board. `scored` is called after each scoring."""
         self.metrics.watch(board)
         context = StepContext(
             step=step,
@@ -197,34 +197,34 @@ class Controller:
         await self.executor.run()
 
     def _push_follows(self, board: Board) -> bool:
-        """Whether a push follows the board's samples: none are added to it, nor left over for the next step."""
+        """Return whether a weight push follows the board's samples: none are added later or left for the next step."""
         more = self.config.algorithm.filter_groups.enable or self.config.fusion.data != EXACT
         return bool(board.mini_batches) and not more
 
     async def update_weights(self, step: int) -> None:
-        """What the engines generate from now on carries version `step`; they have the devices."""
+        """Push the weights of version `step` to the engines, which then have the devices."""
         with self.journal.recorder.span("update_weights", step=step, cause="optimizer"):
             await self.engines.weights.push(version=step)
 
     async def save(self, step: int, required: bool = False) -> None:
-        """Write a checkpoint from the devices, which the ranks keep. NotSaved if it is `required` or the last."""
+        """Write a checkpoint; the ranks keep the devices. NotSaved if it fails and is `required` or the last."""
         await hand_over_all(to_ranks, self.engines.rollout, self.engines.trainer)
         with self.journal.recorder.span("save_checkpoint", step=step, cause="step"):
             await self.checkpoints.write(step, required)
 
     async def replan(self, step: int, saved: bool) -> None:
-        """Work goes by how slow slots are, layers too where the step is saved; then the engines have the devices."""
+        """Rebalance work by slot speed, and layers too if the step is saved; return the devices to the engines."""
         await self.engines.trainer.replan(self.tuning.rates.current, self.checkpoints.folder(step))
         if saved:
             await hand_over_all(to_engine, self.engines.rollout, self.engines.trainer)
 
     async def stop_after(self, step: int) -> None:
-        """Raise Stopped; the step is saved. Where it could not be, a job that was to go on elsewhere stays."""
+        """Save the step and raise Stopped. If saving fails, a node drain is cancelled instead."""
         if self.checkpoints.step != step:
             await self.save(step)
             self.checkpoints.publish()
         if self.checkpoints.step != step and self.stopping.by is None:
-            self.say(f"step {step} could not be saved, so no node leaves: make room, then ask again")
+            self.say(f"Checkpoint of step {step} failed; node drain cancelled. Free disk space and retry.")
             self.stopping.relocation = None
             return await hand_over_all(to_engine, self.engines.rollout, self.engines.trainer)
         raise self.stopping.stop_error(step)

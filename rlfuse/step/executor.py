@@ -1,15 +1,15 @@
-"""One board carried out: the policy is asked, what it decides is started, what comes of it is written on the board.
+"""Execute a board: query the policy, start its decisions on the engines, and record the results on the board.
 
-Role: the controller runs one `Executor` per step, and one to validate. Decisions are pure, the effects are here, and
-they reach engines only through protocols: the simulator's serve as well.
+Role: the controller runs one `Executor` per step and one per validation. Policies are pure; all side effects are here
+and reach engines only through protocols, so the simulator uses the same executor.
 
     Board -- snapshot --> policy -- decisions --> generate | move | switch | score | accumulate | train | step
       ^                                               |
       +------ finished, evicted, scored, stepped -----+     each wakes the loop
 
-Waits: for any task to report, or a pulse (so that policies see time pass). A failing task cancels the others and ends
-the step with its own error; only a lost rollout engine is gone on without. Its slot has no engine until weights are
-pushed, but for the last one: that is replaced in the step, with the weights that the step's other samples are of.
+Waits: for any task to report, or for a timeout, so that policies see time pass. A failing task cancels the others and
+ends the step with its error. A lost rollout engine is tolerated: its slot has no engine until the next weight push.
+Only the last engine is replaced within the step, with the weights that generated the step's other samples.
 """
 
 from __future__ import annotations
@@ -47,32 +47,32 @@ from rlfuse.step.scoring import PASSES, model_of, store_scores
 
 PULSE_S = 0.25
 PULSE_SHARE = 0.05
-"""Of the time since something last happened: the pulse is no shorter, nor shorter than a decoding step. A simulated
-wait of days would else be looked at every quarter of a second."""
+"""Minimum interval between decisions, as a fraction of the time since the last event. Without it, a simulated wait of
+days would be checked every `PULSE_S`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepContext:
-    """What holds for all work of one board."""
+    """Parameters of all work on one board."""
 
     step: int
     sampling: Sampling
     on_scored: Callable[[], object] = lambda: None
-    """Called each time samples gained scores, to prepare what is complete."""
+    """Called after each scoring, to prepare complete groups."""
     row_tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Model -> the per-token arrays that its loss reads."""
+    """Model -> per-token arrays that its loss reads."""
     fused_into_first_update: tuple[str, ...] = ()
-    """Kinds of scoring that the actor's first update does in its own forward pass."""
+    """Kinds of scoring that the actor's first update computes in its own forward pass."""
     lr_factors: Mapping[str, float] = field(default_factory=dict)
-    """Model -> share of its full learning rate in this step."""
+    """Model -> fraction of its full learning rate in this step."""
     can_discard: bool = False
-    """Once all is generated, weights are pushed before anything else is, so engines need not keep theirs."""
+    """Weights are pushed before anything else is generated, so engines may discard theirs after generation."""
     note: Callable[[Mapping[str, float]], None] = lambda values: None
-    """Takes an optimizer step's metrics."""
+    """Receives the metrics of optimizer steps."""
 
 
 class Executor:
-    """`run` until the board is done; spans go to `recorder`."""
+    """Executor of one board. Spans are recorded by `recorder`."""
 
     def __init__(
         self,
@@ -87,17 +87,17 @@ class Executor:
         self.recorder, self.clock = recorder, clock
         self._changed, self._last_change = asyncio.Event(), 0.0
         self.reward_error: Exception | None = None
-        """What rewards raised, or what is computed of them; no other call was broken off for it."""
+        """Error of rewards or of advantages. Other running calls finish before it is raised."""
         self.has_updated = False
-        """A model took an optimizer step."""
+        """Whether an optimizer step was started."""
         self._scoring: list[asyncio.Task] = []
         self._restarting = False
         self._polled_at, self._polling = clock(), set[int]()
 
     async def run(self) -> None:
-        """Ask the policy, start what it decides, wait until something changed; until the board is done.
+        """Query the policy, start its decisions and wait for a change, until the board is done.
 
-        Where rewards end it, all other calls come to an end before it raises: engines and ranks can be used as before.
+        After a reward error, all other calls finish before it is raised, so engines and ranks stay usable.
         """
         async with asyncio.TaskGroup() as self._tasks:
             while not self.board.done and self.reward_error is None:
@@ -115,7 +115,9 @@ class Executor:
                 for decision in decisions:
                     self._start(decision)
                 if not decisions and self.board.idle:
-                    raise RuntimeError(f"the fusion policy {self.policy.__name__} decided nothing and nothing runs")
+                    raise RuntimeError(
+                        f"the fusion policy {self.policy.__name__} returned no decision while nothing is running"
+                    )
                 await self._wait_for_change()
             if self.reward_error is not None:
                 for task in self._scoring:
@@ -126,14 +128,14 @@ class Executor:
             raise self.reward_error
 
     def _fetch_optimizers(self, view: Snapshot) -> None:
-        """In time for the first step, where there is one."""
+        """Start fetching offloaded optimizers in time for the next optimizer step."""
         models = self.board.mini_batches.values()
         if models and (away := self.engines.trainer.offloaded_optimizers):
             for slot in optimizers_to_fetch(away, seconds_until_step(view, models)):
                 self._tasks.create_task(self.engines.trainer.fetch_optimizers(slot))
 
     async def _wait_for_change(self) -> None:
-        """Something happened, or the pulse."""
+        """Wait until a task reports, or until the policy should see the time again."""
         loop = asyncio.get_running_loop()
         self._last_change = self._last_change or loop.time()
         idle, step = loop.time() - self._last_change, self.board.slot_table.costs.step_base_s
@@ -144,7 +146,7 @@ class Executor:
             self._last_change = loop.time()
 
     def _poll_silent_engines(self) -> None:
-        """Now and then, how far the engines are of which nothing was heard."""
+        """Periodically ask engines without recent results for their progress."""
         if (now := self.clock()) - self._polled_at >= POLL_AFTER_S:
             self._polled_at = now
             for slot in self.board.slot_table.silent_engines(now):
@@ -153,7 +155,7 @@ class Executor:
                     self._tasks.create_task(self._poll_engine(slot))
 
     async def _poll_engine(self, slot: int) -> None:
-        with suppress(EngineLost):  # then its samples' own `_generate` says so
+        with suppress(EngineLost):  # handled by `_generate` of its samples
             load = await self.engines.rollout[slot].load()
             self.board.slot_table.record_load(slot, load, self.clock())
             self._changed.set()
@@ -167,7 +169,7 @@ class Executor:
             self._scoring.append(task)
 
     def _effect(self, decision: Decision, names: Sequence[str]) -> Coroutine[None, None, None]:
-        """`names`: of the samples that a `Generate` admits."""
+        """Return the coroutine of a decision. `names`: samples that a `Generate` admits."""
         match decision:
             case Generate():
                 partials = {name: self.board.partials.pop(name) for name in names if name in self.board.partials}
@@ -203,11 +205,11 @@ class Executor:
         self._changed.set()
 
     async def _restart_engine(self, slot: int) -> None:
-        """Nobody is left to generate: another engine on this slot."""
+        """Restart the engine of a slot, because no engine is alive."""
         if (actor := self.board.mini_batches.get("actor")) and actor.completed:
             raise WorkerLost(
-                "The last rollout engine was lost when the step had updated the actor already: another one can't have "
-                "the weights that the step's samples are drawn from."
+                "The last rollout engine was lost after the step had updated the actor, so a new engine cannot "
+                "generate the remaining samples with the old weights."
             )
         with self._span("restart_engine", attributes={"slot": slot}):
             await self.engines.weights.restart_engine(slot)
@@ -216,23 +218,23 @@ class Executor:
         self._changed.set()
 
     def _evicted(self, name: str, partial: Partial) -> None:
-        """A sample left its engine: it goes on where it was told to."""
+        """Record that a sample left its engine, and continue it on its target slot, if any."""
         now = self.clock()
         target = self.board.evicted(name, partial, now)
         if target is not None and self.reward_error is None:
             self._tasks.create_task(self._generate(target, (name,), {name: self.board.arrived(name, target, now)}))
 
     def _evict_surplus(self) -> None:
-        """Enough is finished: what the step does not need leaves its engines, and the board keeps what it has."""
+        """Evict samples that the step no longer needs; the board keeps their partial responses."""
         for slot, names in self.board.take_surplus():
             self._tasks.create_task(self._evict(slot, names, "tokens"))
 
     async def _evict(self, slot: int, names: Sequence[str], carry: str) -> None:
-        with suppress(EngineLost):  # then its samples' own `_generate` says so
+        with suppress(EngineLost):  # handled by `_generate` of its samples
             await self.engines.rollout[slot].evict(names, carry)
 
     async def _evict_from_drained(self, slot: int, names: Sequence[str], carry: str) -> None:
-        """Samples of a drained slot: each waits again with what it has, once it has left."""
+        """Evict samples of a drained slot; they wait again with their partial responses."""
         with self._span("drain", samples=tuple(names), attributes={"slot": slot, "carry": carry}):
             await self._evict(slot, names, carry)
 
@@ -253,15 +255,15 @@ class Executor:
         self._changed.set()
 
     def _can_discard(self) -> bool:
-        """Whether weights are pushed before anything more is generated."""
+        """Return whether weights are pushed before anything else is generated."""
         return self.context.can_discard and all(sample.response for sample in self.board.samples.values())
 
     # Scoring and training --------------------------------------------------------------------------------------------
 
     async def _score(self, decision: Score) -> None:
-        samples, of_rewards = self._samples(decision.samples), decision.kind == "reward"
+        samples, is_reward_error = self._samples(decision.samples), decision.kind == "reward"
         try:
-            if of_rewards:
+            if is_reward_error:
                 with self._span("reward", samples=decision.samples):
                     rewards = await self.engines.reward.score(samples)
                 for sample, reward in zip(samples, rewards, strict=True):
@@ -274,10 +276,10 @@ class Executor:
                     store_scores(kind, samples, found[model].arrays)
             self.board.scored(decision, self.clock())
             if not self.board.needed.isdisjoint(decision.kinds):
-                of_rewards = True
+                is_reward_error = True
                 self.context.on_scored()
         except Exception as error:
-            if not of_rewards:
+            if not is_reward_error:
                 raise
             self.reward_error = self.reward_error or error
         self._changed.set()
@@ -292,13 +294,13 @@ class Executor:
         self._changed.set()
 
     def _rows(self, models: Iterable[str], samples: Sequence[Sample]) -> list[Row]:
-        """Rows with the arrays that the models' losses read, except those that this update computes."""
+        """Return the rows of samples with the arrays that the losses read, except those that this update computes."""
         names = dict.fromkeys(name for model in models for name in self.context.row_tensors[model])
         given = [PASSES[kind][1] for model in models for kind in self._kinds_fused_into(model)]
         return [sample.row(*(name for name in names if name not in given)) for sample in samples]
 
     def _kinds_fused_into(self, model: str) -> tuple[str, ...]:
-        """Kinds of scoring that the present update of the model does itself."""
+        """Return the kinds of scoring that the current update of the model computes itself."""
         return (
             self.context.fused_into_first_update
             if model == "actor" and not self.board.mini_batches[model].completed
@@ -318,12 +320,12 @@ class Executor:
         with ExitStack() as spans:
             for model, names in decision.samples.items():
                 spans.enter_context(self._span(f"update_{model}", samples=names))
-            metrics, scores, gained = await trainer.train(rows, scored)
+            metrics, scores, log_probs = await trainer.train(rows, scored)
         self.context.note(metrics)
         for kind, samples in passes.items():
             store_scores(kind, samples, scores[model_of(kind)])
         for model, samples in trained.items():
-            self._store_fused_scores(model, samples, gained)
+            self._store_fused_scores(model, samples, log_probs)
         self.board.trained(decision, self.clock())
         self._changed.set()
 
@@ -343,7 +345,7 @@ class Executor:
     async def _run_with_spans(
         self, kinds: Sequence[str], decision: Score | Accumulate, work: Awaitable[dict[str, PassResult]]
     ) -> dict[str, PassResult]:
-        """Await a call with one pass of each kind; each pass's span ends where that of the next begins."""
+        """Await a call that runs one pass per kind. The span of each pass ends where the next one begins."""
         where = {} if decision.slot is None else {"slot": decision.slot}
         with ExitStack() as stack:
             spans = [

@@ -1,7 +1,7 @@
-"""Groups of unfinished samples: of the prompts that a step draws, of held-out prompts, and of one for a comparison.
+"""Create the groups of samples to generate: for training, for validation and for the consistency check of engines.
 
-Role: the controller's source of work. Samples are seeded by their prompt and step, whoever generates them when. Clips
-of prompts are encoded here, and groups whose clip can't be read are left out.
+Role: the controller's source of work. Seeds of samples depend only on prompt and step. Clips of prompts are encoded
+here; groups with an unreadable clip are left out.
 Waits: for encoders, bounded by their own limits.
 """
 
@@ -20,7 +20,7 @@ from rlfuse.step.agreement import MAX_TRIED_PROMPTS, SAMPLES_PER_ENGINE, compari
 
 @dataclass(kw_only=True)
 class GroupSource:
-    """`say` tells the person."""
+    """Source of groups. `say` prints a line for the user."""
 
     config: Config
     engines: Engines
@@ -31,7 +31,7 @@ class GroupSource:
     say: Callable[[str], None] = print
 
     async def draw(self, step: int) -> Draw:
-        """What the step generates; without groups whose clips can't be encoded."""
+        """Return the groups of a training step, without those whose clips cannot be encoded."""
         with self.recorder.span("data", step=step):
             draw = self.selection.draw(lambda prompts: self.training_groups(prompts, step))
             groups = await self._encoded(draw.groups, step, "training")
@@ -40,24 +40,24 @@ class GroupSource:
         return replace(draw, groups=groups, eligible=eligible, needed=min(draw.needed, eligible))
 
     async def validation_groups(self, step: int) -> list[Group]:
-        """Of the held-out prompts."""
+        """Return the groups of the held-out prompts."""
         groups = make_groups(self.held_out, self.config.rollout.val_kwargs.n, self.config.data.seed, step)
         return await self._encoded(groups, step, "testing")
 
     async def comparison_group(self, step: int) -> Group | None:
-        """Of the prompt that tells most, if its clip can be read, else of the next; None if none of `MAX_TRIED_PROMPTS` can be."""
+        """Return a group of the most informative prompt with a readable clip; None after MAX_TRIED_PROMPTS."""
         count = SAMPLES_PER_ENGINE * len(self.engines.rollout)
         for prompt in sorted(self.prompts.prompts, key=comparison_priority)[:MAX_TRIED_PROMPTS]:
             groups = make_groups([prompt], count, self.config.data.seed, step)
             if groups := await self.engines.clips.encode(groups, "testing", check_failures=False):
                 return groups[0]
-        self.say(f"engines and trainer are not compared: none of {MAX_TRIED_PROMPTS} clips can be read")
+        self.say(f"Skipping the engine/trainer consistency check: none of {MAX_TRIED_PROMPTS} clips can be read.")
         return None
 
     def more_groups(self, step: int, drawn: Container[str]) -> list[Group]:
-        """Of the next batch with prompts that the step lacks, for dynamic sampling; none after a pass over the data.
+        """Return groups of new prompts for dynamic sampling; none after a pass over the data.
 
-        `drawn`: ids of the step's samples.
+        `drawn`: ids of the samples that the step already has.
         """
         for _ in range(len(self.prompts.prompts) // self.config.data.train_batch_size + 1):
             groups = self.training_groups(self.prompts.next_batch(), step)
@@ -66,7 +66,7 @@ class GroupSource:
         return []
 
     def training_groups(self, prompts: Sequence[Prompt], step: int) -> list[Group]:
-        """Unfinished, seeded samples of these prompts."""
+        """Return groups of unfinished, seeded samples of these prompts."""
         return make_groups(prompts, self.config.rollout.n, self.config.data.seed, step)
 
     async def _encoded(self, groups: list[Group], step: int, holder: str) -> list[Group]:

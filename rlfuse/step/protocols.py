@@ -1,6 +1,6 @@
-"""What a step needs beside engines: the algorithm's numbers, and those who keep what happened.
+"""Interfaces of a step besides engines: the algorithm, logging, health checks and checkpoints.
 
-Role: a run's own parts satisfy these, and so do the simulator's stand-ins, so that one controller runs on both.
+Role: implemented by a real run and by the simulator, so that both use the same controller.
 """
 
 from __future__ import annotations
@@ -17,93 +17,93 @@ from rlfuse.step.agreement import Agreement
 
 
 class Experience(Protocol):
-    """From scored samples to what the losses read (`rlfuse.algorithms.experience.Experience`)."""
+    """Computes advantages and returns from scored samples (`rlfuse.algorithms.experience.Experience`)."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of scoring that every sample needs, in the serial order."""
+        """Return the kinds of scoring that every sample needs, in the serial order."""
 
     @property
     def actor_tensors(self) -> tuple[str, ...]:
-        """Per-token arrays that the actor's loss reads."""
+        """Return the names of the per-token arrays that the actor's loss reads."""
 
     @property
     def deferred(self) -> tuple[str, ...]:
-        """Of `kinds`, those that may fill the bubbles of pipelines."""
+        """Return the kinds of scoring that may fill the bubbles of pipelines."""
 
     @property
     def fused_into_first_update(self) -> tuple[str, ...]:
-        """Kinds of scoring that the actor's first update does in its own forward pass."""
+        """Return the kinds of scoring that the actor's first update computes in its own forward pass."""
 
     def can_train_before_batch_completes(self, model: str) -> bool:
-        """Whether the model's loss on a group can be computed before other groups are finished."""
+        """Return whether the model's loss on a group can be computed before other groups are finished."""
 
     def groups_with_nonzero_std(self, groups: Sequence[Group]) -> list[int]:
-        """Indices of the groups that dynamic sampling keeps: those whose rewards are not all equal."""
+        """Return the indices of the groups that dynamic sampling keeps, whose rewards are not all equal."""
 
     def prepare(self, groups: Sequence[Group]) -> None:
-        """Compute what depends on each of these groups alone."""
+        """Compute the values that depend on each of these groups alone."""
 
     def complete(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Compute what is normalised over the batch, all of which is prepared; metrics of it."""
+        """Compute the values that are normalised over the whole (prepared) batch, and return metrics."""
 
     def mismatch(self, groups: Sequence[Group]) -> dict[str, float]:
-        """How far engines and trainer are apart on the step's samples."""
+        """Return metrics of the log-prob differences between engines and trainer on the step's samples."""
 
 
 class Journal(Protocol):
-    """Keeps every span (`rlfuse.observe.journal.Journal`)."""
+    """Collects all spans of a run (`rlfuse.observe.journal.Journal`)."""
 
     @property
     def recorder(self) -> Recorder:
-        """The driver's."""
+        """Return the recorder of the driver."""
 
     async def collect(self, step: int) -> list[Span]:
-        """All spans since the last call, of every process."""
+        """Return all spans since the last call, from every process."""
 
 
 class Metrics(Protocol):
-    """Keeps the scalars of steps and shows them (`rlfuse.observe.metric_log.MetricLog`)."""
+    """Logs the scalars of steps (`rlfuse.observe.metric_log.MetricLog`)."""
 
     def add(self, values: Mapping[str, float]) -> None:
-        """Scalars of the present step; several of a name are averaged."""
+        """Add scalars to the current step; values of the same name are averaged."""
 
     def watch(self, board: Board) -> None:
-        """This is worked on from now on, for those who look on."""
+        """Set the board that live views show."""
 
     def log_step(self, step: int, board: Board, spans: Sequence[Span]) -> None:
-        """The step is over."""
+        """Log a finished step."""
 
     def log_validation(self, step: int, board: Board) -> None:
-        """The held-out prompts of this board are answered and scored."""
+        """Log a finished validation."""
 
     def log_agreement(self, step: int, agreement: Agreement) -> None:
-        """Engines and trainer scored the same tokens. EngineError where they are too far apart to go on."""
+        """Log the comparison of engines and trainer. Raises EngineError if they differ too much."""
 
 
 class Health(Protocol):
-    """Looks for slow and faulty workers (`rlfuse.health.monitor.Monitor`)."""
+    """Detects slow and faulty workers (`rlfuse.health.monitor.Monitor`)."""
 
     async def check_step(self, step: int, spans: Sequence[Span], costs: Costs) -> dict[str, float]:
-        """The step is over, and these are its spans; `health/*`."""
+        """Check all workers after a step and return the `health/*` metrics."""
 
 
 class NoHealth:
-    """The `Health` of workers that nobody looks after: simulated ones, or where alerts.slow_worker_s is null."""
+    """No-op `Health`, for simulated workers or alerts.slow_worker_s=null."""
 
     async def check_step(self, step: int, spans: Sequence[Span], costs: Costs) -> dict[str, float]:
-        """Nothing is known."""
+        """Return no metrics."""
         return {}
 
     def close(self) -> None:
-        """Nothing was begun."""
+        """Do nothing."""
 
 
 class FailureBudget(Protocol):
-    """How many rewards may fail (`rlfuse.observe.failures.FailureBudget`)."""
+    """Limit on failed rewards (`rlfuse.observe.failures.FailureBudget`)."""
 
     def check(self, step: int, board: Board) -> None:
-        """Show what newly failed to be scored; RewardError where too much did."""
+        """Report new reward failures. Raises RewardError if too many rewards failed."""
 
 
 class Checkpoints(Protocol):
@@ -111,25 +111,25 @@ class Checkpoints(Protocol):
 
     @property
     def step(self) -> int:
-        """The last one that runs resume from."""
+        """Return the step of the latest checkpoint that a run can resume from."""
 
     def folder(self, step: int) -> Path | None:
-        """Where it is, if it is that of this step."""
+        """Return the folder of the latest checkpoint, if it is of this step; else None."""
 
     def is_due(self, step: int) -> bool:
-        """Whether to write one after this step."""
+        """Return whether a checkpoint must be written after this step."""
 
     def check_disk_space(self, step: int) -> None:
-        """After this step, which is saved or not, and before the next. NotSaved where no later one can be saved."""
+        """Check free space between steps. Raises NotSaved if no later step could be saved."""
 
     def remember(self, step: int) -> None:
-        """The step is complete: keep the state after it, for a checkpoint of it that may be written later."""
+        """Keep the state after a finished step, so that its checkpoint can be written later."""
 
     async def write(self, step: int, required: bool = False) -> None:
-        """Write one of a step that is remembered, whole or not at all, from ranks that have the devices.
+        """Write the checkpoint of a remembered step atomically; ranks must have the devices.
 
-        NotSaved if it is `required`, or the last chance.
+        If it cannot be written, raises NotSaved when it is `required` or the last chance to save.
         """
 
     def publish(self) -> None:
-        """The rows of the step are on disk: what was written counts from now on."""
+        """Make the written checkpoint the one to resume from, once the rows of the step are on disk."""

@@ -1,4 +1,4 @@
-"""Kinds of scoring: which model computes each per-token pass, and which tensor of a sample it fills."""
+"""Kinds of scoring: the model that computes each per-token pass, and the tensor of a sample that it fills."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ KIND_OF = {model: kind for kind, (model, _) in PASSES.items()}
 
 
 def model_of(kind: str) -> str:
-    """The model whose pass it is."""
+    """Return the model that computes a kind of scoring."""
     return PASSES[kind][0]
 
 
 def store_scores(kind: str, samples: Sequence[Sample], arrays: Sequence[np.ndarray]) -> None:
-    """Write what a pass gave, in the order of the samples, to them."""
+    """Store the results of a pass in its samples, in order."""
     for sample, array in zip(samples, arrays, strict=True):
         sample.tensors[PASSES[kind][1]] = array

@@ -1,4 +1,4 @@
-"""The twelve instances that RLHFuse published (arXiv 2409.13221), with its figures. Backward is twice the forward."""
+"""The twelve instances published by RLHFuse (arXiv 2409.13221), with their results. Backward takes 2x forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a board keeps straight, case by case; `test_policies` does so for whole steps at random."""
+"""Single transitions of the board; `test_policies` covers whole random steps."""
 
 from dataclasses import replace
 from math import log
@@ -220,7 +220,7 @@ def test_a_moved_sample_goes_on_with_what_it_had_and_a_lost_one_anew():
 def test_a_slot_with_work_is_given_no_more():
     b = board(made(1))
     b.start(Generate(0, (0,)), 0.0)
-    with pytest.raises(RuntimeError, match="slot 0 was given work while it has some"):
+    with pytest.raises(RuntimeError, match="slot 0 got work while it is busy"):
         b.start(Switch(0, "trainer"), 0.0)
 
 
@@ -329,7 +329,7 @@ def test_a_sample_and_its_group_pass_through_their_states_and_a_change_that_can_
     b.start(Generate(0, (0,)), 0.0)
     b.start(Move((record.id,), source=0, target=1), 0.0)
     assert record.state == "leaving"
-    with pytest.raises(RuntimeError, match="sample 1/0/0 can't become leaving: it is leaving"):
+    with pytest.raises(RuntimeError, match="sample 1/0/0 cannot change to leaving: it is leaving"):
         b.start(Move((record.id,), source=0, target=1), 0.0)
     b.evicted(record.id, partial(7), 0.1)
     assert record.state == "moving"

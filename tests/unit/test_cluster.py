@@ -1,4 +1,4 @@
-"""What goes wrong on a cluster, told in one message."""
+"""Failures on a cluster are reported in one message."""
 
 import asyncio
 import os
@@ -274,9 +274,9 @@ IDLE = Node("idle", "10.0.0.3", 1, BUSY.total, BUSY.total)
 @pytest.mark.parametrize(
     ("setting", "nodes", "device", "why"),
     [
-        ("auto", [CPU_HEAD], "cpu", "GPUs are on 0 of 1 nodes"),
-        ("auto", [CPU_HEAD, IDLE], "cuda", "GPUs are on 1 of 2 nodes"),
-        ("auto", [CPU_HEAD, BUSY], "cuda", "GPUs are on 1 of 2 nodes"),
+        ("auto", [CPU_HEAD], "cpu", "0 of 1 Ray nodes have GPUs"),
+        ("auto", [CPU_HEAD, IDLE], "cuda", "1 of 2 Ray nodes have GPUs"),
+        ("auto", [CPU_HEAD, BUSY], "cuda", "1 of 2 Ray nodes have GPUs"),
         ("cpu", [CPU_HEAD, IDLE], "cpu", "cluster.device=cpu"),
         ("cuda", [CPU_HEAD], "cuda", "cluster.device=cuda"),
     ],
@@ -295,7 +295,7 @@ def test_too_few_gpus_are_told_rather_than_replaced_by_cpus():
     text = placement.no_slots_message(config, bundle, [CPU_HEAD, BUSY, IDLE], why, {"busy": ["job 07"]})
     for words in (
         "trainer.n_gpus_per_node=8 slots",
-        "trainer.nnodes=2 nodes (cluster.device=auto, and GPUs are on 2 of 3 nodes that Ray has)",
+        "trainer.nnodes=2 nodes (cluster.device=auto, and 2 of 3 Ray nodes have GPUs)",
         "10.0.0.1 (head): 8 of 8 slot, 8 of 8 CPU, 0 of 0 GPU; ",
         "10.0.0.2 (busy): 0 of 8 slot, 8 of 8 CPU, 0 of 8 GPU, held by job 07; 10.0.0.3 (idle): 8 of 8 slot",
         "Other jobs hold them: wait longer (cluster.timeout_s)",
@@ -325,7 +325,7 @@ def test_slots_and_those_who_live_there_are_where_the_plan_says():
         planned[place.node] |= {place.engine.partition(" ")[0], place.trainer.partition(":")[0]}
     assert [set(occupants[each].split(", ")) for each in nodes] == planned
     assert lost_message([nodes[1]], occupants).startswith(
-        "lost node 10.0.0.2 (b), where rollout/2, rollout/3, trainer/4, trainer/5, trainer/6, trainer/7 lived"
+        "lost node 10.0.0.2 (b), which ran rollout/2, rollout/3, trainer/4, trainer/5, trainer/6, trainer/7"
     )
 
 

@@ -1,4 +1,4 @@
-"""A user's own fusion policy: the README's example beside the built-in ones, and what is told of one that is wrong."""
+"""Custom fusion policies: the example of the README, and the messages for invalid ones."""
 
 import json
 import re
@@ -106,7 +106,7 @@ def test_the_command_puts_it_beside_the_others(own, tmp_path, capsys):
     arguments = [str(tmp_path / "workload.json"), "--policy", "serial", own, "--out", str(tmp_path / "out.json")]
     assert main(["simulate", *arguments]) == 0
     assert [result["policy"] for result in json.loads((tmp_path / "out.json").read_text())] == ["serial", own]
-    lines = capsys.readouterr().out.splitlines()  # an import may tell something first
+    lines = capsys.readouterr().out.splitlines()  # an import may print something first
     start = lines.index(next(line for line in lines if line.startswith("policy ")))
     head, *rows = lines[start : start + 3]
     assert len(rows) == 2 and all(len(row) == len(head) for row in rows) and rows[1].startswith(f"{own}  ")
@@ -124,7 +124,7 @@ def test_a_policy_of_a_file_may_state_traits_and_is_tuned(tmp_path):
     assert traits_of(load_policy(name)) == Traits(("threshold", "max_decode_slowdown"))
     assert name not in POLICIES and "mine" not in POLICIES
     assert tune(SMALL, name) == tune(SMALL, "rlhfuse")
-    with pytest.raises(PolicyError, match=r"tuned=\['treshold'\]: no settings that are tuned; those are threshold"):
+    with pytest.raises(PolicyError, match=r"tuned=\['treshold'\]: not tunable settings; use threshold"):
         load_policy(policy(tmp_path, "return []", top.replace('"thr', '"tr')))
 
 
@@ -160,18 +160,22 @@ def test_the_key_takes_a_file_and_tells_the_form_of_another_name():
 @pytest.mark.parametrize(
     ("text", "name", "told"),
     [
-        (None, "nothing.py:f", "there is no file .*nothing.py; correct the path"),
+        (None, "nothing.py:f", "the file .*nothing.py does not exist; correct the path"),
         ("def good(view): ...\nbad = 1", "mine.py:f", "the file has no function `f`; its functions: good"),
-        ("f = 1", "mine.py:f", "is not a function; a policy is `def name.snapshot.`"),
-        ("class f: ...", "mine.py:f", "is not a function"),
+        ("f = 1", "mine.py:f", "not a function; a policy is `def name.snapshot.`"),
+        ("class f: ...", "mine.py:f", "not a function"),
         ("async def f(view): ...", "mine.py:f", "the function is async"),
-        ("def f(): ...", "mine.py:f", r"takes \(\), which is not one snapshot"),
-        ("def f(view, costs): ...", "mine.py:f", r"takes \(view, costs\), which is not one snapshot"),
+        ("def f(): ...", "mine.py:f", r"takes \(\) instead of one snapshot"),
+        ("def f(view, costs): ...", "mine.py:f", r"takes \(view, costs\) instead of one snapshot"),
         ("def f(view) ...", "mine.py:f", "syntax error in line 1"),
         ("import nothing_at_all\ndef f(view): ...", "mine.py:f", "Python does not find the package `nothing_at_all`"),
         ("raise SystemExit(3)\ndef f(view): ...", "mine.py:f", "its file can't be executed: SystemExit: 3"),
         ("", "adaptve", "unknown policy; did you mean adaptive"),
-        ("", "half", "unknown policy; policies: serial, stream, rlhfuse, adaptive, or path/file.py:name for your own"),
+        (
+            "",
+            "half",
+            "unknown policy; policies: serial, stream, rlhfuse, adaptive, or path/file.py:name for a custom policy",
+        ),
     ],
 )
 def test_a_wrong_name_is_told_with_what_is_valid(text, name, told, tmp_path, monkeypatch, capsys):
@@ -192,7 +196,7 @@ def test_a_job_with_a_policy_that_is_missing_starts_nothing(tmp_path):
     build_tokenizer().save_pretrained(tmp_path / "model")
     Qwen2Config(hidden_size=8, num_hidden_layers=1).save_pretrained(tmp_path / "model")
     job = Job(config, tmp_path / "run", None, {"step": 0}, 0.0)
-    with pytest.raises(ConfigError, match=r"(?s)1. fusion.policy=.*no file .*nothing.py.*2. .*nothing_either.py"):
+    with pytest.raises(ConfigError, match=r"(?s)1. fusion.policy=.*nothing.py does not exist.*2. .*nothing_either.py"):
         _attempt(job, None)
     assert not (tmp_path / "run").exists()
 
@@ -202,44 +206,44 @@ def test_a_job_with_a_policy_that_is_missing_starts_nothing(tmp_path):
 WRONG = {
     "return None": "returned a NoneType; a policy returns a list of decisions",
     "return 1 / 0": r"raised ZeroDivisionError: division by zero\n(.*\n)*.*policy.py., line 6",
-    "return []": r"decided nothing and nothing runs; what there is to do: Generate groups 0, 1, 2, 3, 4, 5 \(idle engi",
-    "return ['go']": "'go' can't be carried out: a str is no decision; those are Generate, Move, Switch, Score, Accumu",
-    "return [Generate(7, (0,))]": r"Generate\(slot=7, groups=\(0,\)\) can't be carried out: there is no slot 7; slots "
-    "are 0 to 2",
-    "return [Generate(0, (9,))]": "group 9 doesn't wait for that; those that do: 0, 1, 2, 3, 4, 5",
-    "return [Generate(0, (0,)), Generate(1, (0,))]": "group 0 was taken twice",
-    "return [Generate(0, view.waiting)]": "it needs a tuple of at least one group; those that can be taken: 0, 1",
-    "return [Generate(0, ())]": "it needs a tuple of at least one group",
-    "return [Generate('0', (0,))]": "there is no slot 0; slots are 0 to 2",
+    "return []": r"no decision while nothing is running. Possible decisions: Generate groups 0, 1, 2, 3, 4, 5 \(idle",
+    "return ['go']": "'go' cannot be executed: a str is not a decision; valid types: Generate, Move, Switch, Score",
+    "return [Generate(7, (0,))]": r"Generate\(slot=7, groups=\(0,\)\) cannot be executed: there is no slot 7; valid: "
+    "0 to 2",
+    "return [Generate(0, (9,))]": "group 9 is not waiting for this; valid: 0, 1, 2, 3, 4, 5",
+    "return [Generate(0, (0,)), Generate(1, (0,))]": "group 0 appears twice",
+    "return [Generate(0, view.waiting)]": "a tuple with at least one group is required; valid: 0, 1",
+    "return [Generate(0, ())]": "a tuple with at least one group is required",
+    "return [Generate('0', (0,))]": "there is no slot 0; valid: 0 to 2",
     "return [Switch(1, 'trainer'), Generate(1, (0,))]": "slot 1 was given other work in the same list",
     "return [Generate(1, (0,)), Switch(1, 'trainer')]": "slot 1 was given other work in the same list",
-    "return [Switch(0, 'rollout')]": "slot 0 has that role already",
-    "return [Switch(0, 'judge')]": "there is no role 'judge'; roles: rollout, trainer",
-    "return admit(view) + [Move(('x',), 0, 1)]": "sample 'x' doesn't wait for that; those that do: none",
-    "return admit(view) or [Move(tuple(view.slots[0].samples), 0, 0)]": "source and target are one slot",
+    "return [Switch(0, 'rollout')]": "slot 0 already has that role",
+    "return [Switch(0, 'judge')]": "there is no role 'judge'; valid: rollout, trainer",
+    "return admit(view) + [Move(('x',), 0, 1)]": "sample 'x' is not waiting for this; valid: none",
+    "return admit(view) or [Move(tuple(view.slots[0].samples), 0, 0)]": "source and target are the same slot",
     "return admit(view) or [Move(tuple(view.slots[0].samples), 0, 1, 'usb')]": "carry='usb'; valid: kv, tokens",
-    "return admit(view) or [Switch(0, 'trainer')]": "slot 0 is no engine without samples; slots that are: none",
-    "return [Score('reward', ('x',))]": "sample 'x' doesn't wait for that; those that do: none",
-    "return [Score('taste', ('x',))]": "there is no scoring 'taste'; kinds: ",
-    "return [Score('ref', ('x',), 0)]": "slot 0 is no idle trainer; slots that are: none",
-    "return [Score('ref', ('x',))]": "it needs a slot; idle trainers: none",
-    "return [Score('ref', ('x',), 0, ('taste',))]": "there is no scoring 'taste'; kinds: ",
-    "return [Score('ref', ('x',), 0, 'values')]": "also='values'; it has to be a tuple",
-    "return [Score('ref', ('x',), 0, ('reward',))]": "rewards are scored in calls without other kinds",
+    "return admit(view) or [Switch(0, 'trainer')]": "slot 0 is not an engine without samples; slots that are: none",
+    "return [Score('reward', ('x',))]": "sample 'x' is not waiting for this; valid: none",
+    "return [Score('taste', ('x',))]": "there is no kind of scoring 'taste'; valid: ",
+    "return [Score('ref', ('x',), 0)]": "slot 0 is not an idle trainer; slots that are: none",
+    "return [Score('ref', ('x',))]": "a slot is required; idle trainers: none",
+    "return [Score('ref', ('x',), 0, ('taste',))]": "there is no kind of scoring 'taste'; valid: ",
+    "return [Score('ref', ('x',), 0, 'values')]": "also='values': must be a tuple",
+    "return [Score('ref', ('x',), 0, ('reward',))]": "rewards are scored in separate calls",
     "return [Accumulate('actor', ('x',), 0, ('teacher',))]": "there is no model 'teacher' to train; models: actor",
     "return [Score('ref', tuple(names), s, ('ref',)) for s in view.idle_trainers if (names := view.unscored['ref'])]"
-    " or serial(view)": "sample '.*' was taken twice in the same list",
-    "return [Accumulate('actor', ('x',), 0)]": "slot 0 is no idle trainer",
+    " or serial(view)": "sample '.*' appears twice in the same list",
+    "return [Accumulate('actor', ('x',), 0)]": "slot 0 is not an idle trainer",
     "return [Accumulate('teacher', ('x',), 0)]": "there is no model 'teacher' to train; models: actor",
-    "return [Train({'actor': ('x',)})]": "no rank holds a stage of the models here: decide Accumulate",
-    "return [OptimizerStep('actor')]": "'actor' has no step to take now; models that have: none",
-    "return [OptimizerStep({})]": "has no step to take now",
-    "return [Accumulate([], ('x',), 0)]": "can't be carried out: unhashable type",
-    "return serial(view) if view.waiting else [d for d in serial(view) if not isinstance(d, OptimizerStep)]": "decided "
-    r"nothing and nothing runs; what there is to do: OptimizerStep of the actor \(idle engines none, idle trainers ",
+    "return [Train({'actor': ('x',)})]": "the models are not pipelined: return Accumulate instead",
+    "return [OptimizerStep('actor')]": "'actor' is not ready for its optimizer step; models that are: none",
+    "return [OptimizerStep({})]": "is not ready for its optimizer step",
+    "return [Accumulate([], ('x',), 0)]": "cannot be executed: unhashable type",
+    "return serial(view) if view.waiting else [d for d in serial(view) if not isinstance(d, OptimizerStep)]": "returned"
+    r" no decision while nothing is running. Possible decisions: OptimizerStep of the actor \(idle engines none, idle ",
     "return [Switch(s, 'trainer') for s in view.idle_engines] + "
-    "[Switch(s, 'rollout') for s in view.idle_trainers]": "switched slots and moved samples [0-9]+ times while no "
-    "sample was finished and no other work began; what there is to do: Generat",
+    "[Switch(s, 'rollout') for s in view.idle_trainers]": "switched slots and moved samples [0-9]+ times without "
+    "finishing a sample or starting other work. Possible decisions: Generat",
     "return admit(view) or [Move(names, slot, (slot + 1) % 3) for slot, names in ("
     "(s.index, tuple(n for n, e in s.samples.items() if e.state == 'generating')) for s in view.slots) if names]": (
         "switched slots and moved samples"
@@ -258,12 +262,12 @@ def test_what_it_decides_wrongly_is_told_and_nothing_hangs(body, tmp_path):
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        ("return [Generate(1, (0,))]", "slot 1 doesn't generate, as it is drained; slots that do: 0, 2"),
-        ("return admit(view) or [Move(tuple(view.slots[0].samples), 0, 1)]", "slot 1 doesn't generate, as it is drai"),
+        ("return [Generate(1, (0,))]", "slot 1 is drained; slots that can generate: 0, 2"),
+        ("return admit(view) or [Move(tuple(view.slots[0].samples), 0, 1)]", "slot 1 is drained; slots that can gen"),
         (
             "return serial(view) if view.unfinished or not view.all_ranks_idle else [Score('old_log_prob', tuple("
             "view.unscored['old_log_prob']), 1)]",
-            "slot 1 is no idle trainer, as it is drained; slots that are: 0, 2",
+            "slot 1 is not an idle trainer, as it is drained; slots that are: 0, 2",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Engines that read prompts for others that decode: who does what, that nothing is lost by it, when it is chosen."""
+"""Disaggregated prefill and decode: assignment of engines, correctness, and when it is chosen."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -154,7 +154,7 @@ def test_a_run_decides_by_what_it_measured_and_says_why(mode, apart, told):
     ("changes", "told"),
     [
         ({"n_gpus_per_node": 1}, "at least two engines"),
-        ({"n_gpus_per_node": 2, "nnodes": 2}, "within a node"),
+        ({"n_gpus_per_node": 2, "nnodes": 2}, "within one node; this job has 2 nodes"),
         ({"n_gpus_per_node": 2, "deterministic": True}, "measured times"),
     ],
 )

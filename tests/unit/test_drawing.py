@@ -1,4 +1,4 @@
-"""Pictures drawn in another process: what becomes of those that fail, hang, crash or are not drawn in time."""
+"""Pictures are drawn in another process, which may fail, hang, crash or be too slow."""
 
 import os
 import signal

@@ -22,7 +22,7 @@ class Unequal(World):
 
     async def score(self, samples):
         self.scored["reward"].update(sample.id for sample in samples)
-        return [Reward(float(self.every and not s.prompt.index % self.every and s.sibling)) for s in samples]
+        return [Reward(float(self.every and not s.prompt.index % self.every and s.rollout_index)) for s in samples]
 
     def play(self) -> "Unequal":
         run_virtual(asyncio.wait_for(self.run(), PATIENCE_S))
@@ -33,10 +33,10 @@ class Unequal(World):
 @pytest.mark.parametrize(
     ("every", "limit", "says"),
     [
-        (0, 3, "found 0 groups .*, 4 are needed .* 12 prompts in 3 batches .*max_num_gen_batches=3 is reached"),
-        (6, 2, r"found [12] groups .*, 4 are needed .* 8 prompts in 2 batches .*max_num_gen_batches=2 is reached"),
-        (5, 0, r"found [1-3] groups .*, 4 are needed .* 1[23] prompts in .* brings no further prompts"),
-        (0, 0, r"found 0 groups .*, 4 are needed .* 1[23] prompts in .* brings no further prompts"),
+        (0, 3, "found 0 groups .* 4 are needed .* 12 prompts in 3 batches .*max_num_gen_batches=3 was reached"),
+        (6, 2, r"found [12] groups .* 4 are needed .* 8 prompts in 2 batches .*max_num_gen_batches=2 was reached"),
+        (5, 0, r"found [1-3] groups .* 4 are needed .* 1[23] prompts in .* has no more prompts"),
+        (0, 0, r"found 0 groups .* 4 are needed .* 1[23] prompts in .* has no more prompts"),
     ],
 )
 def test_too_few_groups_with_unequal_rewards_end_the_run_before_an_update(policy, every, limit, says):

@@ -105,7 +105,7 @@ def test_a_step_ends_with_every_sample_learned_from_and_takes_no_less_than_the_b
 @settings(exploring, max_examples=3, phases=(Phase.explicit, Phase.generate))  # shrinking would tune for minutes
 @given(workload=workloads())
 def test_a_tuned_policy_never_loses_to_serial_by_more_than_a_switch(policy, workload):
-    """On slots whose speeds a step before has told. Which policy gives most to a slot that becomes slow is chance."""
+    """Slot speeds are known from an earlier step, since results on slots that become slow are random."""
     workload = replace(workload, slowdowns=())
     serial, tuned = second_step(workload, "serial"), second_step(workload, policy, tune(workload, policy))
     assert tuned - serial <= tolerance(workload)
@@ -144,7 +144,7 @@ def test_tuning_knows_what_ranks_do_together_only():
 
 @pytest.mark.slow
 def test_luck_on_two_draws_is_no_gain(monkeypatch):
-    """What overlaps was faster on both, and slower in the mean of more: a cache that holds few makes steps uneven."""
+    """Overlapping was faster on both draws but slower on average: a small KV cache makes steps uneven."""
     lengths = Drawn(Lognormal(40, 0.5), 8, 400)
     workload = tight(Workload(4, lengths, seed=32, prompt_tokens=200, group=2, lockstep="gradients"))
     draws = tuning.verification_draws(workload)

@@ -1,4 +1,4 @@
-"""Who is slow: on spans, samples and windows made by hand. `test_health_faults.py` has whole runs with faults."""
+"""Detection of slow workers on constructed spans, samples and windows; `test_health_faults.py` has whole runs."""
 
 import json
 from dataclasses import replace
@@ -139,7 +139,7 @@ def test_one_alone_is_held_against_its_own_beginning():
     assert not alarms(levels), "the run may have changed"
     levels[20:] *= 1.5
     (began,) = alarms(levels)
-    assert began.peers == () and "it began (no peer" in alert_of(began, None).text
+    assert began.peers == () and "at its start (it has no peers)" in alert_of(began, None).text
 
 
 def test_what_a_node_is_by_nature_is_no_fault_and_what_is_far_from_the_others_at_once_is():
@@ -239,8 +239,8 @@ async def test_alarms_are_told_also_where_they_can_not_be_written(tmp_path, monk
         await monitor.check_step(step, [], Costs())
         await monitor.check_step(step, [], Costs())
     assert set(told) == {"slow worker: rollout/1"}
-    assert "workers were not looked at in step 1: IsADirectoryError" in said[0]
-    assert any("rollout/1 is like its peers again" in each for each in said)
+    assert "Health check failed in step 1: IsADirectoryError" in said[0]
+    assert any("rollout/1 matches its peers again" in each for each in said)
 
 
 async def test_the_monitor_tells_writes_and_measures_and_never_ends_a_run(tmp_path, monkeypatch):
@@ -259,11 +259,11 @@ async def test_the_monitor_tells_writes_and_measures_and_never_ends_a_run(tmp_pa
     assert 1.6 < values["health/slowness/rollout/max"] < 2
     assert [alert.title for _, alert in told] == ["slow worker: rollout/1"] and 23 <= told[0][0] <= 33
     (alarm,) = read_alarms(tmp_path)
-    assert alarm.step in (21, 22) and said == ["node/a is not looked at as a whole: no permission"]
+    assert alarm.step in (21, 22) and said == ["Health data of node/a is incomplete: no permission"]
     monkeypatch.setattr(monitor.detector, "add_window", lambda *_: 1 / 0)
     for step in (40, 41):
         assert await monitor.check_step(step, spans, Costs()) == {}
-    assert said[1:] == ["workers were not looked at in step 40: ZeroDivisionError: division by zero"]
+    assert said[1:] == ["Health check failed in step 40: ZeroDivisionError: division by zero"]
     monitor.close()
     assert eyes.closed
 

@@ -1,5 +1,5 @@
-"""Agents on this machine: what they see of real processes, what they cost, and a real process that is stopped again and
-again is named. GPUs: the calls of NVML fit the package's signatures."""
+"""Agents on this machine: samples of real processes, overhead, and detection of a process that is stopped repeatedly.
+GPUs: the NVML calls match the signatures of the package."""
 
 import ast
 import importlib.util
@@ -173,7 +173,7 @@ async def test_a_process_that_is_stopped_again_and_again_is_named(tmp_path):
 
 
 def new_spans(folder, read):
-    """What the workers have told since the last call; `read`: characters, so far."""
+    """Return the spans of the workers since the last call; `read`: characters read so far."""
     told = {"steps": 1, "batch": 1, "context": 1, "prefill_tokens": 0}
     spans = []
     for i in range(len(read)):

@@ -12,7 +12,7 @@ from worlds.recorded_steps import DrawnRun
 
 PRECISION, RECALL = 0.904, 0.883
 SLOTS = (2, 3, 4, 8)
-"""Of the made runs of one kind; one of a kind has 32 beside."""
+"""Slots of the generated runs; one run of a kind has 32."""
 
 
 def counted(run):

@@ -1,4 +1,4 @@
-"""Where slots' time went: by hand, on simulated steps of several policies, against what the simulator counts itself."""
+"""Accounting of idle time: constructed cases, and simulated steps compared with the simulator's own counts."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings

@@ -1,4 +1,4 @@
-"""Files of links between nodes: what they may hold, in which rounds pairs meet, what a cluster file makes of them."""
+"""Files of measured links between nodes: valid contents, rounds of pairs, and their use in cluster files."""
 
 from collections import Counter
 from itertools import chain, combinations

@@ -1,4 +1,4 @@
-"""Nodes in the order in which exchanges take least: the best of all where all can be tried, never worse than given."""
+"""Node order with minimal exchange time: optimal for few nodes, and never worse than the given order."""
 
 import random
 from itertools import permutations

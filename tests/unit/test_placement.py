@@ -1,4 +1,4 @@
-"""Where samples are admitted and moved to, on snapshots made by hand."""
+"""Admission and moves of samples on constructed snapshots."""
 
 from dataclasses import replace
 

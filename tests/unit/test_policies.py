@@ -151,5 +151,5 @@ def test_the_last_engine_is_replaced_within_the_step(policy):
 
 async def test_without_the_weights_that_its_samples_are_of_the_last_engine_can_not_be_replaced():
     board = SimpleNamespace(mini_batches={"actor": SimpleNamespace(completed=1)})
-    with pytest.raises(WorkerLost, match="updated the actor already"):
+    with pytest.raises(WorkerLost, match="had updated the actor"):
         await Executor(board, None, None, StepContext(step=1, sampling=None), None)._restart_engine(0)

@@ -1,4 +1,4 @@
-"""What processes of a run write, where it is kept, and what is told by it when one dies."""
+"""Logs of the processes of a run, and their use in the message of a death."""
 
 import os
 import signal
@@ -105,7 +105,7 @@ def test_a_file_keeps_its_newest_bytes_and_who_writes_goes_on_at_its_end(tmp_pat
         process_logs.cut(path, began)
         writer.write(b"the last\n")
     first, told, *rest = path.read_text().splitlines()
-    assert (first, told) == (began.decode().strip(), "(what it wrote earlier was cut)")
+    assert (first, told) == (began.decode().strip(), "(earlier output was removed)")
     assert rest[-2:] == ["line 99 of many", "the last"] and rest[0].startswith("line ") and path.stat().st_size < 600
     process_logs.cut(path, began)  # small enough
     assert len(path.read_text().splitlines()) == len(rest) + 2
@@ -137,7 +137,8 @@ with recorder.span("backward"):
     [
         (
             "SIGKILL",
-            "killed by signal 9 (SIGKILL); the sender is unknown. Only that, or os._exit, ends a process without a message.",
+            "killed by signal 9 (SIGKILL); the sender is unknown. "
+            "Only that, or os._exit, ends a process without a message.",
         ),
         ("SIGSEGV", "it crashed: Fatal Python error: Segmentation fault."),
     ],

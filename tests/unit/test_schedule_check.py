@@ -1,4 +1,4 @@
-"""Times of rows and the independent check: what is wrong with a schedule is found and named."""
+"""Times of rows, and the independent check that finds and names errors of a schedule."""
 
 from dataclasses import replace
 
@@ -50,15 +50,18 @@ def test_measured_durations_move_what_follows():
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (lambda good: changed(good, 1, 0, start=1.0, end=2.0), "starts at 1: F of m[0] stage 0 micro-batch 0 is there"),
-        (lambda good: changed(good, 1, 1, end=4.0), "takes 1.5: the problem says 2"),
-        (lambda good: changed(good, 0, 0, start=-1.0, end=0.0), "needs a time of at least 0"),
+        (
+            lambda good: changed(good, 1, 0, start=1.0, end=2.0),
+            "starts at 1, before the result of F of m[0] stage 0 micro-batch 0 at",
+        ),
+        (lambda good: changed(good, 1, 1, end=4.0), "takes 1.5, but 2 in the problem"),
+        (lambda good: changed(good, 0, 0, start=-1.0, end=0.0), "must be at least 0"),
         (
             lambda good: changed(good, 0, 1, start=0.5, end=1.5),
             "m[0] stage 0 micro-batch 1 starts at 0.5, while",
         ),
-        (lambda good: replace(good, rows=good.rows[::-1]), "its stage stands on device"),
-        (lambda good: replace(good, rows=good.rows[:1]), "devices=2 needs one for each"),
+        (lambda good: replace(good, rows=good.rows[::-1]), "but its stage is on device"),
+        (lambda good: replace(good, rows=good.rows[:1]), "for devices=2: give one per device"),
         (lambda good: replace(good, rows=(good.rows[0][:-1], good.rows[1])), "lacks 1 operations: B of m[0] stage 0"),
         (lambda good: replace(good, rows=(good.rows[0] * 2, good.rows[1])), "scheduled twice"),
     ],
@@ -71,7 +74,7 @@ def test_the_check_names_what_is_wrong(broken, message):
 
 def test_the_check_counts_memory():
     tight = replace(SMALL, memory_cap=0.5)
-    with pytest.raises(ScheduleError, match="a device holds 2, but the problem allows 1"):
+    with pytest.raises(ScheduleError, match="a device holds 2, but the limit is 1"):
         check(tight, one_f_one_b())
 
 
@@ -84,7 +87,7 @@ def test_a_deadlock_names_who_waits_for_whom():
 
 
 def test_operations_of_another_problem_are_refused():
-    with pytest.raises(ScheduleError, match="no part of the problem: F of m"):
+    with pytest.raises(ScheduleError, match="not part of the problem: F of m"):
         timed(SMALL, ((Operation("m", 0, 7, 0, "F"),), ()))
 
 

@@ -1,4 +1,4 @@
-"""Every schedule that can be made ends over gloo and over NCCL; what can't end is told before a rank gets it."""
+"""No generated schedule deadlocks on gloo or NCCL; a deadlock is reported before ranks get the schedule."""
 
 import time
 from collections import defaultdict
@@ -189,15 +189,15 @@ def operation(stage, micro_batch, kind="F"):
 TWO = (Pipelines("actor", 2),)
 F0 = tuple((operation(stage, 0),) for stage in (0, 1))
 WRONG = {
-    "waits for itself: device 0 at B of .* micro-batch 1; device 1 at F of .* micro-batch 0": (
+    "deadlocks: device 0 at B of .* micro-batch 1; device 1 at F of .* micro-batch 0": (
         (operation(0, 1), operation(0, 1, "B"), operation(0, 0), operation(0, 0, "B")),
         (operation(1, 0), operation(1, 0, "B"), operation(1, 1), operation(1, 1, "B")),
     ),
-    "stage 1 micro-batch 0 takes the result of F of .* stage 0 micro-batch 0, which is not in": ((), F0[1]),
+    "stage 1 micro-batch 0 needs the result of F of .* stage 0 micro-batch 0, which is not in": ((), F0[1]),
     "Nothing in the schedule takes the result of F of .* stage 0": (F0[0], ()),
-    "is in row 1, but its stage stands on device 0": ((), F0[0]),
+    "is in row 1, but its stage is on device 0": ((), F0[0]),
     "in the schedule twice": ((*F0[0], *F0[0]), F0[1]),
-    "B of .* stage 1 micro-batch 0 comes before its own F": (
+    "B of .* stage 1 micro-batch 0 comes before its F": (
         (*F0[0], operation(0, 0, "B")),
         (operation(1, 0, "B"), *F0[1]),
     ),
@@ -217,7 +217,7 @@ def test_a_replay_that_does_not_end_names_each_device_and_its_operation(monkeypa
     given_problem = problem(4, ("actor",))
     rows = serial_1f1b(given_problem)
     monkeypatch.setitem(QUEUES, "nccl", group_of_kind)
-    with pytest.raises(ScheduleError, match=r"never ends over nccl: device 0 at .* of actor\[0\] stage 0 micro-batch"):
+    with pytest.raises(ScheduleError, match=r"deadlocks on nccl: device 0 at .* of actor\[0\] stage 0 micro-batch"):
         check_deadlock(rows, layout(given_problem))
 
 

@@ -1,4 +1,4 @@
-"""The planner of a run's schedules: searched once, kept while times hold, searched anew when they drift."""
+"""The planner of a run's schedules: searched once, reused while durations hold, searched again when they drift."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Problems as a user writes them: what they mean, and one clear line for what is wrong."""
+"""Problems as a user writes them: their meaning, and one clear line per error."""
 
 import copy
 
@@ -62,10 +62,10 @@ def test_memory_is_relative_to_serial_1f1b_or_absolute():
     ("path", "value", "message"),
     [
         (["models"], [], "models=[]"),
-        (["models", 0, "stages"], 2, "make pipelines * stages = devices"),
-        (["models", 0, "forward"], [1, 2], "has 2 values for stages=4: give one each, or a number"),
+        (["models", 0, "stages"], 2, "set pipelines * stages = devices"),
+        (["models", 0, "forward"], [1, 2], "has 2 values for stages=4: give one per stage, or a number"),
         (["models", 1, "name"], "actor", "must differ"),
-        (["rates"], [1, 2], "rates has 2 values for devices=4: give one each, or none"),
+        (["rates"], [1, 2], "rates has 2 values for devices=4: give one per device, or none"),
     ],
 )
 def test_errors_name_field_value_and_remedy(path, value, message):

@@ -1,4 +1,4 @@
-"""Which prompts a step draws and comes back to."""
+"""Selection of the prompts that a step draws and repeats."""
 
 from collections import Counter
 from itertools import pairwise
@@ -157,16 +157,18 @@ def test_a_resumed_selection_draws_the_same_prompts(data):
 
 
 def test_too_few_prompts_are_an_error_and_no_endless_search():
-    with pytest.raises(ValueError, match=r"data\.train_files has only 4 prompts.*lower data\.train_batch_size"):
+    with pytest.raises(
+        ValueError, match=r"data\.train_files has only 4 distinct prompts.*lower data\.train_batch_size"
+    ):
         Steps("over_sampling", batch=4, count=4).take()
 
 
 FEW = [
     ("over_sampling", 4, 0.5, 4, "draws 6 distinct prompts per step (data.train_batch_size=4, fusion.excess=0.5)"),
     ("over_sampling", 4, 0.25, 7, "has 4 in whole batches"),
-    ("over_sampling", 64, 0.25, 64, "draws 80 different prompts"),
+    ("over_sampling", 64, 0.25, 64, "draws 80 distinct prompts"),
     ("tail_batching", 4, 0.5, 5, "fusion.data=tail_batching draws 6"),
-    ("tail_batching", 1, 0.01, 1, "draws 2 different"),
+    ("tail_batching", 1, 0.01, 1, "draws 2 distinct"),
     ("partial_rollout", 8, 1.0, 15, "draws 16"),
     ("one_step_off", 4, 0.25, 7, "Add data, lower data.train_batch_size, or set fusion.data=exact"),
     ("one_step_off", 4, 0.0, 4, "draws 8"),

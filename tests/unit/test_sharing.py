@@ -1,4 +1,4 @@
-"""Whether engine and ranks share a GPU or take turns on it, and how large the KV cache is, in plan and run."""
+"""Sharing of a GPU by engine and ranks, or alternation, and the size of the KV cache, in plan and run."""
 
 import json
 from contextlib import nullcontext
@@ -130,7 +130,7 @@ HYBRID = [
 @pytest.mark.parametrize("config", HYBRID, ids=lambda config: config.model_type)
 def test_no_cache_is_planned_for_layers_with_recurrent_states(config, tmp_path):
     config.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="states that no plan knows"):
+    with pytest.raises(ConfigError, match="states that memory plans do not support"):
         read_shape(str(tmp_path), "model.path")
 
 
@@ -183,18 +183,24 @@ def test_no_hand_over_where_both_sides_fit(small, large):
         "gpu_memory_utilization": round(sum(sizes(both, "engine")[what] for _, what in engine) / (80 * GIB), 4),
     }
     shared = device_sharing(both)
-    assert not shared.alternates and shared.most == 80 * GIB - both.size_of(ENGINE | {Item.RESIDENTS, Item.LAYER})
+    assert not shared.alternates and shared.max_rank_bytes == 80 * GIB - both.size_of(
+        ENGINE | {Item.RESIDENTS, Item.LAYER}
+    )
     _, turns = planned(large, 80)
     assert turns.alternates and turns.moved.all > 14 * GIB and turns.host > 0
     share = turns.size_of(ENGINE) / (80 * GIB)
     given = {"kv_cache_memory_bytes": turns.kv_cache_bytes, "gpu_memory_utilization": pytest.approx(share, abs=1e-4)}
     assert memory_arguments(turns) == given and share < 0.45
-    assert turns.size_of(ENGINE) + device_sharing(turns).cached < 73 * GIB, (
+    assert turns.size_of(ENGINE) + device_sharing(turns).max_cached_bytes < 73 * GIB, (
         "another engine starts beside what ranks keep"
     )
     shared = device_sharing(turns)
-    assert shared.alternates and shared.cached == int(72 * GIB - turns.total(GENERATING)) and shared.most is None
-    assert shared.pinned == int(turns.size_of(MODELS))
+    assert (
+        shared.alternates
+        and shared.max_cached_bytes == int(72 * GIB - turns.total(GENERATING))
+        and shared.max_rank_bytes is None
+    )
+    assert shared.pinned_host_bytes == int(turns.size_of(MODELS))
     for wanted, path in ((True, small), (False, large)):
         config, forced = planned(path, 80, rollout__free_cache_engine=wanted)
         assert forced.alternates == wanted

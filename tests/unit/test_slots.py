@@ -1,4 +1,4 @@
-"""`rlfuse slots`: a slot of a run that goes on is drained and restored, by files that the run and the command see."""
+"""`rlfuse slots`: drains and restores a slot of a running job through files in its run folder."""
 
 import asyncio
 import json
@@ -56,7 +56,7 @@ def desk(tmp_path, monkeypatch):
 
 
 def asked(desk, *commands):
-    """What the commands say, typed one after the other while the run goes on."""
+    """Return the output of commands that are entered one after the other during the run."""
     told = []
 
     def type_them():
@@ -101,14 +101,14 @@ def test_what_can_not_be_done_is_refused_with_what_is_valid(desk):
         desk, ["drain", "4"], ["drain", "-1"], ["restore", "2"], ["drain", "0"], ["drain", "0"], ["drain", "2"],
         ["drain", "3"], ["drain", "1"], ["restore", "1"],
     ) == [
-        "slot 4 can't be drained: slots of this run are 0 to 3",
-        "slot -1 can't be drained: slots of this run are 0 to 3",
+        "slot 4 cannot be drained: this run has slots 0 to 3",
+        "slot -1 cannot be drained: this run has slots 0 to 3",
         "slot 2 is not drained; drained slots: none",
         None,
-        "slot 0 is drained already; rlfuse slots restore 0 has it work again",
+        "slot 0 is already drained. To restore it, run `rlfuse slots restore 0`.",
         None,
         None,
-        "slot 1 is the last of 4 that works: the run needs one; drained already: 0, 2, 3",
+        "slot 1 is the last working slot of 4 (drained: 0, 2, 3); a run needs one",
         "slot 1 is not drained; drained slots: 0, 2, 3",
     ]  # fmt: skip
     assert desk.log.said[-1].endswith(
@@ -268,7 +268,7 @@ def test_one_that_is_drained_until_it_is_well_is_back_then(capsys):
     for _ in range(2):
         asyncio.run(part.slot_table())
     assert part.drained == {2}, "whoever drained the other wants it for something else"
-    assert "slot 1 works again" in capsys.readouterr().out and rates.current[1] == 1.0
+    assert "Slot 1 is back to normal speed; resuming work on it." in capsys.readouterr().out and rates.current[1] == 1.0
 
 
 @pytest.mark.parametrize("measured", [True, False])

@@ -1,4 +1,4 @@
-"""Training on slots of unequal speed: who gets how many rows and layers, and what schedules go by."""
+"""Training on slots of unequal speed: distribution of rows and layers, and schedules."""
 
 import asyncio
 import itertools
@@ -119,7 +119,7 @@ UNEVEN = {
 
 @pytest.mark.parametrize("split", [False, True])
 def test_a_schedule_is_searched_for_what_each_device_takes(split):
-    """What the search returns passed the check, which knows rates by itself."""
+    """Search results pass the check, which knows the rates independently."""
     even = parse(UNEVEN | {"split_backward": split})
     slow = parse(UNEVEN | {"split_backward": split, "rates": [1, 1, 2.5, 1]})
     critic = slow.models[1]

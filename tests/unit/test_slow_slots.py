@@ -1,4 +1,4 @@
-"""Slots that become slow and recover, and drained ones: what the simulated machine does then, and what policies do."""
+"""Slots that become slow, recover or are drained: behaviour of the simulator and of policies."""
 
 import sys
 from pathlib import Path

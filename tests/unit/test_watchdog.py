@@ -1,4 +1,4 @@
-"""What processes of a run last did and where they stand, asked from outside: one that hangs in a call, one stopped."""
+"""Last events and stacks of the processes of a run, including a hanging and a stopped one."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ with recorder.span("backward"):
 
 @pytest.fixture
 def hung(tmp_path):
-    """(the driver's watchdog, a process that hangs, what was said)"""
+    """Return (the driver's watchdog, a hanging process, printed lines)."""
     said = []
     with watchdog.watching(tmp_path, Recorder("driver"), said.append) as dog:
         process = subprocess.Popen([sys.executable, "-c", HANGS], stdout=subprocess.DEVNULL)

@@ -1,7 +1,7 @@
-"""Schedules of other systems, one model after the other: 1F1B, interleaved, ZB-H1 and ZB-V.
+"""Published schedules, one model after the other: 1F1B, interleaved, ZB-H1 and ZB-V.
 
-`1f1b` arXiv 2006.09503, `interleaved` arXiv 2104.04473, `zb-h1` arXiv 2401.10241, `zb-v`
-arXiv 2405.15362 (here by list scheduling). The search starts from them and never returns anything longer.
+`1f1b` arXiv 2006.09503, `interleaved` arXiv 2104.04473, `zb-h1` arXiv 2401.10241, `zb-v` arXiv 2405.15362 (here by
+list scheduling). The search starts from them and never returns a longer schedule.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from rlfuse.fusion.schedules.shop import KINDS, TOLERANCE, Shop, compile_problem
 
 Baseline = Literal["1f1b", "interleaved", "zb-h1", "zb-v"]
 BASELINES: tuple[Baseline, ...] = ("1f1b", "interleaved", "zb-h1", "zb-v")
-DRAWS = 60  # of list schedules for a model's ZB-V; more gain nothing on the published instances
-Line = list[tuple[Kind, int]]  # (kind, chunk) of what a stage runs, micro-batches implied: first in, first out
+DRAWS = 60  # list schedules for a model's ZB-V; more do not help on the published instances
+Line = list[tuple[Kind, int]]  # (kind, chunk) of the operations of a stage; micro-batches are first in, first out
 
 
 def never() -> bool:
-    """Time without end."""
+    """Return False: there is no time limit."""
     return False
 
 
 def baseline(problem: Problem, name: Baseline, *, barrier: bool, is_over: Callable[[], bool] = never) -> float | None:
-    """Makespan of the models one after the other; None where the method can't run the problem."""
+    """Return the makespan of the models one after the other; None if the method does not support the problem."""
     chunks = 2 if name in ("interleaved", "zb-v") else 1
     placement = "interleaved" if name == "interleaved" else "v"
     problem = problem.variant(split_backward=name.startswith("zb"), chunks_per_device=chunks, placement=placement)
@@ -53,14 +53,14 @@ def _in_groups(problem: Problem) -> bool:
 
 
 def serial_1f1b(problem: Problem) -> float:
-    """Makespan of 1F1B with a barrier between the models, backward whole."""
+    """Return the makespan of 1F1B with a barrier between the models and unsplit backward passes."""
     seconds = baseline(problem, "1f1b", barrier=True)
     assert seconds is not None, "1F1B is an order of every problem"
     return seconds
 
 
 def serial_1f1b_rows(problem: Problem) -> tuple[tuple[Timed, ...], ...]:
-    """The same with all its times."""
+    """Return that schedule with the times of all operations."""
     problem = problem.variant(split_backward=False, chunks_per_device=1)
     rows: list[tuple[Timed, ...]] = [()] * problem.devices
     now = 0.0
@@ -74,7 +74,7 @@ def serial_1f1b_rows(problem: Problem) -> tuple[tuple[Timed, ...], ...]:
 
 
 def baseline_orders(problem: Problem, is_over: Callable[[], bool] = never) -> Iterator[tuple[str, np.ndarray]]:
-    """The order of every baseline that is a schedule of the problem as it is divided, models without a barrier."""
+    """Yield (name, order) of every baseline that fits the chunks of the problem, without a barrier between models."""
     chunked = {problem.chunks(model) for model in problem.models}
     alone = [problem.only(model) for model in problem.models]
     if chunked == {1}:
@@ -85,12 +85,12 @@ def baseline_orders(problem: Problem, is_over: Callable[[], bool] = never) -> It
         yield "serial interleaved", joined([_order(each, "interleaved") for each in alone])
     v = chunked == {2} and problem.placement == "v"
     chosen = "serial zb-v" if v and problem.split_backward else "serial list"
-    with contextlib.suppress(ScheduleError):  # too little memory for it
+    with contextlib.suppress(ScheduleError):  # it does not fit into memory
         yield chosen, joined([_list_schedule(each, is_over) for each in alone])
 
 
 def joined(parts: list[np.ndarray]) -> np.ndarray:
-    """One model's order after the other's, numbered as operations of all."""
+    """Concatenate the orders of single models, renumbered as operations of the whole problem."""
     before = np.cumsum([0] + [part.size for part in parts])
     return np.concatenate([part + first for part, first in zip(parts, before, strict=False)], axis=1)
 
@@ -99,7 +99,7 @@ def _order(problem: Problem, name: Baseline, is_over: Callable[[], bool] = never
     if name == "zb-v":
         return _list_schedule(problem, is_over)
     shop, (model,) = compile_problem(problem), problem.models
-    classes = {place: own for own, place in enumerate(stages(problem, model))}
+    classes = {place: c for c, place in enumerate(stages(problem, model))}
     order = np.empty((problem.devices, shop.row_length), np.int64)
     for pipeline in range(model.pipelines):
         for stage in range(model.stages):
@@ -109,7 +109,7 @@ def _order(problem: Problem, name: Baseline, is_over: Callable[[], bool] = never
                 places = tuple(range(stage, problem.stages(model), model.stages))
             else:
                 line, places = LINES[name](model, stage, problem.split_backward), (stage,)
-            kinds = problem.kinds(model)  # some models only score
+            kinds = problem.kinds(model)  # score-only models have no backward
             row = [classes[places[chunk], KINDS.index(kind)] for kind, chunk in line if kind in kinds]
             order[problem.device(model, pipeline, stage)] = _first_in_first_out(shop, row, pipeline * len(classes))
     return order
@@ -118,24 +118,22 @@ def _order(problem: Problem, name: Baseline, is_over: Callable[[], bool] = never
 def _first_in_first_out(shop: Shop, classes: list[int], offset: int) -> np.ndarray:
     row = np.array(classes) + offset
     order = np.empty(len(row), np.int64)
-    for own in set(row.tolist()):
-        order[row == own] = shop.first[own] + np.arange(shop.micro_batches[own])
+    for c in set(row.tolist()):
+        order[row == c] = shop.first[c] + np.arange(shop.micro_batches[c])
     return order
 
 
 @functools.lru_cache(16)
 def _draws(problem: Problem) -> tuple[Draws, float, float]:
-    """List schedules of one model so far; the makespan that none beats; 1F1B's memory, if no less is allowed."""
+    """Return the list schedules of one model, its makespan's lower bound, and the memory limit (at most 1F1B's)."""
     shop, limit = compile_problem(problem), min(problem.memory_limit, problem.memory_unit)
     if not fits(shop, limit):
-        raise ScheduleError(
-            f"memory: a device has to hold a micro-batch of each of its chunks, {limit:g} is too little"
-        )
+        raise ScheduleError(f"memory: the limit {limit:g} is too low for one micro-batch of each chunk of a device")
     return Draws(shop, 0), bound(shop), limit
 
 
 def _list_schedule(problem: Problem, is_over: Callable[[], bool]) -> np.ndarray:
-    """The best of `DRAWS` list schedules of one model, or of as many as there is time for, one at least."""
+    """Return the best of `DRAWS` list schedules of one model, or of as many as the time allows (at least one)."""
     draws, least, limit = _draws(problem)
     while not draws.best or not (
         draws.drawn >= DRAWS or draws.best[0].makespan <= least * (1 + TOLERANCE) or is_over()
@@ -164,7 +162,7 @@ def _zb_h1(model: Model, stage: int, split: bool) -> Line:
 
 
 def _interleaved(model: Model, stage: int, chunks: int, split: bool) -> Line:
-    """Megatron's order for the device of a stage; W, if any, right after its B."""
+    """Return Megatron's order for the device of a stage; each W follows its B."""
     stages, total = model.stages, chunks * model.micro_batches
     chunk = [i % (chunks * stages) // stages for i in range(total)]
     kinds: tuple[Kind, ...] = ("B", "W") if split else ("B",)

@@ -21,12 +21,12 @@ from rlfuse.fusion.schedules.shop import NONE, Shop, W, compile_problem
 
 
 def lower_bound(problem: Problem) -> float:
-    """Makespan that no schedule of the problem beats, in its unit of time."""
+    """Return a lower bound on the makespan of the problem, in its unit of time."""
     return bound(compile_problem(problem))
 
 
 def bound(shop: Shop) -> float:
-    """The same for compiled problems."""
+    """Return the lower bound of a compiled problem."""
     head, tail = heads(shop), tails(shop)
     machines = (
         (
@@ -40,71 +40,71 @@ def bound(shop: Shop) -> float:
 
 
 def heads(shop: Shop) -> list[np.ndarray]:
-    """Class -> r of its micro-batches."""
+    """Return class -> r of its micro-batches."""
     head: list[np.ndarray] = []
-    for own in range(len(shop.micro_batches)):
-        before = shop.before[own]
-        release = np.zeros(shop.micro_batches[own])
+    for c in range(len(shop.micro_batches)):
+        before = shop.before[c]
+        release = np.zeros(shop.micro_batches[c])
         if before != NONE:
-            release = head[before] + shop.duration[before] + shop.lag[own]
+            release = head[before] + shop.duration[before] + shop.lag[c]
         head.append(release)
-        line = _ancestors(shop, own)
+        line = _ancestors(shop, c)
         for i in range(len(line)):
-            head[own] = _one_machine(shop, line[i:], own, head)
+            head[c] = _one_machine(shop, line[i:], c, head)
     return head
 
 
 def tails(shop: Shop) -> list[np.ndarray]:
-    """Class -> q of its micro-batches."""
+    """Return class -> q of its micro-batches."""
     back: dict[int, np.ndarray] = {}  # reversed in time: micro-batch M-1-m comes m-th
-    for own in sorted(range(len(shop.micro_batches)), key=lambda own: (shop.kind[own] != W, -own)):
-        release = np.zeros(shop.micro_batches[own])
-        for following in (shop.after[own], shop.leaf[own]):
+    for c in sorted(range(len(shop.micro_batches)), key=lambda c: (shop.kind[c] != W, -c)):
+        release = np.zeros(shop.micro_batches[c])
+        for following in (shop.after[c], shop.leaf[c]):
             if following != NONE:
                 release = np.maximum(release, back[following] + shop.duration[following] + shop.lag[following])
-        back[own] = release
-        line = _descendants(shop, own)
+        back[c] = release
+        line = _descendants(shop, c)
         leaves = [shop.leaf[k] for k in line if shop.leaf[k] != NONE]
         for i in range(len(line)):
-            back[own] = _one_machine(shop, line[i:], own, back)
+            back[c] = _one_machine(shop, line[i:], c, back)
         if leaves:
-            back[own] = _one_machine(shop, leaves + line, own, back)
-    return [back[own][::-1] for own in range(len(shop.micro_batches))]
+            back[c] = _one_machine(shop, leaves + line, c, back)
+    return [back[c][::-1] for c in range(len(shop.micro_batches))]
 
 
-def _chain(shop: Shop, own: int) -> list[int]:
-    """F and B of its lane on its device, first to last: classes are numbered along the chain."""
-    beside = shop.of_device[shop.device[own]]
-    return beside[(shop.lane[beside] == shop.lane[own]) & (shop.kind[beside] != W)].tolist()
+def _chain(shop: Shop, c: int) -> list[int]:
+    """Return the F and B classes of its lane on its device, in order: classes are numbered along the chain."""
+    on_device = shop.of_device[shop.device[c]]
+    return on_device[(shop.lane[on_device] == shop.lane[c]) & (shop.kind[on_device] != W)].tolist()
 
 
-def _ancestors(shop: Shop, own: int) -> list[int]:
-    """Classes of its lane on its device from which it follows, and itself, first to last."""
-    leaf = shop.kind[own] == W
-    last = shop.before[own] if leaf else own
-    return [k for k in _chain(shop, own) if k <= last] + ([own] if leaf else [])
+def _ancestors(shop: Shop, c: int) -> list[int]:
+    """Return the ancestors of a class in its lane on its device, and the class itself, first to last."""
+    leaf = shop.kind[c] == W
+    last = shop.before[c] if leaf else c
+    return [k for k in _chain(shop, c) if k <= last] + ([c] if leaf else [])
 
 
-def _descendants(shop: Shop, own: int) -> list[int]:
-    """Classes of the chain on its device that follow from it, and itself, last to first."""
-    return [own] if shop.kind[own] == W else [k for k in reversed(_chain(shop, own)) if k >= own]
+def _descendants(shop: Shop, c: int) -> list[int]:
+    """Return the descendants of a class in the chain on its device, and the class itself, last to first."""
+    return [c] if shop.kind[c] == W else [k for k in reversed(_chain(shop, c)) if k >= c]
 
 
 def _one_machine(
-    shop: Shop, together: list[int], own: int, release: list[np.ndarray] | dict[int, np.ndarray]
+    shop: Shop, together: list[int], c: int, release: list[np.ndarray] | dict[int, np.ndarray]
 ) -> np.ndarray:
     work = sum(shop.duration[k] for k in together)
-    batches = np.arange(shop.micro_batches[own])
+    batches = np.arange(shop.micro_batches[c])
     earliest = np.minimum.reduce([release[k] for k in together])
-    least = np.maximum.accumulate(earliest - batches * work) + (batches + 1) * work - shop.duration[own]
-    return np.maximum(release[own], least)
+    least = np.maximum.accumulate(earliest - batches * work) + (batches + 1) * work - shop.duration[c]
+    return np.maximum(release[c], least)
 
 
 @njit(cache=True)
 def _jackson(release: np.ndarray, left: np.ndarray, delivery: np.ndarray) -> float:
-    """Step 3 of the proof for one device: heads, durations (which are used up) and tails of its operations."""
+    """Return the Jackson bound of one device (step 3) from heads, durations (modified in place) and tails."""
     coming = np.argsort(release, kind="mergesort")
-    ready = [(0.0, 0) for _ in range(0)]  # the type of its entries, for the compiler
+    ready = [(0.0, 0) for _ in range(0)]  # empty list with the type of its entries, for numba
     now = best = 0.0
     position = 0
     while position < len(coming) or len(ready):

@@ -1,4 +1,4 @@
-"""List scheduling: a whole schedule in the order of time, by priority rules; hundreds per second.
+"""List scheduling: build a schedule in chronological order by priority rules; hundreds per second.
 
 Priority of micro-batch m of class c, whose forward class holds h micro-batches on the device: `level[c] + slope[c] *
 (micro-batches of c after m) + pressure[c] * h`. A forward starts if the device can hold it together with one
@@ -18,71 +18,70 @@ from rlfuse.fusion.schedules.shop import NONE, TOLERANCE, B, F, Shop, W, backwar
 
 
 class Rules(NamedTuple):
-    """Over classes."""
+    """Priority rules; arrays over classes."""
 
     level: np.ndarray
     slope: np.ndarray
     pressure: np.ndarray
-    quota: np.ndarray  # micro-batches that a forward class may hold
-    patience: float  # how long a device may wait for something that matters more than what is ready
+    quota: np.ndarray  # maximum micro-batches that a forward class may hold
+    patience: float  # maximum idle time of a device for an operation of higher priority
 
 
 def fits(shop: Shop, limit: float) -> bool:
-    """Whether a device can hold a micro-batch of each of its forward classes."""
+    """Return whether every device can hold one micro-batch of each of its forward classes."""
     return bool(shop.acquires[shop.of_device].sum(axis=1).max() <= limit * (1 + TOLERANCE))
 
 
 def round_trips(shop: Shop) -> np.ndarray:
-    """Forward class -> time from its start to the end of its backward if nothing stood in its way, else 0."""
+    """Return forward class -> minimum time from its start to the end of its backward; 0 for other classes."""
     tail, trip = chain_tails(shop), np.zeros(len(shop.micro_batches))
     trains = np.isin(shop.lane, shop.lane[shop.kind == B])
-    for own in np.flatnonzero(trains & (shop.kind == F)):
-        after = shop.after[backward_of(shop, own)]
-        trip[own] = tail[own] - (0.0 if after == NONE else tail[after])
+    for c in np.flatnonzero(trains & (shop.kind == F)):
+        after = shop.after[backward_of(shop, c)]
+        trip[c] = tail[c] - (0.0 if after == NONE else tail[after])
     return trip
 
 
 def chain_tails(shop: Shop) -> np.ndarray:
-    """Class -> time from the start of an operation to the end of its chain, if nothing else stood in its way."""
+    """Return class -> minimum time from the start of an operation to the end of its chain."""
     tail = shop.duration.copy()
-    for own in sorted(range(len(tail)), key=lambda own: (shop.kind[own] != W, -own)):
-        for following in (shop.after[own], shop.leaf[own]):
+    for c in sorted(range(len(tail)), key=lambda c: (shop.kind[c] != W, -c)):
+        for following in (shop.after[c], shop.leaf[c]):
             if following != NONE:
-                tail[own] = max(tail[own], shop.duration[own] + shop.lag[following] + tail[following])
+                tail[c] = max(tail[c], shop.duration[c] + shop.lag[following] + tail[following])
     return tail
 
 
 @njit(cache=True)
 def schedule(shop: Shop, limit: float, rules: Rules) -> tuple[np.ndarray, float]:
-    """An order under the memory limit and its makespan. The limit has to hold one micro-batch of every forward class of
-    a device (`fits`)."""
+    """Return an order under the memory limit and its makespan. The limit must satisfy `fits`."""
     devices, classes = shop.of_device.shape[0], len(shop.micro_batches)
     length = len(shop.class_of) // devices
     order, end = np.empty((devices, length), np.int64), np.empty(len(shop.class_of))
     begun, held = np.zeros(classes, np.int64), np.zeros(classes, np.int64)
     filled, free, room = np.zeros(devices, np.int64), np.zeros(devices), np.full(devices, limit * (1 + TOLERANCE))
-    ready = np.full(classes, np.inf)  # when the data of a class's next operation are there
-    for own in range(classes):
-        if shop.before[own] == NONE:
-            ready[own] = 0.0
+    ready = np.full(classes, np.inf)  # when the input of a class's next operation is available
+    for c in range(classes):
+        if shop.before[c] == NONE:
+            ready[c] = 0.0
     forward = _forwards(shop)
     next_start, next_class = np.full(devices, np.inf), np.full(devices, NONE)
     for each in range(devices):
         next_class[each], next_start[each] = _choose(shop, rules, each, begun, held, ready, 0.0, room[each])
     for _ in range(devices * length):
         device = np.argmin(next_start)
-        own, start = next_class[device], next_start[device]
-        micro_batch = begun[own]
-        begun[own] += 1
-        order[device, filled[device]] = shop.first[own] + micro_batch
+        c, start = next_class[device], next_start[device]
+        micro_batch = begun[c]
+        begun[c] += 1
+        order[device, filled[device]] = shop.first[c] + micro_batch
         filled[device] += 1
-        room[device] += shop.releases[own] - shop.acquires[own]
-        held[own] += shop.kind[own] == F
-        held[forward[own]] -= forward[own] != NONE
-        free[device] = end[shop.first[own] + micro_batch] = start + shop.duration[own]
-        _next_ready(shop, own, begun, ready, end)
+        room[device] += shop.releases[c] - shop.acquires[c]
+        held[c] += shop.kind[c] == F
+        held[forward[c]] -= forward[c] != NONE
+        free[device] = end[shop.first[c] + micro_batch] = start + shop.duration[c]
+        _next_ready(shop, c, begun, ready, end)
         woken = device
-        for following in (shop.leaf[own], shop.after[own]):
+        for following in (shop.leaf[c], shop.after[c]):
             if following != NONE and begun[following] == micro_batch:
                 ready[following] = free[device] + shop.lag[following]
                 woken = shop.device[following]
@@ -95,30 +94,32 @@ def schedule(shop: Shop, limit: float, rules: Rules) -> tuple[np.ndarray, float]
 
 @njit(cache=True)
 def _forwards(shop: Shop) -> np.ndarray:
-    """For a class that ends an activation's life the forward class that began it, else NONE. Forwards of a model that
-    only scores end it themselves."""
+    """Return, for each class that frees an activation, the forward class that created it; else NONE.
+
+    Forwards of a score-only model free their own activation.
+    """
     forward = np.full(len(shop.micro_batches), NONE)
-    trains = np.zeros(len(shop.micro_batches), np.bool_)  # lane -> whether it has backwards
+    trains = np.zeros(len(shop.micro_batches), np.bool_)  # lane -> it has backwards
     trains[shop.lane[shop.kind == B]] = True
-    for own in range(len(shop.micro_batches)):
-        if shop.releases[own] > 0 or (shop.kind[own] != F and shop.leaf[own] == NONE):
-            backward = shop.before[own] if shop.kind[own] == W else own
+    for c in range(len(shop.micro_batches)):
+        if shop.releases[c] > 0 or (shop.kind[c] != F and shop.leaf[c] == NONE):
+            backward = shop.before[c] if shop.kind[c] == W else c
             at, steps = backward, 0
             while shop.kind[at] == B:
                 at, steps = shop.before[at], steps + 1
-            forward[own] = at - steps + 1
-        elif not trains[shop.lane[own]]:
-            forward[own] = own
+            forward[c] = at - steps + 1
+        elif not trains[shop.lane[c]]:
+            forward[c] = c
     return forward
 
 
 @njit(cache=True)
-def _next_ready(shop: Shop, own: int, begun: np.ndarray, ready: np.ndarray, end: np.ndarray) -> None:
-    before, micro_batch = shop.before[own], begun[own]
-    if micro_batch == shop.micro_batches[own] or (before != NONE and begun[before] <= micro_batch):
-        ready[own] = np.inf
+def _next_ready(shop: Shop, c: int, begun: np.ndarray, ready: np.ndarray, end: np.ndarray) -> None:
+    before, micro_batch = shop.before[c], begun[c]
+    if micro_batch == shop.micro_batches[c] or (before != NONE and begun[before] <= micro_batch):
+        ready[c] = np.inf
     elif before != NONE:
-        ready[own] = end[shop.first[before] + micro_batch] + shop.lag[own]
+        ready[c] = end[shop.first[before] + micro_batch] + shop.lag[c]
 
 
 @njit(cache=True)
@@ -132,47 +133,47 @@ def _choose(
     free: float,
     room: float,
 ) -> tuple[int, float]:
-    """The class that a device runs next as things stand, and when; infinity where nothing can become ready."""
-    for own in shop.of_device[device]:
-        if shop.kind[own] == F and held[own] == 0 and begun[own] < shop.micro_batches[own]:
-            room -= shop.acquires[own]
+    """Return the class that a device runs next and its start time; infinity if no class can become ready."""
+    for c in shop.of_device[device]:
+        if shop.kind[c] == F and held[c] == 0 and begun[c] < shop.micro_batches[c]:
+            room -= shop.acquires[c]
     earliest = np.inf
-    for own in shop.of_device[device]:
-        if ready[own] < earliest and _admitted(shop, rules, own, held, room):
-            earliest = ready[own]
+    for c in shop.of_device[device]:
+        if ready[c] < earliest and _admitted(shop, rules, c, held, room):
+            earliest = ready[c]
     earliest = max(earliest, free)
     chosen, best, start = NONE, -np.inf, np.inf
     if earliest == np.inf:
         return chosen, start
-    for own in shop.of_device[device]:
-        if ready[own] <= earliest + rules.patience and _admitted(shop, rules, own, held, room):
-            wait = max(0.0, ready[own] - earliest)
-            priority = rules.level[own] + rules.slope[own] * (shop.micro_batches[own] - 1 - begun[own]) - wait
-            priority += rules.pressure[own] * held[own]
+    for c in shop.of_device[device]:
+        if ready[c] <= earliest + rules.patience and _admitted(shop, rules, c, held, room):
+            wait = max(0.0, ready[c] - earliest)
+            priority = rules.level[c] + rules.slope[c] * (shop.micro_batches[c] - 1 - begun[c]) - wait
+            priority += rules.pressure[c] * held[c]
             if priority > best:
-                chosen, best, start = own, priority, earliest + wait
+                chosen, best, start = c, priority, earliest + wait
     return chosen, start
 
 
 @njit(cache=True, inline="always")
-def _admitted(shop: Shop, rules: Rules, own: int, held: np.ndarray, room: float) -> bool:
-    """Whether quota and memory let the class's next operation start; what it has reserved needs no room."""
-    return shop.kind[own] != F or held[own] == 0 or (held[own] < rules.quota[own] and shop.acquires[own] <= room)
+def _admitted(shop: Shop, rules: Rules, c: int, held: np.ndarray, room: float) -> bool:
+    """Return whether quota and memory allow the class's next operation; its first micro-batch is reserved."""
+    return shop.kind[c] != F or held[c] == 0 or (held[c] < rules.quota[c] and shop.acquires[c] <= room)
 
 
 MAX_KEPT = 6
-FRESH_SHARE = 0.3  # share of draws that owe nothing to those before
+FRESH_SHARE = 0.3  # fraction of draws with fresh random settings
 SHARED = 4
-"""Settings that all pipelines share; then come bias, slope, pressure of each, and a quota where backwards are
-whole: with W as a filler quotas gain nothing, and a larger space is searched more slowly."""
-NO_QUOTA = 5.0  # quotas are exp(this) times what is in flight in a steady state
+"""Number of settings shared by all pipelines. Bias, slope and pressure of each pipeline follow, and its quota if
+backwards are not split: with W as a filler, quotas do not help and only enlarge the search space."""
+NO_QUOTA = 5.0  # quotas are exp(this) times the micro-batches in flight in a steady state
 
 
 class Found(NamedTuple):
-    """A schedule and how good it is."""
+    """A schedule and its quality."""
 
     score: tuple[float, ...]
-    """Less is better; the last entry tells equals apart, later before earlier, so that plateaus are walked."""
+    """Lower is better. The last entry breaks ties in favour of later draws, so that the search moves along plateaus."""
     settings: np.ndarray
     order: np.ndarray
     makespan: float
@@ -180,7 +181,7 @@ class Found(NamedTuple):
 
 
 class Draws:
-    """List schedules whose rules get better by trying."""
+    """Random search over the rules of list scheduling."""
 
     def __init__(self, shop: Shop, seed: int):
         self.shop, self.rng = shop, np.random.default_rng(seed)
@@ -204,8 +205,10 @@ class Draws:
         score: Callable[[float, float], tuple[float, ...]],
         settings: np.ndarray | None = None,
     ) -> Found:
-        """One more schedule under a memory limit, by these settings or by some at random. `score` of makespan and peak
-        memory decides what is kept."""
+        """Build a schedule under a memory limit from `settings`, or from random ones.
+
+        `score` of (makespan, peak memory) decides which schedules are kept.
+        """
         self.drawn += 1
         if settings is None:
             fresh = len(self.best) < MAX_KEPT or self.rng.random() < FRESH_SHARE
@@ -218,7 +221,7 @@ class Draws:
         return found
 
     def rescore(self, score: Callable[[float, float], tuple[float, ...]]) -> None:
-        """Rank what is kept by another score."""
+        """Rank the kept schedules by another score."""
         self.best = [each._replace(score=(*score(each.makespan, each.peak), each.score[-1])) for each in self.best]
         self.best.sort(key=lambda each: each.score)
 
@@ -267,11 +270,11 @@ class Draws:
 
 
 def _upper_chunks(shop: Shop) -> np.ndarray:
-    """1 for forwards of a pipeline's second chunk on their device, else 0."""
+    """Return 1 for forwards of a pipeline's second chunk on its device, else 0."""
     upper, seen = np.zeros(len(shop.micro_batches)), set()
-    for own in range(len(shop.micro_batches)):
-        if shop.kind[own] == F:
-            place = (shop.lane[own], shop.device[own])
-            upper[own] = place in seen
+    for c in range(len(shop.micro_batches)):
+        if shop.kind[c] == F:
+            place = (shop.lane[c], shop.device[c])
+            upper[c] = place in seen
             seen.add(place)
     return upper

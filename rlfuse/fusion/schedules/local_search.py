@@ -1,4 +1,4 @@
-"""Heads and tails of an order, kept exact while neighbours on a device are exchanged: a new makespan is O(1)."""
+"""Local search over orders: tabu search and annealing. Heads and tails stay exact, so a new makespan is O(1)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class State(NamedTuple):
     position: np.ndarray  # operation -> place in its device's row
     head: np.ndarray
     tail: np.ndarray
-    queue: np.ndarray  # operations to look at again; a ring
+    queue: np.ndarray  # operations to update; a ring buffer
     queued: np.ndarray
 
 
 @njit(cache=True)
 def state_of(shop: Shop, order: np.ndarray) -> State:
-    """For an order that isn't stuck."""
+    """Return the state of an order without deadlock."""
     size = len(shop.class_of)
     position = np.empty(size, np.int64)
     for device in range(order.shape[0]):
@@ -39,41 +39,41 @@ def state_of(shop: Shop, order: np.ndarray) -> State:
 
 @njit(cache=True)
 def data_before(shop: Shop, state: State, operation: int) -> tuple[int, float]:
-    """The data predecessor, or NONE, and when its result is there."""
-    own = shop.class_of[operation]
-    before = shop.before[own]
+    """Return the data predecessor (or NONE) and the time when its result is available."""
+    c = shop.class_of[operation]
+    before = shop.before[c]
     if before == NONE:
         return NONE, 0.0
-    previous = shop.first[before] + operation - shop.first[own]
-    return previous, state.head[previous] + shop.duration[before] + shop.lag[own]
+    previous = shop.first[before] + operation - shop.first[c]
+    return previous, state.head[previous] + shop.duration[before] + shop.lag[c]
 
 
 @njit(cache=True)
 def end_before(shop: Shop, state: State, operation: int) -> float:
-    """End of what the device runs before it."""
-    own = shop.class_of[operation]
+    """Return the end of the previous operation on the device."""
+    c = shop.class_of[operation]
     place = state.position[operation]
     if place == 0:
         return 0.0
-    previous = state.order[shop.device[own], place - 1]
+    previous = state.order[shop.device[c], place - 1]
     return state.head[previous] + shop.duration[shop.class_of[previous]]
 
 
 @njit(cache=True)
 def data_tail(shop: Shop, state: State, operation: int) -> float:
-    """Longest path behind an operation over those that need its result."""
-    own = shop.class_of[operation]
+    """Return the longest path after an operation through the operations that need its result."""
+    c = shop.class_of[operation]
     longest = 0.0
-    for following in (shop.after[own], shop.leaf[own]):
+    for following in (shop.after[c], shop.leaf[c]):
         if following != NONE:
-            later = shop.first[following] + operation - shop.first[own]
+            later = shop.first[following] + operation - shop.first[c]
             longest = max(longest, shop.lag[following] + shop.duration[following] + state.tail[later])
     return longest
 
 
 @njit(cache=True)
 def device_tail(shop: Shop, state: State, operation: int) -> float:
-    """Longest path behind an operation over what its device runs next."""
+    """Return the longest path after an operation through the next operation of its device."""
     device = shop.device[shop.class_of[operation]]
     place = state.position[operation] + 1
     if place == state.order.shape[1]:
@@ -89,18 +89,18 @@ def _tail(shop: Shop, state: State, operation: int) -> float:
 
 @njit(cache=True)
 def exchangeable(shop: Shop, state: State, u: int, v: int) -> bool:
-    """Whether v may run before u, its neighbour, without a cycle: no path leads from u to v but the direct one."""
-    own, other = shop.class_of[u], shop.class_of[v]
-    if own == other:
+    """Return whether neighbours u and v can be exchanged without a cycle: no indirect path leads from u to v."""
+    c, other = shop.class_of[u], shop.class_of[v]
+    if c == other:
         return False
     previous, _ = data_before(shop, state, v)
     if previous == u:
         return False
     if previous == NONE:
         return True
-    for following in (shop.after[own], shop.leaf[own]):
+    for following in (shop.after[c], shop.leaf[c]):
         if following != NONE:
-            later = shop.first[following] + u - shop.first[own]
+            later = shop.first[following] + u - shop.first[c]
             if state.head[previous] >= state.head[later]:
                 return False
     return True
@@ -108,7 +108,7 @@ def exchangeable(shop: Shop, state: State, u: int, v: int) -> bool:
 
 @njit(cache=True)
 def through(shop: Shop, state: State, u: int, v: int) -> float:
-    """Longest path through u or v once v runs before u."""
+    """Return the longest path through u or v once v runs before u."""
     long_u, long_v = shop.duration[shop.class_of[u]], shop.duration[shop.class_of[v]]
     _, ready_u = data_before(shop, state, u)
     _, ready_v = data_before(shop, state, v)
@@ -121,7 +121,7 @@ def through(shop: Shop, state: State, u: int, v: int) -> float:
 
 @njit(cache=True)
 def exchange(shop: Shop, state: State, u: int, v: int) -> None:
-    """Let v run before u, and bring all heads and tails up to date."""
+    """Exchange u and v so that v runs first, and update all heads and tails."""
     device, place = shop.device[shop.class_of[u]], state.position[u]
     state.order[device, place], state.order[device, place + 1] = v, u
     state.position[v], state.position[u] = place, place + 1
@@ -144,17 +144,17 @@ def _update_heads(shop: Shop, state: State, u: int, v: int) -> None:
         operation = state.queue[read]
         read, left = (read + 1) % size, left - 1
         state.queued[operation] = False
-        own = shop.class_of[operation]
+        c = shop.class_of[operation]
         _, ready = data_before(shop, state, operation)
         head = max(ready, end_before(shop, state, operation))
         if head == state.head[operation]:
             continue
         state.head[operation] = head
         place = state.position[operation] + 1
-        later = state.order[shop.device[own], place] if place < length else NONE
-        for following in (shop.after[own], shop.leaf[own]):
+        later = state.order[shop.device[c], place] if place < length else NONE
+        for following in (shop.after[c], shop.leaf[c]):
             if following != NONE:
-                left = _push(state, read, left, shop.first[following] + operation - shop.first[own])
+                left = _push(state, read, left, shop.first[following] + operation - shop.first[c])
         if later != NONE:
             left = _push(state, read, left, later)
 
@@ -174,21 +174,21 @@ def _update_tails(shop: Shop, state: State, u: int, v: int) -> None:
         operation = state.queue[read]
         read, left = (read + 1) % size, left - 1
         state.queued[operation] = False
-        own = shop.class_of[operation]
+        c = shop.class_of[operation]
         tail = _tail(shop, state, operation)
         if tail == state.tail[operation]:
             continue
         state.tail[operation] = tail
-        if shop.before[own] != NONE:
-            left = _push(state, read, left, shop.first[shop.before[own]] + operation - shop.first[own])
+        if shop.before[c] != NONE:
+            left = _push(state, read, left, shop.first[shop.before[c]] + operation - shop.first[c])
         place = state.position[operation]
         if place > 0:
-            left = _push(state, read, left, state.order[shop.device[own], place - 1])
+            left = _push(state, read, left, state.order[shop.device[c], place - 1])
 
 
 @njit(cache=True)
 def _push(state: State, read: int, left: int, operation: int) -> int:
-    """Queue an operation unless it is queued; the new length of the queue."""
+    """Queue an operation unless it is queued, and return the new length of the queue."""
     if state.queued[operation]:
         return left
     state.queued[operation] = True
@@ -200,18 +200,18 @@ def _push(state: State, read: int, left: int, operation: int) -> int:
 def tabu(
     shop: Shop, state: State, target: float, limit: float, steps: int, tenure: int, seed: int, stop: np.ndarray
 ) -> tuple[np.ndarray, float]:
-    """The shortest order that `state` takes in so many steps, and its makespan; at `target` it stops,
-    and when another thread sets `stop[0]`.
+    """Run tabu search from `state` and return the shortest order found and its makespan.
 
-    No device ever holds more than `limit`. An exchange is not undone for `tenure` to twice as many steps, unless the
-    longest path through the pair gets shorter than the best makespan.
+    It stops after `steps`, at makespan `target`, or when another thread sets `stop[0]`. No device ever holds more than
+    `limit`. An exchange is not undone for `tenure` to 2 * `tenure` steps, unless the longest path through the pair
+    becomes shorter than the best makespan.
     """
     np.random.seed(seed)
     held = held_before(shop, state.order)
-    place_of = np.empty(len(shop.micro_batches), np.int64)  # of a class among those of its device
+    place_of = np.empty(len(shop.micro_batches), np.int64)  # position of a class among those of its device
     for row in shop.of_device:
         place_of[row] = np.arange(len(row))
-    until = np.zeros((len(shop.class_of), shop.of_device.shape[1]), np.int64)  # when it may pass one of a class again
+    until = np.zeros((len(shop.class_of), shop.of_device.shape[1]), np.int64)  # (operation, class) -> end of its tabu
     now = best = _longest(shop, state)
     order = state.order.copy()
     for step in range(steps):
@@ -220,8 +220,8 @@ def tabu(
         u, v = _chosen(shop, state, held, limit * (1 + TOLERANCE), until, place_of, step, now, best)
         if u == NONE:
             continue
-        own, other = shop.class_of[u], shop.class_of[v]
-        device, place = shop.device[own], state.position[u]
+        c, other = shop.class_of[u], shop.class_of[v]
+        device, place = shop.device[c], state.position[u]
         held[device, place + 1] = held[device, place] + shop.acquires[other] - shop.releases[other]
         until[u, place_of[other]] = step + 1 + tenure + np.random.randint(tenure + 1)
         exchange(shop, state, u, v)
@@ -254,20 +254,22 @@ def _chosen(
     now: float,
     best: float,
 ) -> tuple[int, int]:
-    """Of the pairs on a longest path the one through which paths are shortest once exchanged. Where all are tabu, the
-    one that is so for the shortest time; NONE where memory and data leave none."""
+    """Return the pair on a longest path whose exchange gives the shortest paths.
+
+    If all pairs are tabu, return the one that is tabu for the shortest time; NONE if memory and data allow no exchange.
+    """
     slack = TOLERANCE * now
     first, second, least = NONE, NONE, np.inf
     v = _any_last(shop, state, now - slack)
     while v != NONE:
-        own, place = shop.class_of[v], state.position[v]
+        c, place = shop.class_of[v], state.position[v]
         data, ready = data_before(shop, state, v)
         by_device = end_before(shop, state, v) >= state.head[v] - slack and place > 0
         by_data = data != NONE and ready >= state.head[v] - slack
-        u = state.order[shop.device[own], place - 1] if by_device else NONE
-        fits = by_device and _fits(shop, held[shop.device[own], place - 1], u, v, limit)
+        u = state.order[shop.device[c], place - 1] if by_device else NONE
+        fits = by_device and _fits(shop, held[shop.device[c], place - 1], u, v, limit)
         if fits and exchangeable(shop, state, u, v):
-            cost = through(shop, state, u, v) + slack * np.random.random()  # equals at random
+            cost = through(shop, state, u, v) + slack * np.random.random()  # break ties at random
             free = until[v, place_of[shop.class_of[u]]]
             if free > step and cost > best:
                 cost += free * now
@@ -279,7 +281,7 @@ def _chosen(
 
 @njit(cache=True)
 def _any_last(shop: Shop, state: State, latest: float) -> int:
-    """One of the operations that end last on their device, at this time at least."""
+    """Return a random operation among the last ones of their devices that end at `latest` or later."""
     chosen, seen = NONE, 0
     for row in state.order:
         if state.head[row[-1]] + shop.duration[shop.class_of[row[-1]]] >= latest:
@@ -291,19 +293,18 @@ def _any_last(shop: Shop, state: State, latest: float) -> int:
 
 @njit(cache=True)
 def _fits(shop: Shop, held: float, u: int, v: int, limit: float) -> bool:
-    own, other = shop.class_of[u], shop.class_of[v]
+    c, other = shop.class_of[u], shop.class_of[v]
     with_v = held + shop.acquires[other]
-    return with_v <= limit and with_v - shop.releases[other] + shop.acquires[own] <= limit
+    return with_v <= limit and with_v - shop.releases[other] + shop.acquires[c] <= limit
 
 
 COOLING = ((0.3, 0.03), (0.5, 0.1), (1.5, 0.1))
-"""Pairs of first and last temperature, in units of the largest activation of a micro-batch.
-
-Which of them gets stuck on an instance is chance, so a search tries one after the other."""
+"""Pairs of initial and final temperature, in units of the largest activation of a micro-batch. They are tried in order,
+since none of them is best on all instances."""
 
 EDGE = 0.5
-"""Beside what it holds above the goal every forward costs so much more of an activation: sizes of several models add up
-to sums just above a goal, which no temperature would see."""
+"""Extra energy of a forward above the goal, in activations. Sizes of several models can add up to sums just above a
+goal, whose excess alone would be too small for any temperature."""
 
 
 @njit(cache=True, nogil=True)
@@ -318,8 +319,11 @@ def anneal(
     seed: int,
     stop: np.ndarray,
 ) -> float:
-    """Change `state` until no device holds more than `goal`, or proposals run out; returns the energy left. It ends,
-    too, when another thread sets `stop[0]`. No order on the way has a makespan above `longest`."""
+    """Anneal `state` until no device holds more than `goal`, and return the remaining energy.
+
+    It also stops after `proposals`, or when another thread sets `stop[0]`. No intermediate order has a makespan above
+    `longest`.
+    """
     np.random.seed(seed)
     devices, length = state.order.shape
     edge = EDGE * shop.acquires.max()
@@ -335,11 +339,11 @@ def anneal(
         temperature *= cooling
         device, place = np.random.randint(devices), np.random.randint(length - 1)
         u, v = state.order[device, place], state.order[device, place + 1]
-        own, other = shop.class_of[u], shop.class_of[v]
-        if own == other:
+        c, other = shop.class_of[u], shop.class_of[v]
+        if c == other:
             continue
-        held, gets_u, gets_v = before[device, place], shop.acquires[own], shop.acquires[other]
-        between, new_between = held + gets_u - shop.releases[own], held + gets_v - shop.releases[other]
+        held, gets_u, gets_v = before[device, place], shop.acquires[c], shop.acquires[other]
+        between, new_between = held + gets_u - shop.releases[c], held + gets_v - shop.releases[other]
         change = _excess(held, gets_v, goal, edge) + _excess(new_between, gets_u, goal, edge)
         change -= _excess(held, gets_u, goal, edge) + _excess(between, gets_v, goal, edge)
         if change > 0 and np.random.random() >= np.exp(-change / temperature):
@@ -356,7 +360,7 @@ def anneal(
 
 @njit(cache=True)
 def _excess(held: float, gets: float, goal: float, edge: float) -> float:
-    """What a forward that gets so much costs: 0 within the goal, else what is above it and the edge."""
+    """Return the energy of a forward that acquires `gets`: 0 within the goal, else its excess plus the edge."""
     above = held + gets - goal * (1 + TOLERANCE)
     return above + edge if gets > 0 and above > 0 else 0.0
 

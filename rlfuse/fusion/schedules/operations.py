@@ -1,4 +1,4 @@
-"""What a pipeline schedule is made of: words that the search, the executor and pictures have in common. Plain data."""
+"""Operations of pipeline schedules, shared by search, executor and plots. Plain data."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ Kind = Literal["F", "B", "W", "H"]
 
 
 class Operation(NamedTuple):
-    """One stage of one pipeline of a model works on one micro-batch.
+    """The work of one stage of one pipeline of a model on one micro-batch.
 
-    kind: `F` forward; `B` backward, of inputs alone where the backward pass is split, else whole; `W` the gradients of
-    weights, where it is split; `H` a share of the head, where all devices of a pipeline have one: they compute it
-    together, forward and backward. stage: of the pipeline, or chunk-stage where devices hold several chunks; of `H` the
-    device's first.
+    kind: `F` forward; `B` backward (of inputs only, if the backward pass is split); `W` gradients of weights, if it is
+    split; `H` forward and backward of one share of a head that all devices of a pipeline compute jointly. stage: of the
+    pipeline, or chunk-stage if devices hold several chunks; for `H`, the first stage of the device.
     """
 
     model: str
@@ -24,26 +23,27 @@ class Operation(NamedTuple):
 
 
 def direction_of(model: str, split: bool) -> Literal["down", "up"]:
-    """Opposite for actor and critic, so that one's first stages fill the bubbles of the other's last ones.
+    """Return the direction of a model's pipelines.
 
-    For the reference the one in which it fills more beside the actor: searched for 2 to 8 stages and as many or
-    twice as many micro-batches, `up` is shorter by about a tenth where weights' gradients are apart, else `down`.
+    Actor and critic run in opposite directions, so that the first stages of one fill the bubbles of the other's last
+    stages. The reference model uses the direction with shorter searched schedules, for 2 to 8 stages and 1x or 2x as
+    many micro-batches: `up` (by about 10 %) if the backward pass is split, else `down`.
     """
     return "up" if model == "critic" or (model == "ref" and split) else "down"
 
 
 def place_of(stage: int, stages: int, placement: str) -> int:
-    """Of a (chunk-)stage, the device, counted from that of stage 0; a pipeline has as many devices as `stages`.
+    """Return the device of a (chunk-)stage, relative to that of stage 0, for a pipeline on `stages` devices.
 
-    `placement`: `v`, there and back (Qi et al. 2024, arXiv 2405.15362), or `interleaved`, round and round (Narayanan et
-    al. 2021, arXiv 2104.04473). Example: of 2 devices stages 0 .. 3 stand on 0, 1, 1, 0 or on 0, 1, 0, 1.
+    `placement`: `v`, V-shaped (Qi et al. 2024, arXiv 2405.15362), or `interleaved` (Narayanan et al. 2021,
+    arXiv 2104.04473). Example: on 2 devices, stages 0 .. 3 are on 0, 1, 1, 0 (`v`) or on 0, 1, 0, 1 (`interleaved`).
     """
     turn, place = divmod(stage, stages)
     return place if placement == "interleaved" or turn % 2 == 0 else stages - 1 - place
 
 
 def shared_head(head: Operation) -> Operation:
-    """What names the `H` of all devices that compute one head together."""
+    """Return the key shared by the `H` of all devices that compute one head jointly."""
     return head._replace(stage=0)
 
 

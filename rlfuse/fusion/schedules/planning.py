@@ -1,7 +1,7 @@
-"""Plan the schedule that a run trains by, from the measured durations of its operations.
+"""Plan pipeline schedules from the measured durations of operations.
 
-A schedule is kept until rates, micro-batch counts or a duration (by `DRIFT`) change. Micro-batches that a model only
-scores are a model without backward to the search.
+A schedule is reused until rates, micro-batch counts or a duration (by more than `DRIFT`) change. In the search,
+micro-batches that are only scored belong to a separate model without backward.
 """
 
 from __future__ import annotations
@@ -20,39 +20,40 @@ from rlfuse.fusion.schedules.schedule import Timed, timed
 from rlfuse.fusion.schedules.search import search
 
 DRIFT = 0.2
-MAX_DURATIONS = 64  # last durations of each operation
+MAX_DURATIONS = 64  # latest durations of each operation
 SEARCH_S = 2.0
-SCORED = " (scored)"  # behind the name of a model whose micro-batches have no backward
-Key = tuple[tuple[tuple[str, int], ...], ...]  # micro-batches of each model, trained on and scored
+SCORED = " (scored)"  # suffix of a model whose micro-batches have no backward
+Key = tuple[tuple[tuple[str, int], ...], ...]  # micro-batches of each model: trained, and only scored
 GUESS: dict[Kind, float] = {"F": 1.0, "B": 2.0, "W": 1.0, "H": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A schedule, and what it should take."""
+    """A schedule with its predicted times."""
 
     rows: Rows
-    times: tuple[tuple[tuple[float, float], ...], ...]  # device -> (start, end) of each operation, in s
-    serial_s: float  # the same work in 1F1B, one model after the other, and then the passes that score
+    times: tuple[tuple[tuple[float, float], ...], ...]  # device -> (start, end) of each operation, in seconds
+    serial_s: float  # seconds of the same work in serial 1F1B, scoring passes included
     trained: Mapping[str, int] = field(default_factory=dict)  # model -> micro-batches that it trains on
 
     @property
     def seconds(self) -> float:
-        """Of the whole schedule; 0 while nothing was measured."""
+        """Return the predicted seconds of the schedule; 0 before anything was measured."""
         return max((row[-1][1] for row in self.times), default=0.0)
 
     def planned_operation(self, operation: Operation) -> Operation:
-        """Under the name by which the planner knows its duration."""
+        """Return the operation under which the planner records its duration."""
         if operation.micro_batch < self.trained.get(operation.model, 0):
             return operation
         return operation._replace(model=operation.model + SCORED)
 
 
 class Planner:
-    """`training`: `fused` searches, `serial` is 1F1B of one model after the other, backward whole, one stage a device.
+    """Planner of the pipeline schedules of a run.
 
-    `memory_cap`: activations on a device, relative to `serial`; None: as many as there are. `chunks`: of a stage.
-    `vocabulary`: devices share the heads of all models but the critic.
+    training: `fused` searches a schedule; `serial` is 1F1B, one model after the other, with unsplit backward passes and
+    one stage per device. memory_cap: activations per device relative to `serial`; None: unlimited. chunks: per device.
+    vocabulary: devices share the heads of all models except the critic.
     """
 
     def __init__(
@@ -75,8 +76,7 @@ class Planner:
         self._rates: tuple[float, ...] = ()
 
     def replan(self, rates: Sequence[float]) -> None:
-        """Schedules are searched for devices with these rates from now on. What was measured on a device while its real
-        rate was not known yet is forgotten."""
+        """Search schedules for these device rates from now on, and forget durations measured under other rates."""
         before, self._rates = self._rates or (1.0,) * self.stages, tuple(rates)
         self.forget(device for device, rate in enumerate(rates) if rate != before[device])
 
@@ -87,18 +87,18 @@ class Planner:
                 del self._seconds[key]
 
     def learn(self, operation: Operation, seconds: float) -> None:
-        """It took so long, without its wait for a peer (`Plan.planned_operation`), or would have on a device as expected."""
+        """Record the duration of a `Plan.planned_operation`, without waits and normalised by the device's rate."""
         self._seconds[operation.model, operation.stage, operation.kind].append(seconds)
 
     def stage_seconds(self, model: str) -> list[float] | None:
-        """Of each stage of a model that is trained, forward and backward of a micro-batch; None until all are known."""
+        """Return forward plus backward seconds of a micro-batch per stage of a trained model; None if unknown."""
         keys = [[(model, stage, kind) for kind in self._kinds] for stage in range(self.stages * self.chunks)]
         if not all(self._seconds.get(key) for stage in keys for key in stage):
             return None
         return [sum(median(self._seconds[key]) for key in stage) for stage in keys]
 
     def plan(self, trained: Mapping[str, int], scored: Mapping[str, int] | None = None) -> Plan:
-        """The schedule for so many micro-batches of each model; searched if there is none or its times are old."""
+        """Return the schedule for these micro-batches per model; search it if there is none or durations drifted."""
         key: Key = tuple(tuple(sorted(each.items())) for each in (trained, scored or {}))
         problem = self.problem(trained, scored)
         if key not in self._plans or _drifted(self._plans[key][0], problem):
@@ -111,7 +111,7 @@ class Planner:
 
     def _search(self, problem: Problem) -> Rows:
         heads = self._heads(problem)
-        alone = len(problem.models) == 1 and not self.split and self.chunks == 1  # 1F1B is as short as any
+        alone = len(problem.models) == 1 and not self.split and self.chunks == 1  # 1F1B is optimal
         if self.training == "serial" or (heads and alone):
             rows = _serial(problem)
         else:
@@ -132,7 +132,7 @@ class Planner:
         return sum(max(row[-1].end for row in self._timed(*part)) for part in parts)
 
     def _heads(self, problem: Problem) -> dict[str, float]:
-        """Model -> what its devices take for a micro-batch's head together, where they share it."""
+        """Return model -> seconds of a micro-batch's shared head."""
         policies = [each.name for each in problem.models if each.name.removesuffix(SCORED) != "critic"]
         slowest = max(self._rates, default=1.0)
         return {
@@ -175,7 +175,7 @@ class Planner:
         return tuple(self._typical(name, stage, kind) for stage in range(self.stages * self.chunks))
 
     def _typical(self, model: str, stage: int, kind: Kind) -> float:
-        """To two digits: noise is no reason for another schedule."""
+        """Return the median duration, rounded to two digits so that noise does not change the schedule."""
         seconds = self._seconds.get((model, stage, kind))
         if seconds:
             return max(float(f"{median(seconds):.1e}"), 1e-6)
@@ -187,7 +187,7 @@ class Planner:
 
 
 def planner_of(config: Config) -> Planner:
-    """As the job has it."""
+    """Return the planner that the configuration describes."""
     training = config.training
     return Planner(
         training.pipeline_parallel_size,
@@ -210,7 +210,7 @@ def _serial(problem: Problem) -> Rows:
 
 
 def _executed_operation(operation: Operation, trained: Mapping[str, int]) -> Operation:
-    """As the executor knows it: one model, whose scored micro-batches come behind those that it trains on."""
+    """Return the operation as the executor numbers it: scored micro-batches follow those that are trained."""
     model = operation.model.removesuffix(SCORED)
     if model == operation.model:
         return operation
@@ -225,5 +225,5 @@ def _drifted(before: Problem, now: Problem) -> bool:
                     yield problem.duration(model, 0, stage, kind)
 
     old, new = list(times(before)), list(times(now))
-    scale = sum(new) / sum(old)  # all of them alike changes no schedule
+    scale = sum(new) / sum(old)  # a common factor changes no schedule
     return any(abs(b / (a * scale) - 1) > DRIFT for a, b in zip(old, new, strict=True))

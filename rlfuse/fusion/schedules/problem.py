@@ -1,7 +1,7 @@
-"""The scheduling problem: the pipelines of one or more models on one row of devices, for one optimizer step.
+"""The scheduling problem: pipelines of one or more models on the same devices, for one optimizer step.
 
-Pipeline p of a model with S stages is on devices p*S .. p*S+S-1, stage 0 first when its direction is `down`, last when
-it is `up`; chunk-stages are placed by `operations.place_of`. Times share one unit, and so do activations.
+Pipeline p of a model with S stages uses devices p*S .. p*S+S-1, with stage 0 first if its direction is `down` and last
+if it is `up`; chunk-stages are placed by `operations.place_of`. All times share one unit, and so do all activations.
 """
 
 from __future__ import annotations
@@ -15,53 +15,53 @@ from rlfuse.fusion.schedules.operations import Kind, place_of
 
 
 class ScheduleError(InputError):
-    """A problem or a schedule that can't be used as it stands. The message is for the person who wrote it."""
+    """Raised for an invalid problem or schedule, with a message for its author."""
 
 
 Times = float | tuple[float, ...]
-"""One number for all stages, or one for each, or for each chunk-stage."""
+"""One number for all stages, or one per stage or chunk-stage."""
 PER_STAGE = "forward", "backward", "activation"
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One model that trains or scores: its pipelines, and what a micro-batch costs on each stage."""
+    """One model that trains or scores: its pipelines and the cost of a micro-batch per stage."""
 
     name: str
     stages: int
     micro_batches: int
-    """Of each pipeline."""
+    """Number per pipeline."""
     forward: Times
     backward: Times | None
-    """Whole: gradients of inputs and of weights. None: it only scores, which keeps no activation."""
+    """Time for the gradients of inputs and weights. None: a score-only model, which keeps no activations."""
     pipelines: int = 1
     activation: Times = 1.0
-    """What a micro-batch keeps from the start of its forward to the end of its backward (of `W` where split)."""
+    """Memory of a micro-batch from the start of its forward to the end of its backward (of `W` if split)."""
     direction: Literal["down", "up"] = "down"
     weight_gradient: float = 0.5
-    """W's share of `backward` where the backward pass is split."""
+    """Fraction of `backward` spent in W if the backward pass is split."""
     chunks_per_device: int | None = None
-    """None: the problem's."""
+    """None: as the problem."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Models that share devices. Raises ScheduleError where fields don't go together."""
+    """Models that share devices. Raises ScheduleError for inconsistent fields."""
 
     devices: int
     models: tuple[Model, ...]
     split_backward: bool = False
     memory_cap: float | None = None
-    """Of every device, relative to the worst device of serial 1F1B. None: no cap."""
+    """Memory limit of each device relative to the peak of serial 1F1B. None: no limit."""
     memory_per_device: float | None = None
-    """The same in the unit of `activation`; where both are given, both hold."""
+    """Memory limit of each device in the unit of `activation`. If both limits are given, both apply."""
     communication: float = 0.0
-    """From the end of an operation to the start of the one that needs its result, on another device."""
+    """Delay from the end of an operation to the start of a dependent one on another device."""
     chunks_per_device: int = 1
     placement: str = "v"
-    """Of chunks: there and back, or round and round."""
+    """Placement of chunks: `v` or `interleaved`."""
     rates: tuple[float, ...] = ()
-    """Of each device: how many times longer than stated everything takes there. None: 1 each."""
+    """Factor on all durations per device. Empty: 1 each."""
 
     def __post_init__(self) -> None:
         if problems := tuple(self._problems()):
@@ -69,9 +69,9 @@ class Problem:
 
     def _problems(self) -> Iterator[str]:
         if not self.models:
-            yield "models=[]: a schedule is for at least one model"
+            yield "models=[]: at least one model is required"
         if self.rates and len(self.rates) != self.devices:
-            yield f"rates has {len(self.rates)} values for devices={self.devices}: give one each, or none"
+            yield f"rates has {len(self.rates)} values for devices={self.devices}: give one per device, or none"
         names = [model.name for model in self.models]
         if len(set(names)) < len(names):
             yield f"models: names {names} must differ"
@@ -79,28 +79,30 @@ class Problem:
             where = f"models[{i}]"
             if model.pipelines * model.stages != self.devices:
                 yield (
-                    f"{where}: pipelines={model.pipelines} of stages={model.stages} stand on "
-                    f"{model.pipelines * model.stages} devices, but devices={self.devices}; every model covers all "
-                    "devices: make pipelines * stages = devices"
+                    f"{where}: pipelines={model.pipelines} with stages={model.stages} use "
+                    f"{model.pipelines * model.stages} devices, but devices={self.devices}. Every model must use all "
+                    "devices: set pipelines * stages = devices"
                 )
             for field in PER_STAGE:
                 value = getattr(model, field)
                 if isinstance(value, tuple) and len(value) not in (model.stages, self.stages(model)):
                     count = f"{len(value)} values for stages={model.stages}"
                     chunks = f" (of {self.stages(model)} chunks)" * (self.chunks(model) > 1)
-                    yield f"{where}.{field} has {count}: give one each{chunks}, or a number"
+                    yield f"{where}.{field} has {count}: give one per stage{chunks}, or a number"
 
     def model(self, name: str) -> Model:
         for model in self.models:
             if model.name == name:
                 return model
-        raise ScheduleError(f"model {name!r}: the problem has {', '.join(model.name for model in self.models)}")
+        raise ScheduleError(
+            f"model {name!r} is not in the problem; models: {', '.join(model.name for model in self.models)}"
+        )
 
     def chunks(self, model: Model) -> int:
         return model.chunks_per_device or self.chunks_per_device
 
     def stages(self, model: Model) -> int:
-        """Stages of one of its pipelines, or chunk-stages where devices hold several."""
+        """Return the number of stages of a pipeline, or of chunk-stages if devices hold several chunks."""
         return model.stages * self.chunks(model)
 
     def device(self, model: Model, pipeline: int, stage: int) -> int:
@@ -108,7 +110,7 @@ class Problem:
         return pipeline * model.stages + (place if model.direction == "down" else model.stages - 1 - place)
 
     def duration(self, model: Model, pipeline: int, stage: int, kind: Kind) -> float:
-        """Of an operation, on the device where it stands."""
+        """Return the duration of an operation on its device."""
         backward = kind != "F"
         whole = self._of(model, "backward" if backward else "forward", stage)
         whole *= self.rates[self.device(model, pipeline, stage)] if self.rates else 1.0
@@ -122,7 +124,7 @@ class Problem:
         return self._of(model, "activation", stage)
 
     def kinds(self, model: Model) -> tuple[Kind, ...]:
-        """What a micro-batch needs on every stage, in this order."""
+        """Return the kinds of operations of a micro-batch on every stage, in order."""
         if model.backward is None:
             return ("F",)
         return ("F", "B", "W") if self.split_backward else ("F", "B")
@@ -137,7 +139,7 @@ class Problem:
         return (value[self._place(model, stage)] if isinstance(value, tuple) else value) / self.chunks(model)
 
     def _whole(self, model: Model, field: str) -> Any:
-        """The same of all chunks of each device together, as a model has it."""
+        """Return the sums over the chunks of each device of a per-stage field."""
         value = getattr(model, field)
         if not isinstance(value, tuple) or len(value) == model.stages:
             return value
@@ -154,8 +156,10 @@ class Problem:
 
     @property
     def memory_unit(self) -> float:
-        """Peak activation of serial 1F1B's worst device: stage s of S holds min(S - s, M) micro-batches. 1 where
-        nothing is kept."""
+        """Return the peak activation memory of serial 1F1B, whose stage s of S holds min(S - s, M) micro-batches.
+
+        1 if no model keeps activations.
+        """
         whole = self.variant(split_backward=False, chunks_per_device=1)
         held = (
             min(model.stages - stage, model.micro_batches) * whole.activation(model, stage)
@@ -166,13 +170,13 @@ class Problem:
 
     @property
     def memory_limit(self) -> float:
-        """What a device may hold, in the unit of `activation`; infinite without a cap."""
+        """Return the memory limit of a device in the unit of `activation`; infinity without a limit."""
         relative = float("inf") if self.memory_cap is None else self.memory_cap * self.memory_unit
         absolute = float("inf") if self.memory_per_device is None else self.memory_per_device
         return min(relative, absolute)
 
     def only(self, model: Model) -> Problem:
-        """The same with one of its models alone, under the same absolute memory limit."""
+        """Return the problem with only one of its models, under the same absolute memory limit."""
         limit = self.memory_limit
         return replace(
             self, models=(model,), memory_cap=None, memory_per_device=None if limit == float("inf") else limit

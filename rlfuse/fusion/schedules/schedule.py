@@ -1,4 +1,4 @@
-"""A schedule with its times, and the independent check that proves it against its problem."""
+"""Schedules with their times, and an independent check of a schedule against its problem."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from rlfuse.fusion.schedules.operations import Kind, Operation, Rows, shared_head
 from rlfuse.fusion.schedules.problem import Problem, ScheduleError
 
-TOLERANCE = 1e-6  # relative slack in comparing times and memory: sums round them
+TOLERANCE = 1e-6  # relative tolerance of times and memory, whose sums are rounded
 SHOWN = 6
 
 
@@ -25,14 +25,14 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Rows with times, and how good they are."""
+    """A schedule with its times and quality."""
 
-    rows: tuple[tuple[Timed, ...], ...]  # device -> what it runs, in order
+    rows: tuple[tuple[Timed, ...], ...]  # device -> its operations, in order
     lower_bound: float  # no schedule of the problem is shorter
     serial_1f1b: float  # makespan of serial 1F1B with a barrier between models
-    memory_peak: float  # of the worst device, relative to that of serial 1F1B
-    method: str  # what found it
-    seconds: float = 0.0  # the search took
+    memory_peak: float  # maximum over devices, relative to that of serial 1F1B
+    method: str  # method that found it
+    seconds: float = 0.0  # duration of the search
 
     @property
     def makespan(self) -> float:
@@ -46,17 +46,17 @@ class Schedule:
 def timed(
     problem: Problem, rows: Rows, duration: Callable[[Operation], float] | None = None
 ) -> tuple[tuple[Timed, ...], ...]:
-    """Earliest times of rows, each run in its order; `duration` (measured, say) instead of the problem's own.
+    """Return the earliest times of rows, each run in its order.
 
-    A head that devices compute together, which no problem knows, begins when all have come to it; `duration` tells its
-    length. Raises ScheduleError for a deadlock, naming the operations that wait for each other, and for operations that
-    the problem doesn't have.
+    `duration`: e.g. measured durations, instead of those of the problem. It must give the durations of shared heads,
+    which are not part of the problem and start when all devices have reached them. Raises ScheduleError for a deadlock,
+    naming the operations that wait for each other, and for operations that are not part of the problem.
     """
     lengths = _lengths(problem)
     duration = duration or (lambda each: lengths[_class_of(each)])
     where = {each: device for device, row in enumerate(rows) for each in row}
     if unknown := {each for each in where if each.kind != "H"} - expected(problem).keys():
-        raise ScheduleError(f"no part of the problem: {_joined([show(each) for each in sorted(unknown)])}")
+        raise ScheduleError(f"not part of the problem: {_joined([show(each) for each in sorted(unknown)])}")
     ends: dict[Operation, float] = {}
     result: list[list[Timed]] = [[] for _ in rows]
     for began in walk(rows, lambda each: needs(problem, each)):
@@ -74,9 +74,9 @@ def timed(
 
 
 def walk(rows: Rows, need: Callable[[Operation], Operation | None]) -> Iterator[dict[int, Operation]]:
-    """Yield what devices begin, each operation after the one that it needs; ends where all rows are done or stuck.
+    """Yield operations as they start, each after the one that it needs, until all rows are done or stuck.
 
-    Device -> operation: one device's, or that of all devices that compute a head together.
+    Each item maps device -> operation: of one device, or of all devices that compute a head jointly.
     """
     members, met = head_sizes(rows), defaultdict[Operation, set[int]](set)
     done, waiting = set[Operation](), dict[Operation, int]()
@@ -104,14 +104,16 @@ def walk(rows: Rows, need: Callable[[Operation], Operation | None]) -> Iterator[
 
 
 def head_sizes(rows: Rows) -> Counter[Operation]:
-    """Of each head that devices compute together, how many they are."""
+    """Return shared head -> number of devices that compute it."""
     return Counter(shared_head(each) for row in rows for each in row if each.kind == "H")
 
 
 def needs(problem: Problem, each: Operation) -> Operation | None:
-    """The operation whose result it needs: the forward of the stage before, the last stage's own forward, the backward
-    of the stage after, a W's own B; None for the first forward."""
+    """Return the operation whose result it needs; None for the first forward.
 
+    F needs the forward of the previous stage. B needs the backward of the next stage, or the forward of the last
+    stage. W needs its B.
+    """
     model, pipeline, stage, micro_batch, kind = each
     if kind == "F":
         return Operation(model, pipeline, stage - 1, micro_batch, "F") if stage else None
@@ -123,7 +125,7 @@ def needs(problem: Problem, each: Operation) -> Operation | None:
 
 
 def show(each: Operation) -> str:
-    """In a message."""
+    """Format an operation for messages."""
     return f"{each.kind} of {each.model}[{each.pipeline}] stage {each.stage} micro-batch {each.micro_batch}"
 
 
@@ -152,7 +154,7 @@ def _lengths(problem: Problem) -> dict[tuple[str, int, int, Kind], float]:
 
 
 def expected(problem: Problem) -> dict[Operation, int]:
-    """Every operation of a problem -> its device."""
+    """Return every operation of a problem -> its device."""
     return {
         Operation(model.name, pipeline, stage, micro_batch, kind): device
         for model in problem.models
@@ -165,22 +167,22 @@ def expected(problem: Problem) -> dict[Operation, int]:
 
 
 def check(problem: Problem, schedule: Schedule) -> None:
-    """Raises ScheduleError for the first of: incomplete, wrong duration, too early, overlap, too much memory."""
+    """Raise ScheduleError for missing operations, wrong durations, early starts, overlaps or too much memory."""
     _check_complete(problem, schedule)
     slack, lengths = TOLERANCE * schedule.makespan, _lengths(problem)
     placed = {timed.operation: (timed.end, device) for device, row in enumerate(schedule.rows) for timed in row}
     for each, start, end in itertools.chain.from_iterable(schedule.rows):
         length = lengths[_class_of(each)]
         if abs(end - start - length) > slack:
-            raise ScheduleError(f"{show(each)} takes {end - start:g}: the problem says {length:g}")
+            raise ScheduleError(f"{show(each)} takes {end - start:g}, but {length:g} in the problem")
         need = needs(problem, each)
         if need is not None:
             before, source = placed[need]
             ready = before + (problem.communication if source != placed[each][1] else 0.0)
             if start < ready - slack:
-                raise ScheduleError(f"{show(each)} starts at {start:g}: {show(need)} is there at {ready:g}")
+                raise ScheduleError(f"{show(each)} starts at {start:g}, before the result of {show(need)} at {ready:g}")
         elif start < -slack:
-            raise ScheduleError(f"{show(each)} starts at {start:g}: needs a time of at least 0")
+            raise ScheduleError(f"{show(each)} starts at {start:g}: must be at least 0")
     for device, row in enumerate(schedule.rows):
         for first, second in itertools.pairwise(row):
             if second.start < first.end - slack:
@@ -190,26 +192,28 @@ def check(problem: Problem, schedule: Schedule) -> None:
                 )
     held, limit = max(peaks(problem, schedule.rows)), problem.memory_limit
     if held > limit * (1 + TOLERANCE):
-        raise ScheduleError(f"memory: a device holds {held:g}, but the problem allows {limit:g}")
+        raise ScheduleError(f"memory: a device holds {held:g}, but the limit is {limit:g}")
 
 
 def _check_complete(problem: Problem, schedule: Schedule) -> None:
     if len(schedule.rows) != problem.devices:
-        raise ScheduleError(f"schedule has {len(schedule.rows)} rows: devices={problem.devices} needs one for each")
+        raise ScheduleError(
+            f"schedule has {len(schedule.rows)} rows for devices={problem.devices}: give one per device"
+        )
     missing = expected(problem)
     for device, row in enumerate(schedule.rows):
         for timed in row:
             place = missing.pop(timed.operation, None)
             if place is None:
-                raise ScheduleError(f"{show(timed.operation)} is scheduled twice, or no part of the problem")
+                raise ScheduleError(f"{show(timed.operation)} is scheduled twice, or not part of the problem")
             if place != device:
-                raise ScheduleError(f"{show(timed.operation)} is in row {device}: its stage stands on device {place}")
+                raise ScheduleError(f"{show(timed.operation)} is in row {device}, but its stage is on device {place}")
     if missing:
         raise ScheduleError(f"schedule lacks {len(missing)} operations: {_joined([show(each) for each in missing])}")
 
 
 def peaks(problem: Problem, rows: tuple[tuple[Timed, ...], ...]) -> list[float]:
-    """Device -> most activation memory it holds: from the start of a forward to the end of its last backward."""
+    """Return device -> peak activation memory, held from the start of a forward to the end of its last backward."""
     releasing, sizes = "W" if problem.split_backward else "B", _sizes(problem)
     most = []
     for row in rows:

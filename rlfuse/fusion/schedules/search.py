@@ -1,7 +1,9 @@
-"""Search a schedule: baselines that fit, list scheduling, local search; stop at the bound.
+"""Search a schedule by baselines, list scheduling and local search, until it reaches the lower bound.
 
-Deterministic for a seed unless the time limit cuts it. The result passed the independent check and is never longer than
-the best baseline. Local search alternates tabu search for a shorter schedule with annealing of schedules that are short
+Deterministic for a seed unless the time limit stops it. The result passes the independent check and is never longer
+than the best baseline.
+
+Local search alternates tabu search for a shorter schedule with annealing of schedules that are short
 enough but hold too much memory.
 """
 
@@ -25,25 +27,25 @@ from rlfuse.fusion.schedules.schedule import Schedule, check
 from rlfuse.fusion.schedules.shop import TOLERANCE, compile_problem, makespan, peak, timed_rows
 
 Method = Literal["auto", "list"]
-FINISHING_S = 1.2e-5  # of the time limit, for each operation: what comes after the search
-DRAWS = 1200  # list schedules under the cap at most, and until none of them
-PATIENCE = 200  # in so many was better
-TARGETS = (0.6, 0.3, 0.8, 0.0, 0.15)  # where in the gap between bound and best makespan step 3 aims, in turn
-ROUNDS, STALE = 100, 40  # of step 3 at most, and without any gain
-STARTS = 60  # list schedules before each tabu search, and again for each target, from which annealing starts
-STEPS, STEPS_OPERATIONS = 20_000, 60_000_000  # of one tabu search, at most
-TENURES = (20, 8, 60)  # of tabu search, in turn: which is best differs
-WIDEST = 2.5  # what the first of them may hold, over the cap
-STEP = 0.98  # annealing's next goal, over what the schedule holds
-PROPOSALS = 500_000  # of annealing for each goal; twice as many with every try, more in later rounds
+FINISHING_S = 1.2e-5  # reserved per operation for the work after the search
+DRAWS = 1200  # maximum list schedules under the cap
+PATIENCE = 200  # list schedules without improvement before stopping
+TARGETS = (0.6, 0.3, 0.8, 0.0, 0.15)  # targets of local search between bound and best makespan, cycled
+ROUNDS, STALE = 100, 40  # maximum rounds of local search, and rounds without improvement
+STARTS = 60  # list schedules before each tabu search, and before each annealing
+STEPS, STEPS_OPERATIONS = 20_000, 60_000_000  # limits of one tabu search
+TENURES = (20, 8, 60)  # tenures of tabu search, cycled, since the best one differs between instances
+WIDEST = 2.5  # memory of the first annealing start, relative to the cap
+STEP = 0.98  # next goal of annealing, relative to the current peak
+PROPOSALS = 500_000  # of annealing per goal; doubled with each attempt, more in later rounds
 
 
 @functools.lru_cache(256)
 def search(problem: Problem, *, time_limit: float = 10.0, method: Method = "auto", seed: int = 0) -> Schedule:
-    """Return the best schedule found in about `time_limit` seconds, checked.
+    """Return the best (checked) schedule found in about `time_limit` seconds.
 
-    The first call on a machine also compiles, for about half a minute that doesn't count. Raises ScheduleError where
-    the memory holds no schedule, or none was found.
+    The first call on a machine also compiles for about half a minute, which is not counted. Raises ScheduleError if no
+    schedule was found within the memory limit.
     """
     warm_up()
     hunt = _Search(problem, time_limit, seed)
@@ -57,7 +59,7 @@ def search(problem: Problem, *, time_limit: float = 10.0, method: Method = "auto
 
 @functools.cache
 def warm_up() -> None:
-    """Compile what the search runs, or load it compiled, on a problem of one device."""
+    """Compile the functions of the search, or load them from the cache."""
     model = Model("model", 1, 2, forward=1.0, backward=2.0)
     shop = compile_problem(Problem(1, (model,)))
     order = Draws(shop, 0).draw(2.0, lambda makespan, peak: (makespan,)).order
@@ -69,7 +71,7 @@ def warm_up() -> None:
 
 
 class _Search:
-    """One search: the best order so far, and the clock."""
+    """State of one search: the best order so far and the elapsed time."""
 
     def __init__(self, problem: Problem, time_limit: float, seed: int):
         self.began, self.stop = time.perf_counter(), np.zeros(1, np.bool_)
@@ -82,7 +84,7 @@ class _Search:
         self.makespan, self.found_by = float("inf"), ""
 
     def run(self, method: Method) -> np.ndarray:
-        """The steps of the module's docstring; the best order."""
+        """Run all steps and return the best order."""
         for name, order in baseline_orders(self.problem, self.is_over):
             self.offer(order, name)
         fits_memory = fits(self.shop, self.limit)
@@ -93,8 +95,8 @@ class _Search:
                 self.improve()
         if self.order is None:
             raise ScheduleError(
-                f"memory: no schedule found that holds at most {self.limit:g} on every device; serial 1F1B needs "
-                f"{self.problem.memory_unit:g}: raise memory_cap (memory_per_device)"
+                f"memory: no schedule found within {self.limit:g} per device; serial 1F1B needs "
+                f"{self.problem.memory_unit:g}. Raise memory_cap (memory_per_device)"
             )
         return self.order
 
@@ -105,7 +107,7 @@ class _Search:
                 improved = self.draws.drawn
 
     def draw(self, settings: np.ndarray | None = None) -> bool:
-        """Whether one more list schedule under the cap is better."""
+        """Build a list schedule under the cap; return whether it is better."""
         found = self.draws.draw(self.limit, lambda makespan, peak: (makespan, peak), settings)
         return self.offer(found.order, "list scheduling")
 
@@ -141,7 +143,7 @@ class _Search:
         self.offer(best, "tabu search")
 
     def anneal_to(self, target: float, draws: Draws, turn: int) -> bool:
-        """Whether there is now a better schedule, if all goes well of at most this makespan."""
+        """Anneal a short schedule into the memory limit, aiming at makespan `target`; return whether it is better."""
         leanest = self._leanest(target * (1 + TOLERANCE), draws)
         if leanest is None:
             return False
@@ -149,7 +151,7 @@ class _Search:
         state, largest = state_of(self.shop, leanest.order), float(self.shop.acquires.max())
         while (held := peak(self.shop, state.order)) > self.limit * (1 + TOLERANCE):
             goal = max(self.limit, STEP * held)
-            for attempt in range(min(len(COOLING), 1 + turn)):  # cheap at first, or it takes all of a short search
+            for attempt in range(min(len(COOLING), 1 + turn)):  # cheap at first, so that it fits into a short search
                 seed = (self.seed * ROUNDS + turn) * len(COOLING) + attempt
                 hot, cold = COOLING[attempt]
                 proposals = PROPOSALS * (1 + turn // len(TARGETS)) << attempt
@@ -163,7 +165,7 @@ class _Search:
         return self.offer(state.order, "annealing")
 
     def _leanest(self, longest: float, draws: Draws) -> Found | None:
-        """Of list schedules of at most this makespan the one that holds least; else the shortest, if it is any gain."""
+        """Return the list schedule within makespan `longest` with the lowest peak; else the shortest, if better."""
 
         def score(makespan: float, peak: float) -> tuple[float, float]:
             return max(0.0, makespan - longest), peak
@@ -179,7 +181,7 @@ class _Search:
         return best if best is not None and best.makespan < self.makespan * (1 - TOLERANCE) else None
 
     def offer(self, order: np.ndarray, method: str) -> bool:
-        """Keep an order if it fits and is better than what there was; whether it was kept."""
+        """Keep an order if it fits and is better than the best so far; return whether it was kept."""
         length = makespan(self.shop, order)
         if peak(self.shop, order) > self.limit * (1 + TOLERANCE) or not length < self.makespan * (1 - TOLERANCE):
             return False
@@ -188,7 +190,7 @@ class _Search:
 
     @contextmanager
     def alarm(self) -> Iterator[None]:
-        """Stop compiled loops when the time is over."""
+        """Stop the compiled loops at the time limit."""
         timer = threading.Timer(self.time_limit - self.elapsed, self.stop.fill, (True,))
         timer.daemon = True
         timer.start()
@@ -202,5 +204,5 @@ class _Search:
         return time.perf_counter() - self.began
 
     def is_over(self) -> bool:
-        """Whether the bound is reached, or the time is over."""
+        """Return whether the bound or the time limit is reached."""
         return self.makespan <= self.bound * (1 + TOLERANCE) or self.elapsed > self.time_limit

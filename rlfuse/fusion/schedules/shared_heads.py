@@ -1,10 +1,10 @@
-"""Insert the vocabulary-parallel heads that all devices of a pipeline compute together (arXiv 2411.05288).
+"""Insert vocabulary-parallel heads, which all devices of a pipeline compute jointly (arXiv 2411.05288).
 
-    last stage          F0 | H0 B0 F1 | H1 B1 F2 | ...     | : all devices of the pipeline meet
-    stage before  F0 F1 F2 | H0       | H1 B0 F3 | ...     H: a share of the logits, of softmax and of its gradients
+    last stage          F0 | H0 B0 F1 | H1 B1 F2 | ...     | : all devices of the pipeline synchronise
+    stage before  F0 F1 F2 | H0       | H1 B0 F3 | ...     H: a share of the logits, the softmax and its gradients
 
-No deadlock: `with_heads` plays the schedule and records operations as they begin, so every device's row is part of one
-common order in which each operation comes after its inputs.
+No deadlock: `with_heads` simulates the schedule and records operations as they start, so the rows of all devices are
+parts of one common order in which each operation follows its inputs.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from rlfuse.fusion.schedules.problem import Model, Problem, ScheduleError
 from rlfuse.fusion.schedules.schedule import needs, peaks, show, timed
 
 IN_FLIGHT = ((1.0, 1), (1.0, 2), (1.5, 1))
-"""How many micro-batches more each stage before has, and those of the last stage; of 1F1B 1 and 1. With 1.5, what a
-forward takes to the next stage but one, and a backward to the next, is the time between two heads."""
-Heads = Mapping[str, float]  # model -> how long its devices take for the head of a micro-batch together
+"""(Additional micro-batches in flight per earlier stage, micro-batches of the last stage); 1F1B has (1, 1). With 1.5, a
+forward over two stages, or a backward over one, fits between two heads."""
+Heads = Mapping[str, float]  # model -> seconds of a micro-batch's shared head
 
 
 def best(problem: Problem, found: Rows, heads: Heads) -> Rows:
-    """`found`, or 1F1B of one model after the other, with heads: the shortest that memory has room for."""
+    """Return the shortest schedule with heads within the memory limit, based on `found` or on serial 1F1B."""
     options: list[tuple[float, int, Rows]] = []
     for rows, patient in product((found, *_more_in_flight(problem)), (False, True)):
         whole = with_heads(problem, rows, heads, patient)
@@ -36,7 +36,7 @@ def best(problem: Problem, found: Rows, heads: Heads) -> Rows:
 
 
 def duration(problem: Problem, heads: Heads) -> Callable[[Operation], float]:
-    """Of an operation of a schedule with heads."""
+    """Return the function from an operation of a schedule with heads to its duration."""
     known: dict[tuple[str, int, int, Kind], float] = {}
 
     def of(each: Operation) -> float:
@@ -50,13 +50,15 @@ def duration(problem: Problem, heads: Heads) -> Callable[[Operation], float]:
 
 
 def with_heads(problem: Problem, rows: Rows, heads: Heads, patient: bool = False) -> Rows:
-    """The rows with the heads of these models. ScheduleError for rows that can't be run. `patient`: nothing begins that
-    would run past a head whose time is known."""
+    """Return the rows with heads inserted. Raises ScheduleError for a deadlock.
+
+    `patient`: no operation starts that would run past a head with a known start.
+    """
     return _HeadInsertion(problem, rows, heads, patient).run()
 
 
 class _HeadInsertion:
-    """The schedule as it runs, operation by operation in the order in which they begin."""
+    """Simulation of a schedule that inserts heads, in the order in which operations start."""
 
     def __init__(self, problem: Problem, rows: Rows, heads: Heads, patient: bool):
         self.problem, self.rows, self.heads, self.patient = problem, rows, heads, patient
@@ -67,7 +69,7 @@ class _HeadInsertion:
         self.free = [0.0] * len(rows)
         self.reached = [0] * len(rows)
         self.made: list[list[Operation]] = [[] for _ in rows]
-        self.due: list[tuple[float, Operation]] = []  # heads of micro-batches that are only scored
+        self.due: list[tuple[float, Operation]] = []  # heads of scored micro-batches
 
     def run(self) -> Rows:
         while options := [*self._heads(), *self._operations()]:
@@ -78,11 +80,11 @@ class _HeadInsertion:
                 self._run_operation(start, device, operation)
         for device, row in enumerate(self.rows):
             if self.reached[device] < len(row):
-                raise ScheduleError(f"The schedule waits for itself at {show(row[self.reached[device]])}.")
+                raise ScheduleError(f"The schedule deadlocks at {show(row[self.reached[device]])}.")
         return tuple(map(tuple, self.made))
 
     def _operations(self) -> Iterator[tuple[float, int, int, Operation]]:
-        """(start, 1, device, operation) of each device's next operation, where its input is known."""
+        """Yield (start, 1, device, operation) of each device's next operation with a known input."""
         for device, row in enumerate(self.rows):
             if self.reached[device] == len(row):
                 continue
@@ -97,7 +99,7 @@ class _HeadInsertion:
             yield max(self.free[device], ready), 1, device, operation
 
     def _heads(self) -> Iterator[tuple[float, int, int, Operation]]:
-        """(start, 0, device, head) of those that are due: the last stage has nothing to do before."""
+        """Yield (start, 0, device, head) of the heads that are next on their last stage."""
         for start, head in self.due:
             yield start, 0, 0, head
         for device, row in enumerate(self.rows):
@@ -109,7 +111,7 @@ class _HeadInsertion:
                 yield max(self.free[device], self.ends[forward]), 0, device, head
 
     def _in_time(self, options: list[tuple[float, int, int, Operation]]) -> list[tuple[float, int, int, Operation]]:
-        """Those that end before their device has to meet the others; all, where none does."""
+        """Return the options that end before the next head of their device; all options if there are none."""
         meets = self._next_heads()
         return [
             each
@@ -118,7 +120,7 @@ class _HeadInsertion:
         ] or options
 
     def _next_heads(self) -> list[float]:
-        """Of each device the start of its next head, where all that the last stage does before is known; else inf."""
+        """Return the start of each device's next head, if all earlier work of the last stage is known; else inf."""
         found = [math.inf] * len(self.rows)
         for device, row in enumerate(self.rows):
             now = self.free[device]
@@ -177,7 +179,7 @@ def _more_in_flight(problem: Problem) -> Iterator[Rows]:
 
 
 def _line(model: Model, pipeline: int, stage: int, ahead: int, kinds: tuple[Kind, ...]) -> Iterator[Operation]:
-    """A stage's operations, `ahead` forwards before the first backward."""
+    """Yield the operations of a stage, with `ahead` forwards before the first backward."""
     for step in range(model.micro_batches + ahead):
         if step >= ahead:
             yield from (Operation(model.name, pipeline, stage, step - ahead, kind) for kind in kinds[1:])

@@ -1,8 +1,8 @@
-"""A problem as arrays: a job shop whose machines are the devices.
+"""The problem as arrays: a job shop whose machines are the devices.
 
-A *class* is one kind of work of one stage of one pipeline; its operations, one per micro-batch, run first in, first out
-without loss. Operation `first[c] + m` is micro-batch m of class c. A *lane* is one pipeline of one model: F 0 .. F
-last, B last .. B 0, then the leaves W. An *order* is int64 [devices, operations of each].
+A *class* is one kind of operation of one stage of one pipeline. Its operations, one per micro-batch, run first in,
+first out, which loses no optimum. Operation `first[c] + m` is micro-batch m of class c. A *lane* is one pipeline of one
+model: F 0 .. F last, B last .. B 0, then the leaves W. An *order* is int64 [devices, operations of each].
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from rlfuse.fusion.schedules.schedule import Timed
 NONE = -1
 F, B, W = 0, 1, 2
 KINDS: tuple[Kind, ...] = ("F", "B", "W")
-TOLERANCE = 1e-9  # relative slack in comparisons of times and of memory, whose sums are rounded
+TOLERANCE = 1e-9  # relative tolerance of times and memory, whose sums are rounded
 
 
 class Shop(NamedTuple):
-    """Arrays over classes, but for the last two."""
+    """Arrays over classes, except for the last two."""
 
     device: np.ndarray
     lane: np.ndarray
     kind: np.ndarray  # F, B or W
     duration: np.ndarray
-    micro_batches: np.ndarray  # how many
+    micro_batches: np.ndarray  # number of operations
     first: np.ndarray  # its first operation
     before: np.ndarray  # class of the data predecessor, or NONE
     lag: np.ndarray  # communication from there
     after: np.ndarray  # class of the next F or B in the chain, or NONE
-    leaf: np.ndarray  # class of the W that a B allows, or NONE
+    leaf: np.ndarray  # class of the W that follows a B, or NONE
     acquires: np.ndarray  # memory taken at the start
-    releases: np.ndarray  # memory given back at the end
+    releases: np.ndarray  # memory freed at the end
     class_of: np.ndarray  # operation -> class
     of_device: np.ndarray  # [devices, classes of each]
 
@@ -49,20 +49,20 @@ class Shop(NamedTuple):
         return len(self.class_of) // self.devices
 
 
-def backward_of(shop: Shop, own: int) -> int:
-    """The backward class of a forward class, of a lane that has them: of the same stage."""
-    lane = np.flatnonzero(shop.lane == shop.lane[own])
+def backward_of(shop: Shop, c: int) -> int:
+    """Return the backward class of the same stage for a forward class of a training lane."""
+    lane = np.flatnonzero(shop.lane == shop.lane[c])
     stages = int((shop.kind[lane] == F).sum())
-    return int(lane[0] + 2 * stages - 1 - (own - lane[0]))
+    return int(lane[0] + 2 * stages - 1 - (c - lane[0]))
 
 
 def lanes(problem: Problem) -> list[tuple[Model, int]]:
-    """Every pipeline of every model."""
+    """Return every pipeline of every model."""
     return [(model, pipeline) for model in problem.models for pipeline in range(model.pipelines)]
 
 
 def stages(problem: Problem, model: Model) -> list[tuple[int, int]]:
-    """(stage, kind) of a lane's classes, in their order."""
+    """Return (stage, kind) of the classes of a lane, in order."""
     last, kinds = problem.stages(model), problem.kinds(model)
     chain = [(stage, F) for stage in range(last)]
     chain += [(stage, B) for stage in reversed(range(last)) if "B" in kinds]
@@ -70,7 +70,7 @@ def stages(problem: Problem, model: Model) -> list[tuple[int, int]]:
 
 
 def compile_problem(problem: Problem) -> Shop:
-    """The arrays of a problem."""
+    """Return the arrays of a problem."""
     parts = [_lane(problem, model, pipeline, lane) for lane, (model, pipeline) in enumerate(lanes(problem))]
     offsets = np.cumsum([0] + [len(part["device"]) for part in parts])
     for part, offset in zip(parts, offsets, strict=False):
@@ -114,7 +114,7 @@ def _lane(problem: Problem, model: Model, pipeline: int, lane: int) -> dict[str,
 
 
 def operations(problem: Problem) -> list[Operation]:
-    """Number -> operation."""
+    """Return the operations of a problem by number."""
     return [
         Operation(model.name, pipeline, stage, micro_batch, KINDS[kind])
         for model, pipeline in lanes(problem)
@@ -124,13 +124,13 @@ def operations(problem: Problem) -> list[Operation]:
 
 
 def to_rows(problem: Problem, order: np.ndarray) -> Rows:
-    """An order in operations."""
+    """Return an order as rows of operations."""
     names = operations(problem)
     return tuple(tuple(names[number] for number in row) for row in order.tolist())
 
 
 def timed_rows(problem: Problem, order: np.ndarray) -> tuple[tuple[Timed, ...], ...]:
-    """An order that isn't stuck, with names and earliest times."""
+    """Return the operations of an order without deadlock, with their earliest times."""
     shop, names = compile_problem(problem), operations(problem)
     begin = starts(shop, order)
     end = begin + shop.duration[shop.class_of]
@@ -142,7 +142,7 @@ def timed_rows(problem: Problem, order: np.ndarray) -> tuple[tuple[Timed, ...], 
 
 @njit(cache=True)
 def starts(shop: Shop, order: np.ndarray) -> np.ndarray:
-    """Earliest start of every operation when devices run their rows as they stand; NaN where an order is stuck."""
+    """Return the earliest start of every operation under this order; NaN after a deadlock."""
     devices, length = order.shape
     begin = np.full(len(shop.class_of), np.nan)
     at, free = np.zeros(devices, np.int64), np.zeros(devices)
@@ -156,27 +156,27 @@ def starts(shop: Shop, order: np.ndarray) -> np.ndarray:
             waiting[device] = False
             while at[device] < length:
                 operation = order[device, at[device]]
-                own = shop.class_of[operation]
-                before, start = shop.before[own], free[device]
+                c = shop.class_of[operation]
+                before, start = shop.before[c], free[device]
                 if before != NONE:
-                    previous = shop.first[before] + operation - shop.first[own]
-                    ready = begin[previous] + shop.duration[before] + shop.lag[own]
+                    previous = shop.first[before] + operation - shop.first[c]
+                    ready = begin[previous] + shop.duration[before] + shop.lag[c]
                     if np.isnan(ready):
                         break
                     start = max(start, ready)
                 begin[operation] = start
-                free[device] = start + shop.duration[own]
+                free[device] = start + shop.duration[c]
                 at[device] += 1
                 moved = True
-                if shop.after[own] != NONE:
-                    waiting[shop.device[shop.after[own]]] = True
-            # a device that stopped waits for a predecessor, whose device wakes it
+                if shop.after[c] != NONE:
+                    waiting[shop.device[shop.after[c]]] = True
+            # a stopped device is woken by the device of the predecessor that it waits for
     return begin
 
 
 @njit(cache=True)
 def makespan(shop: Shop, order: np.ndarray) -> float:
-    """When the last operation ends; NaN where the order is stuck."""
+    """Return the end of the last operation; NaN for a deadlock."""
     begin = starts(shop, order)
     longest = 0.0
     for operation in range(len(begin)):
@@ -188,25 +188,25 @@ def makespan(shop: Shop, order: np.ndarray) -> float:
 
 @njit(cache=True)
 def held_before(shop: Shop, order: np.ndarray) -> np.ndarray:
-    """Memory that a device holds before each place of its row: [devices, operations of each + 1]."""
+    """Return the memory held before each operation of each device: [devices, operations per device + 1]."""
     devices, length = order.shape
     held = np.zeros((devices, length + 1))
     for device in range(devices):
         for place in range(length):
-            own = shop.class_of[order[device, place]]
-            held[device, place + 1] = held[device, place] + shop.acquires[own] - shop.releases[own]
+            c = shop.class_of[order[device, place]]
+            held[device, place + 1] = held[device, place] + shop.acquires[c] - shop.releases[c]
     return held
 
 
 @njit(cache=True)
 def peak(shop: Shop, order: np.ndarray) -> float:
-    """Most memory that a device holds at any time: it depends on the order alone."""
+    """Return the peak memory over all devices, which depends only on the order."""
     most = 0.0
     for device in range(order.shape[0]):
         held = 0.0
         for operation in order[device]:
-            own = shop.class_of[operation]
-            held += shop.acquires[own]
+            c = shop.class_of[operation]
+            held += shop.acquires[c]
             most = max(most, held)
-            held -= shop.releases[own]
+            held -= shop.releases[c]
     return most

@@ -1,9 +1,9 @@
-"""The program of each device: what it calls, in order, to carry out a schedule. Followed by executor and replay.
+"""The program of each device: the calls, in order, that execute a schedule. Used by executor and deadlock check.
 
     row of device d:   ... F2     B0     F3 ...
     program:           ... [post the receive for B1] -> wait for F2's input -> F2 -> send to the next stage's F2 ...
 
-A receive is posted at most LOOKAHEAD operations early and never before the operations of this device that its message
+A receive is posted at most LOOKAHEAD operations ahead, and never before the operations of its device that the message
 depends on.
 """
 
@@ -25,7 +25,7 @@ SHOWN = 8
 
 
 class Stages(Protocol):
-    """What is needed of a model's layout; see `engines.pipeline.layout.Pipelines`."""
+    """Layout of a model's pipelines; see `engines.pipeline.layout.Pipelines`."""
 
     model: str
     stages: int
@@ -44,18 +44,18 @@ class Stages(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """The way of one kind of message from one device to another."""
+    """Channel of one kind of message from one device to another."""
 
     model: str
     kind: Kind
-    returning: bool  # whether the receiving stage is not its device's first
+    returning: bool  # the receiving stage is not the first of its device
     sender: int
     receiver: int
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """The input of an operation on its way; it stays on the device where sender and receiver are one."""
+    """Transfer of an operation's input; local if sender and receiver are the same device."""
 
     operation: Operation
     lane: Lane
@@ -67,10 +67,10 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An operation, and what its device does before and after it."""
+    """An operation with the transfers before and after it."""
 
     operation: Operation
-    receives: tuple[Transfer, ...]  # receives to post before it waits for its input
+    receives: tuple[Transfer, ...]  # receives to post before waiting for the input
     input: Transfer | None
     output: Transfer | None
 
@@ -78,11 +78,11 @@ class Step:
 Program = tuple[Step, ...]
 
 BEFORE: dict[Kind, Kind | None] = {"F": None, "B": "F", "W": "B", "H": None}
-"""What the same stage has done with the micro-batch."""
+"""Kind -> kind that the same stage must have run on the micro-batch before."""
 
 
 def lanes(layout: Stages) -> list[Lane]:
-    """A model's lanes between different devices, in an order that is the same everywhere."""
+    """Return a model's lanes between different devices, in the same order on all ranks."""
     numbers = [(pipeline, stage) for pipeline in range(layout.pipelines) for stage in range(layout.depth)]
     every = (_input(layout, Operation(layout.model, *number, 0, kind)) for kind in ("F", "B") for number in numbers)
     return list(dict.fromkeys(transfer.lane for transfer in every if transfer and not transfer.local))
@@ -90,7 +90,7 @@ def lanes(layout: Stages) -> list[Lane]:
 
 @lru_cache(maxsize=16)
 def programs(rows: Rows, layout: tuple[Stages, ...]) -> tuple[Program, ...]:
-    """Device -> its steps. ScheduleError for rows that can't be carried out, naming the operations in question."""
+    """Return the program of each device. Raises ScheduleError for invalid rows, naming the operations."""
     models = {each.model: each for each in layout}
     _check_placed(rows, models)
     inputs = {each: _input(models[each.model], each) for row in rows for each in row}
@@ -132,12 +132,12 @@ def _input(layout: Stages, operation: Operation) -> Transfer | None:
 def _maker(layout: Stages, operation: Operation) -> Operation:
     stage = layout.source(operation)
     if stage is None:
-        raise ValueError(f"{show(operation)} takes no operation's result")
+        raise ValueError(f"{show(operation)} does not depend on another operation")
     return Operation(operation.model, operation.pipeline, stage, operation.micro_batch, operation.kind)
 
 
 def _launched_before(rows: Rows, makers: Mapping[Operation, Operation]) -> dict[Operation, list[int]]:
-    """Operation -> of each device's row, how many operations must have been launched for it to end."""
+    """Return operation -> number of operations of each device's row that must be launched before it can end."""
     counts: dict[Operation, list[int]] = {}
     latest = [[0] * len(rows) for _ in rows]
     for began in walk(rows, makers.get):
@@ -150,12 +150,12 @@ def _launched_before(rows: Rows, makers: Mapping[Operation, Operation]) -> dict[
             latest[device], counts[operation] = list(together), together
     stuck = {d: row[latest[d][d]] for d, row in enumerate(rows) if latest[d][d] < len(row)}
     if stuck:
-        raise ScheduleError(f"The schedule waits for itself: {describe_stuck(stuck)}. Search it again.")
+        raise ScheduleError(f"The schedule deadlocks: {describe_stuck(stuck)}. Search a new schedule.")
     return counts
 
 
 def describe_stuck(stuck: Mapping[int, Operation]) -> str:
-    """Where devices wait, in a message."""
+    """Describe for a message where devices wait."""
     parts = [f"device {device} at {show(operation)}" for device, operation in sorted(stuck.items())]
     return "; ".join(parts[:SHOWN]) + (f"; and {len(parts) - SHOWN} more" if len(parts) > SHOWN else "")
 
@@ -167,7 +167,7 @@ def _check_placed(rows: Rows, models: Mapping[str, Stages]) -> None:
             if each.model not in models:
                 raise ScheduleError(f"{show(each)} is in the schedule, but the layout has only {sorted(models)}.")
             if (place := models[each.model].device(each.pipeline, each.stage)) != device:
-                raise ScheduleError(f"{show(each)} is in row {device}, but its stage stands on device {place}.")
+                raise ScheduleError(f"{show(each)} is in row {device}, but its stage is on device {place}.")
             if each in seen:
                 raise ScheduleError(f"{show(each)} is in the schedule twice.")
             seen.add(each)
@@ -178,7 +178,7 @@ def _check_made(rows: Rows, outputs: Mapping[Operation, Transfer], models: Mappi
     for maker, transfer in outputs.items():
         if maker not in scheduled:
             raise ScheduleError(
-                f"{show(transfer.operation)} takes the result of {show(maker)}, which is not in the schedule."
+                f"{show(transfer.operation)} needs the result of {show(maker)}, which is not in the schedule."
             )
     for row in rows:
         done = set()
@@ -187,12 +187,12 @@ def _check_made(rows: Rows, outputs: Mapping[Operation, Transfer], models: Mappi
                 raise ScheduleError(f"Nothing in the schedule takes the result of {show(each)}.")
             before = BEFORE[each.kind]
             if before and each._replace(kind=before) not in done:
-                raise ScheduleError(f"{show(each)} comes before its own {before}, or without it.")
+                raise ScheduleError(f"{show(each)} comes before its {before}, or without it.")
             done.add(each)
 
 
 def _check_heads(rows: Rows, models: Mapping[str, Stages]) -> None:
-    """Where a model's devices share its head: all come to it, between F and B of the last stage."""
+    """Check that all devices of a model with a shared head run it between F and B of the last stage."""
     members = head_sizes(rows)
     for device, row in enumerate(rows):
         done = set()
@@ -210,28 +210,28 @@ def _check_heads(rows: Rows, models: Mapping[str, Stages]) -> None:
             done.add(each)
 
 
-Queue = Callable[[Transfer], Hashable]  # which of a device's queues the call for a transfer goes to
+Queue = Callable[[Transfer], Hashable]  # transfer -> key of the device queue that its calls go to
 
 
 QUEUES: Mapping[str, Queue] = {"gloo": attrgetter("operation"), "nccl": attrgetter("lane")}
-"""gloo's tagged transfers are independent; a NCCL communicator's calls run in the order of posting."""
+"""gloo's tagged transfers are independent; calls of an NCCL communicator run in order of posting."""
 
 
 def check_deadlock(rows: Rows, layout: tuple[Stages, ...]) -> None:
-    """ScheduleError unless the schedule ends on every backend."""
+    """Raise ScheduleError if the schedule deadlocks on some backend."""
     made = programs(rows, layout)
     for backend, queue in QUEUES.items():
         if stuck := find_deadlock(made, queue):
-            raise ScheduleError(f"The schedule never ends over {backend}: {describe_stuck(stuck)}. Search it again.")
+            raise ScheduleError(f"The schedule deadlocks on {backend}: {describe_stuck(stuck)}. Search a new schedule.")
 
 
 def find_deadlock(made: Sequence[Program], queue: Queue) -> dict[int, Operation]:
-    """Device -> the operation whose input it waits for in vain; empty if the schedule ends."""
+    """Return device -> the operation whose input never arrives; empty if there is no deadlock."""
     return _Replay(made, queue).run()
 
 
 class _Replay:
-    """All devices at once."""
+    """Simulation of the programs of all devices."""
 
     def __init__(self, made: Sequence[Program], queue: Queue):
         self.programs, self.queue = made, queue
@@ -269,7 +269,7 @@ class _Replay:
             self._post(device, program)
 
     def _all_met(self, device: int, head: Operation) -> bool:
-        """Whether all devices that compute a head have come to it; the others go on as soon as they have."""
+        """Return whether all devices of a shared head have reached it, and wake the others when the last arrives."""
         came, count = self.met[shared_head(head)], self.members[shared_head(head)]
         if device not in came:
             came.add(device)

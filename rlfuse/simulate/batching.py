@@ -1,7 +1,7 @@
-"""Continuous batching in closed form: what one engine decodes, and how long its next steps take.
+"""Closed-form model of continuous batching on one engine.
 
-The context grows by the batch with every step: k steps of b sequences that begin with c cached tokens take k * (step
-without context) + step_per_context_token_s * (k * c + b * k * (k - 1) / 2) seconds.
+Each step adds one token per sequence to the context: k steps of b sequences that start with c cached tokens take
+k * (step without context) + step_per_context_token_s * (k * c + b * k * (k - 1) / 2) seconds.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 
 from rlfuse.costs.model import Costs
 
-EPSILON = 1e-9  # steps: an interruption this short before the end of a step belongs to its end
+EPSILON = 1e-9  # in steps: an interruption this close to the end of a step counts as its end
 
 
 class SimulationError(AssertionError):
-    """An engine was asked for what no machine can do: a defect of the controller, a policy or the simulator."""
+    """Violated invariant of the simulated machine: a bug in the controller, a policy or the simulator."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,13 +26,13 @@ class Sequence:
     """One sample on an engine."""
 
     name: str
-    prompt: Hashable  # siblings have the same, and share its cache
+    prompt: Hashable  # samples of the same prompt share its cache
     prompt_tokens: int
-    total: int  # response tokens in the end
-    done: int = 0  # response tokens when it was last admitted; before that, those it came with
-    cached: bool = False  # its KV cache came with it
+    total: int  # response tokens when finished
+    done: int = 0  # response tokens when last admitted; initially those of the partial
+    cached: bool = False  # True if its KV cache was transferred with it
     since: int = 0  # step at which it was admitted
-    ends: int = -1  # step at which it is whole; -1 while it doesn't run
+    ends: int = -1  # step at which it finishes; -1 while it does not run
 
     @property
     def tokens(self) -> int:
@@ -41,7 +41,7 @@ class Sequence:
 
 @dataclass(slots=True)
 class Batch:
-    """The sequences of one engine that run, newest last, and those that wait for room, first come first served."""
+    """Running sequences of one engine, newest last, and its first-in-first-out queue of waiting ones."""
 
     costs: Costs
     step: int = 0
@@ -59,7 +59,7 @@ class Batch:
         return steps * self.costs.decode_step(size, grown)
 
     def steps_after(self, seconds: float) -> int:
-        """Return the steps done when the one in progress after `seconds` of cost ends."""
+        """Return the number of steps done once the step in progress after `seconds` of cost has ended."""
         size, per_token = len(self.running), self.costs.step_per_context_token_s
         curve = per_token * size / 2
         slope = self.costs.decode_step(size, self.context) - curve
@@ -67,27 +67,27 @@ class Batch:
         return max(0, math.ceil(2 * seconds / (slope + root) - EPSILON))
 
     def steps_until_change(self) -> int:
-        """Return the steps until the first sequence is whole or the cache is full; at least 1."""
-        while self._ends[0][2].ends != self._ends[0][0]:  # left or pre-empted since
+        """Return the steps until the first sequence finishes or the cache is full; at least 1."""
+        while self._ends[0][2].ends != self._ends[0][0]:  # removed or pre-empted since
             heapq.heappop(self._ends)
         return min(self._ends[0][0] - self.step, (self.costs.kv_tokens - self.context) // len(self.running))
 
     def run(self, steps: int) -> list[Sequence]:
-        """Run the steps; remove and return the sequences that are whole now."""
+        """Run `steps` steps; remove and return the finished sequences."""
         self.step += steps
         self.context += steps * len(self.running)
         if self.context > self.costs.kv_tokens:
             raise SimulationError(f"the KV cache holds {self.context} tokens of {self.costs.kv_tokens}")
-        whole = []
+        completed = []
         while self._ends and self._ends[0][0] <= self.step:
             ends, _, sequence = heapq.heappop(self._ends)
             if sequence.ends == ends:
                 self._leave(sequence)
-                whole.append(sequence)
-        return whole
+                completed.append(sequence)
+        return completed
 
     def admit(self) -> int:
-        """Admit sequences in order while there is room; return the tokens to prefill. Siblings share a prompt."""
+        """Admit sequences in order while there is room; return the tokens to prefill. A prompt is prefilled once."""
         prefill = 0
         while self.waiting and len(self.running) < self.costs.max_sequences:
             sequence = self.waiting[0]
@@ -105,22 +105,22 @@ class Batch:
         heapq.heappush(self._ends, (sequence.ends, self._entries, sequence))
         sharing = self._sharing.get(sequence.prompt, 0)
         self._sharing[sequence.prompt] = sharing + 1
-        missing = 0 if sequence.cached else sequence.done + (0 if sharing else sequence.prompt_tokens)
-        sequence.cached = False  # once it is pre-empted, what it came with is gone
-        return missing
+        to_prefill = 0 if sequence.cached else sequence.done + (0 if sharing else sequence.prompt_tokens)
+        sequence.cached = False  # a transferred cache is lost on pre-emption
+        return to_prefill
 
     def _leave(self, sequence: Sequence) -> None:
         del self.running[sequence.name]
-        gained = self.step - sequence.since
-        self.context -= sequence.tokens + gained
-        sequence.done += gained
+        generated = self.step - sequence.since
+        self.context -= sequence.tokens + generated
+        sequence.done += generated
         sequence.ends = -1
         self._sharing[sequence.prompt] -= 1
         if not self._sharing[sequence.prompt]:
             del self._sharing[sequence.prompt]
 
     def preempt(self) -> int:
-        """Preempt the newest sequences until the others have room for one step; return how many."""
+        """Preempt the newest sequences until the others have room for one step; return their number."""
         count = 0
         while self.context + len(self.running) > self.costs.kv_tokens:
             newest = self.running[next(reversed(self.running))]

@@ -1,22 +1,22 @@
-"""The least time that any on-policy schedule of a workload can take on the simulated machine, and what bounds it.
+"""Lower bound on the time of any on-policy schedule of a workload on the simulated machine, with its cause.
 
-Assumed of a schedule: it is on-policy; a slot has one role at a time, and starts and ends as an engine; optimizer steps
-take all slots as trainers, hence come after all generation; mini-batches are fixed by prompt order, each needs the
-weights of the one before; a sample is trained on after all of its scoring. Costs are those of `costs.model`.
+Assumptions: the schedule is on-policy; a slot has one role at a time, and starts and ends as an engine; optimizer steps
+need all slots as trainers, hence follow all generation; mini-batches are fixed by prompt order, and each needs the
+weights of the previous one; a sample is trained on after all of its scoring. Costs are those of `costs.model`.
 
-Proof. C(t), the integral of the slots' speeds, is the cost that can be done by time t: work w begun at s ends at D(s,
-w) = C^-1(C(s) + w) or later. v: the largest speed of a slot, u: the sum of each slot's smallest, V: the largest sum. G:
-when the last sample is whole; x_b: a step of b sequences without context; sample i has L_i response tokens, prefill p_i
-and context cost c_i. After the last step T come `switch_s` and `step_s`.
+Proof. C(t), the integral of the slots' speeds, is the cost that can be done by time t: work w started at s ends at
+D(s, w) = C^-1(C(s) + w) or later. v: maximum speed of a slot, u: sum of the minimum speeds of all slots, V: maximum of
+the summed speeds. G: time at which the last sample finishes; x_b: a step of b sequences without context; sample i has
+L_i response tokens, prefill p_i and context cost c_i. The last step ends at T; `switch_s` and `step_s` follow.
 
 1. One sample: G >= e_i = (p_i + L_i * x_1 + c_i) / v.
 2. All generation: charge each sequence x_b / b and its context. With f, the largest convex non-increasing function
    below (x_b, x_b / b), and X_i = (v * G - p_i - c_i) / L_i, by Jensen the cost is at least W(G) = sum over prompts of
    p + sum over samples of (L_i * f(X_i) + c_i). A cache of K tokens: the first part of the sum is at least x / K * all
    contexts.
-3. The first optimizer step follows generation, a switch of every slot, all scoring that must come before, and the first
+3. The first optimizer step follows generation, a switch of every slot, all scoring required before it, and the first
    mini-batch: S = max(G + switch_s, D(0, W(G) + all scoring + its training + u * switch_s)).
-4. After it come the other mini-batches, each at least its work / V and its longest sample at v, and all optimizer
+4. The other mini-batches follow, each taking at least its work / V and its longest sample at v, and all optimizer
    steps; and T >= D(G + switch_s, the work of all other mini-batches + u * all optimizer steps).
 5. All work: T >= D(0, W(G) + all scoring + all training + u * (switch_s + all optimizer steps)).
 6. One sample again: T >= e_i + a pass over it + its training + the mini-batches after its own (or, where all scoring
@@ -41,7 +41,7 @@ from rlfuse.fusion.decisions import PASS_BEFORE_STEP
 from rlfuse.simulate.speed import Speed, combined_speed
 from rlfuse.simulate.workload import Workload
 
-BOUND_TOLERANCE = 1e-8  # share of the bound by which it may be below the crossing that it is searched by
+BOUND_TOLERANCE = 1e-8  # relative tolerance of the bisection
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +50,14 @@ class Bound:
 
     seconds: float  # the whole step
     bound_by: str
-    """`longest sample`: generation can't be shorter, whatever overlaps it. Otherwise the slots' work: `generation
-    work`, `scoring` or `training` where that is more than half of it, else `work`."""
+    """`longest sample` if generation cannot be shorter. Otherwise the dominant work: `generation work`, `scoring` or
+    `training` if it is more than half of all work, else `work`."""
     generation_s: float
     generation_and_scoring_s: float
 
 
 def lower_bound(workload: Workload) -> Bound:
-    """See above. Milliseconds for thousands of samples."""
+    """Return the lower bound that the module docstring proves. Takes milliseconds for thousands of samples."""
     generation, rest = _Generation(workload), _Rest(workload)
     speeds, earliest = workload.speeds(), float(generation.ends.max())
     least, switch_s, after_s = sum(speed.least for speed in speeds), workload.switch_s, rest.after_first_s
@@ -98,16 +98,16 @@ def lower_bound(workload: Workload) -> Bound:
 
 
 def _following(ends: np.ndarray, work: np.ndarray, total: Speed) -> float:
-    """Point 7: return when all work can be done if each sample's begins no sooner than its end."""
+    """Point 7: return the earliest end of all work if that of a sample starts no earlier than its generation ends."""
     order = np.argsort(-ends)
     following = np.cumsum(work[order])
-    last = np.flatnonzero(np.append(np.diff(ends[order]) < 0, True))  # of those with equal ends
+    last = np.flatnonzero(np.append(np.diff(ends[order]) < 0, True))  # last of equal ends
     return max(map(total.end, ends[order][last].tolist(), following[last].tolist()))
 
 
 def _crossing(earliest: float, rising: Callable[[float], float], falling: Callable[[float], float]) -> float:
-    """Return where the larger of the two is least over G >= earliest, rounded down."""
-    low, high = earliest, max(earliest, falling(earliest))  # `rising` is no less than G
+    """Return the G >= earliest that minimizes the maximum of both functions, rounded down."""
+    low, high = earliest, max(earliest, falling(earliest))  # `rising` is at least G
     if falling(low) <= rising(low):
         return low
     while high - low > BOUND_TOLERANCE * high:
@@ -125,11 +125,11 @@ def _binding(earliest: float, end: float, generation_work: float, rest: _Rest) -
 
 
 class _Generation:
-    """Points 1 and 2 of the proof. Costs in seconds of a slot of speed 1; samples of one length are counted once."""
+    """Points 1 and 2 of the proof. Costs in seconds at speed 1; samples of equal length are grouped."""
 
     def __init__(self, workload: Workload):
         costs, faster = workload.costs(), max(workload.decode_speed, default=1.0)
-        self.lengths, self.alike = np.unique(workload.lengths().astype(np.float64), return_counts=True)
+        self.lengths, self.counts = np.unique(workload.lengths().astype(np.float64), return_counts=True)
         self.fastest = max(speed.most for speed in workload.speeds())
         self.prefill = workload.prompt_tokens / costs.prefill_tokens_per_s
         self.prompts = workload.prompts
@@ -141,17 +141,17 @@ class _Generation:
         ends = (self.prefill + self.lengths * steps.min() + self.context) / self.fastest
         self.ends = ends[np.searchsorted(self.lengths, workload.lengths())]
         self.hull = _falling_hull(steps, steps / batches)
-        self.in_cache = float(self.alike @ seen * steps.min()) / costs.kv_tokens
+        self.in_cache = float(self.counts @ seen * steps.min()) / costs.kv_tokens
 
     def work(self, end: float) -> float:
-        """Return W(G): the least cost of all generation that is over after `end` seconds."""
+        """Return W(G): the minimum cost of all generation if it ends at G = `end` seconds."""
         mean_step = (self.fastest * end - self.prefill - self.context) / self.lengths
-        charges = float(self.alike @ (self.lengths * np.interp(mean_step, *self.hull)))
-        return self.prompts * self.prefill + max(charges, self.in_cache) + float(self.alike @ self.context)
+        charges = float(self.counts @ (self.lengths * np.interp(mean_step, *self.hull)))
+        return self.prompts * self.prefill + max(charges, self.in_cache) + float(self.counts @ self.context)
 
 
 def _falling_hull(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the corners of the largest convex non-increasing function below the points."""
+    """Return the vertices of the largest convex non-increasing function below the points."""
     hull: list[tuple[float, float]] = []
     for point in sorted(zip(x.tolist(), y.tolist(), strict=True)):
         if hull and point[1] >= hull[-1][1]:
@@ -167,7 +167,7 @@ def _above(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float
 
 
 class _Rest:
-    """What follows generation: points 3 to 8 of the proof."""
+    """Work after generation: points 3 to 8 of the proof."""
 
     def __init__(self, workload: Workload):
         scoring, training, speeds = workload.scoring, workload.training, workload.speeds()
@@ -182,9 +182,9 @@ class _Rest:
         self.training_work = models * training.epochs * float(one_training.sum())
         self.work = self.scoring_work + self.training_work
         self.optimizer_s = models * steps * training.optimizer_s
-        call_s = 0.0 if scoring.deferred else scoring.call_s  # a pass in a schedule's bubbles is no call of its own
+        call_s = 0.0 if scoring.deferred else scoring.call_s  # passes in bubbles are no separate calls
         self.passes = np.minimum(1, kinds) * (one_pass / fastest + call_s)
-        needed = kinds if models == 1 else np.minimum(1, kinds)  # which kinds a model reads is its own affair
+        needed = kinds if models == 1 else np.minimum(1, kinds)  # each model needs at least one kind
         all_scored_first = all(PASS_BEFORE_STEP[model] in scoring.kinds for model in training.models)
         self.before_first = np.where(part == 0, needed * one_pass + one_training, all_scored_first * one_pass)
         self.first_work = float(self.before_first.sum())
@@ -205,19 +205,19 @@ class _Rest:
         self.shared_work = models * training.epochs * float(sums.sum()) + passes
         shortest = np.maximum(sums / power, longest / fastest)
         self.shared_s = models * training.epochs * float(shortest.sum()) + passes / power
-        even = np.maximum(sums / workload.slots, longest)  # of what stages do together, and none is cut
+        even = np.maximum(sums / workload.slots, longest)  # work shared by all stages; samples are not split
         self.in_lockstep = self._in_lockstep(workload, float(even.sum()), len(each))
 
     def _in_lockstep(self, workload: Workload, even: float, parts: int) -> tuple[float, float]:
-        """Point 8: seconds of cost that each slot does after generation, and seconds in which none works. `even`: of
-        one model on each slot."""
+        """Point 8: return the seconds of work of each slot after generation, and the seconds in which none works.
+        `even`: training of one model on each slot."""
         scoring, training, models = workload.scoring, workload.training, len(workload.training.models)
-        alike, bubbles = workload.lockstep == "all", training.bubbles
-        passes = self.scoring_work / workload.slots if alike else 0.0
-        asked = sum(bool(workload.passes(kind).any()) for kind in scoring.kinds)
-        asked *= alike and not scoring.deferred  # else they are no calls of all slots
+        all_in_lockstep, bubbles = workload.lockstep == "all", training.bubbles
+        passes = self.scoring_work / workload.slots if all_in_lockstep else 0.0
+        scoring_calls = sum(bool(workload.passes(kind).any()) for kind in scoring.kinds)
+        scoring_calls *= all_in_lockstep and not scoring.deferred  # otherwise they are not calls of all slots
         trained = models * training.epochs * even
         idle = trained * (bubbles or 0.0)
-        beside = max(idle, passes) if scoring.deferred else idle + passes
+        exposed_s = max(idle, passes) if scoring.deferred else idle + passes
         calls = training.epochs * parts * (models if bubbles is None else 1)
-        return trained + beside, asked * scoring.call_s + calls * training.call_s + self.optimizer_s
+        return trained + exposed_s, scoring_calls * scoring.call_s + calls * training.call_s + self.optimizer_s

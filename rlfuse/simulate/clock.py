@@ -14,7 +14,7 @@ RESOLUTION_S = 1e-9
 
 
 class Deadlock(RuntimeError):
-    """Every task waits for another one, and no timer will wake any of them."""
+    """Every task waits for another task, and no timer is set."""
 
 
 class _VirtualSelector(selectors.SelectSelector):
@@ -28,7 +28,7 @@ class _VirtualSelector(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop on virtual time. Threads and sockets never wake it."""
+    """Event loop on virtual time; it ignores threads and sockets."""
 
     def __init__(self) -> None:
         self._clock = _VirtualSelector()
@@ -38,19 +38,19 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._clock.now
 
     def _run_once(self) -> None:
-        """asyncio calls timers due within its clock's resolution; late floats have a coarser one."""
+        """Adapt the clock resolution: asyncio calls timers due within it, and large floats have a coarser one."""
         self._clock_resolution = max(RESOLUTION_S, math.ulp(self._clock.now))
-        super()._run_once()  # type: ignore[misc]  # of asyncio, which typeshed leaves out
+        super()._run_once()  # type: ignore[misc]  # missing in typeshed
 
 
 def run_virtual(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Return the coroutine's result without waiting. Raises `Deadlock` where a real loop would hang. A running event
-    loop (of a notebook or a real controller) is blocked meanwhile."""
+    """Run a coroutine on virtual time and return its result. Raises `Deadlock` where a real loop would hang. Blocks a
+    running event loop (notebook, controller)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return _run(coroutine)
-    with ThreadPoolExecutor(1) as thread:  # a thread can have but one running loop
+    with ThreadPoolExecutor(1) as thread:  # a thread can only have one running loop
         return thread.submit(_run, coroutine).result()
 
 

@@ -1,6 +1,7 @@
 """Simulated trainer ranks, rewards and weight updates, behind the controller's protocols.
 
-A slot does one thing at a time, and trains only in role `trainer` with an empty engine; a violation is an error.
+A slot does one kind of work at a time, and trains only in role `trainer` with an empty engine; violations raise
+SimulationError.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class SimulatedTrainer:
     """One rank per device. `scored` and `trained` count passes over each sample, per kind and model."""
 
     pipelined = False
-    offloaded_optimizers: Mapping[int, float] = {}  # none: in the costs of switch and step
+    offloaded_optimizers: Mapping[int, float] = {}  # empty: included in the costs of switch and step
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class SimulatedTrainer:
         lockstep_backward: bool = False,
         by_update: bool = False,
     ):
-        self.sharing = DeviceSharing()  # what stays on its device is moved in no time: see `Costs.switch_s`
+        self.sharing = DeviceSharing()  # moves are included in `Costs.switch_s`
         self.devices, self.costs, self._zeros, self._by_update = list(devices), costs, zeros, by_update
         self.lockstep, self.lockstep_backward = lockstep, lockstep_backward
         self.scored: dict[str, Counter[str]] = defaultdict(Counter)
@@ -55,8 +56,8 @@ class SimulatedTrainer:
         }
 
     async def _score(self, kind: str, rows: Sequence[Row], slot: int | None) -> list[np.ndarray]:
-        self._check_alone(kind, slot, self.lockstep)
-        async with self._at_work(kind, rows, slot) as call:
+        self._check_lockstep(kind, slot, self.lockstep)
+        async with self._busy(kind, rows, slot) as call:
             await asyncio.sleep(self.costs.score_call_s)
             await call.work(self._tokens(rows, slot), 1 / self.costs.score_tokens_per_s)
         self.scored[kind].update(row.id for row in rows)
@@ -69,53 +70,56 @@ class SimulatedTrainer:
         return {model: PassResult(began=now(), arrays=await self._accumulate(model, rows, slot)) for model in models}
 
     async def _accumulate(self, model: str, rows: Sequence[Row], slot: int | None) -> list[np.ndarray]:
-        self._check_alone("backward", slot, self.lockstep_backward)
-        async with self._at_work("backward", rows, slot, model) as call:
+        self._check_lockstep("backward", slot, self.lockstep_backward)
+        async with self._busy("backward", rows, slot, model) as call:
             await asyncio.sleep(self.costs.train_call_s)
             await call.work(self._tokens(rows, slot), 1 / self.costs.train_tokens_per_s)
         self._accumulated.setdefault(model, []).extend(rows)
-        return self._gained(model, rows)
+        return self._log_probs_of_update(model, rows)
 
-    def _gained(self, model: str, rows: Sequence[Row]) -> list[np.ndarray]:
+    def _log_probs_of_update(self, model: str, rows: Sequence[Row]) -> list[np.ndarray]:
         first = self._by_update and model == "actor" and not self.trained[model]
         return [self._zeros.take(len(row.response_ids))[1] for row in rows] if first else []
 
-    def _check_alone(self, kind: str, slot: int | None, lockstep: bool) -> None:
+    def _check_lockstep(self, kind: str, slot: int | None, lockstep: bool) -> None:
         if lockstep and slot is not None:
-            raise SimulationError(f"slot {slot} is told to do {kind} alone, which needs all ranks")
+            raise SimulationError(f"slot {slot} was requested to run {kind} alone, but it needs all ranks")
 
     async def step(self, model: str, lengths: Sequence[int], lr_factor: float = 1.0) -> dict[str, float]:
         rows = self._accumulated.pop(model, [])
         once = Counter(row.id for row in rows)
         if sorted(row.length for row in rows) != sorted(lengths) or (once and max(once.values()) > 1):
             raise SimulationError(
-                f"a step of {model} is to be scaled by {len(lengths)} rows, and {len(rows)} of {len(once)} samples "
-                "were accumulated since its last step"
+                f"step of {model} over {len(lengths)} rows, but {len(rows)} rows of {len(once)} samples were "
+                "accumulated since its last step"
             )
-        async with self._at_work("optimizer", (), None, model):
+        async with self._busy("optimizer", (), None, model):
             await asyncio.sleep(self.costs.optimizer_s)
         self.trained[model].update(once)
         return {}
 
     def _tokens(self, rows: Sequence[Row], slot: int | None) -> list[float]:
-        """Return the tokens of the slot, or of each: shared by rates, with the longest row whole."""
+        """Return the tokens of the slot, or of each slot: split by rates, with the longest row unsplit."""
         tokens = [row.tokens for row in rows]
         if slot is not None:
             return [sum(tokens)]
-        whole, fastest = sum(1 / rate for rate in self._rates), min(self._rates)
+        total_inverse_rate, fastest = sum(1 / rate for rate in self._rates), min(self._rates)
         longest = [max(tokens, default=0) if rate == fastest else 0 for rate in self._rates]
-        return [max(sum(tokens) / rate / whole, least) for rate, least in zip(self._rates, longest, strict=True)]
+        return [
+            max(sum(tokens) / rate / total_inverse_rate, least)
+            for rate, least in zip(self._rates, longest, strict=True)
+        ]
 
     @asynccontextmanager
-    async def _at_work(self, kind: str, rows: Sequence[Row], slot: int | None, model: str = ""):
-        """Keep the device or all of them busy; each gets a span until its own work is done."""
+    async def _busy(self, kind: str, rows: Sequence[Row], slot: int | None, model: str = ""):
+        """Mark one device, or all, as busy; record a span for each until its work is done."""
         devices = self.devices if slot is None else [self.devices[slot]]
         start, call = asyncio.get_running_loop().time(), _Call(devices)
         for device in devices:
             if device.role != "trainer" or device.held or device.work:
                 raise SimulationError(
-                    f"slot {device.index} is told to do {kind} while it has the role {device.role}, holds "
-                    f"{device.held} samples and does {device.work or 'nothing'}"
+                    f"slot {device.index} was requested to run {kind} with role {device.role}, {device.held} samples "
+                    f"on its engine and current work {device.work or 'none'}"
                 )
             device.work = kind
         try:
@@ -148,9 +152,9 @@ class SimulatedTrainer:
         awake = after == "trainer" and not device.asleep
         if device.role != before or device.held or device.work or awake:
             raise SimulationError(
-                f"slot {device.index} is told to become {after} while it has the role {device.role}, its engine "
-                f"{'sleeps' if device.asleep else 'is awake'}, it holds {device.held} samples and does "
-                f"{device.work or 'nothing'}"
+                f"slot {device.index} was requested to switch to {after} with role {device.role}, its engine "
+                f"{'asleep' if device.asleep else 'awake'}, {device.held} samples on it and current work "
+                f"{device.work or 'none'}"
             )
         start, device.role = asyncio.get_running_loop().time(), "switching"
         await asyncio.sleep(self.costs.switch_s)
@@ -174,7 +178,7 @@ class SimulatedTrainer:
 
 
 class SimulatedStages(SimulatedTrainer):
-    """Ranks that hold stages of pipelines. `bubbles`: their idle time in a schedule, over that of their work."""
+    """Ranks that hold pipeline stages. `bubbles`: idle time of a schedule over its working time."""
 
     pipelined = True
 
@@ -185,13 +189,13 @@ class SimulatedStages(SimulatedTrainer):
     async def train(
         self, rows: Mapping[str, Sequence[Row]], scored: Mapping[str, Sequence[Row]]
     ) -> tuple[dict[str, float], dict[str, list[np.ndarray]], list[np.ndarray]]:
-        """Take the time of one schedule; passes take more only beyond its bubbles."""
+        """Simulate one schedule; deferred passes add time only if they exceed its bubbles."""
         trained = [row for model in rows for row in rows[model]]
-        async with self._at_work("backward", trained, None, "+".join(rows)) as call:
+        async with self._busy("backward", trained, None, "+".join(rows)) as call:
             await asyncio.sleep(self.costs.train_call_s)
-            tokens = sum(map(self._even, rows.values()))
+            tokens = sum(map(self._tokens_per_rank, rows.values()))
             work = tokens / self.costs.train_tokens_per_s
-            passes = sum(map(self._even, scored.values())) / self.costs.score_tokens_per_s
+            passes = sum(map(self._tokens_per_rank, scored.values())) / self.costs.score_tokens_per_s
             cost = work + max(work * self._bubbles, passes)
             await call.work([tokens] * len(self.devices), cost / tokens if tokens else 0.0)
         for model, each in rows.items():
@@ -199,20 +203,20 @@ class SimulatedStages(SimulatedTrainer):
         for model, each in scored.items():
             self.scored[KIND_OF[model]].update(row.id for row in each)
         scores = {m: [self._zeros.take(len(row.response_ids))[1] for row in each] for m, each in scored.items()}
-        return {}, scores, self._gained("actor", rows.get("actor", ()))
+        return {}, scores, self._log_probs_of_update("actor", rows.get("actor", ()))
 
-    def _even(self, rows: Sequence[Row]) -> float:
+    def _tokens_per_rank(self, rows: Sequence[Row]) -> float:
         tokens = [row.tokens for row in rows]
         return max(sum(tokens) / len(self.devices), max(tokens, default=0))
 
     def _tokens(self, rows: Sequence[Row], slot: int | None) -> list[float]:
-        return [self._even(rows)] * len(self.devices)
+        return [self._tokens_per_rank(rows)] * len(self.devices)
 
 
 @dataclass(slots=True)
 class _Call:
     devices: Sequence[Device]
-    done: list[tuple[float, int]] = field(default_factory=list)  # (when, tokens) of each
+    done: list[tuple[float, int]] = field(default_factory=list)  # (end time, tokens) of each device
 
     async def work(self, tokens: Sequence[float], token_s: float) -> None:
         now = asyncio.get_running_loop().time()
@@ -224,7 +228,7 @@ class _Call:
 
 
 class SimulatedReward:
-    """A reward function that takes no time; every sample is worth the same."""
+    """A reward function that takes no time and gives every sample the same reward."""
 
     def __init__(self) -> None:
         self.scored: Counter[str] = Counter()
@@ -239,7 +243,7 @@ class SimulatedReward:
 
 
 class SimulatedWeights:
-    """Weights reach all engines in what a step costs beside its work, once their ranks have left."""
+    """Weight updates: every engine receives them after `seconds`, once its rank has released the device."""
 
     def __init__(
         self, rollouts: Sequence[SimulatedRollout], trainer: SimulatedTrainer, seconds: float, restart_s: float
@@ -253,7 +257,7 @@ class SimulatedWeights:
             rollout.version = version
 
     async def restart_engine(self, slot: int) -> None:
-        """Start another engine within `restart_s`, once all are lost."""
+        """Replace the engine of a slot after `restart_s` seconds; called when all engines are lost."""
         await self._trainer.release_device(slot)
         await asyncio.sleep(self._restart_s)
         self._rollouts[slot].replace()

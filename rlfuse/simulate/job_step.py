@@ -1,6 +1,6 @@
-"""Turn a step of a job (configuration, costs, response lengths) into a workload, for runs, plans and recorded runs.
+"""Build the workload of a step from configuration, costs and response lengths, for runs, plans and recorded runs.
 
-Only whole samples that were generated inside the step's own span count; validation does not.
+Only samples generated completely within the span of the step count; validation does not.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rlfuse.simulate.workload import Scoring, Training, Workload, workload_from_
 def workload_of(
     config: Config, costs: Costs, engines: int, lengths: Sequence[int], prompt_tokens: int, history: float | None = None
 ) -> Workload:
-    """A step of this job with responses of these lengths, in prompt order; `history`: as `length_history_sigma`."""
+    """Return the workload of a step with these response lengths, in prompt order; `history`: `length_history_sigma`."""
     actor, experience = config.actor, Experience(config)
     group = config.rollout.n if len(lengths) % config.rollout.n == 0 else 1
     prompts = len(lengths) // group
@@ -54,7 +54,7 @@ def workload_of(
 
 
 def _bubbles(config: Config, lengths: Sequence[int], prompt_tokens: int) -> float | None:
-    """Return the bubbles of 1F1B over its work; fused models share them, chunks divide them."""
+    """Return the bubbles of 1F1B relative to its work; fused models share them, virtual stages divide them."""
     if (stages := config.training.pipeline_parallel_size) == 1:
         return None
     fused = config.uses_critic and config.fusion.training == "fused"
@@ -63,8 +63,8 @@ def _bubbles(config: Config, lengths: Sequence[int], prompt_tokens: int) -> floa
 
 
 def micro_batches(config: Config, prompts: int, context: float) -> int:
-    """Return the micro-batches of these prompts on each rank, or in each pipeline. `context`: mean tokens of a row.
-    Without balancing, packing wastes half a row of a rank's budget on average."""
+    """Return the number of micro-batches of these prompts per rank, or per pipeline. `context`: mean tokens of a row.
+    Packing wastes half a row of a rank's token budget on average."""
     actor, stages = config.actor, config.training.pipeline_parallel_size
     rows = prompts * config.rollout.n / config.mesh.copies
     budget, most = actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
@@ -75,7 +75,7 @@ def micro_batches(config: Config, prompts: int, context: float) -> int:
 
 
 def finished_lengths(spans: Sequence[Span]) -> tuple[tuple[int, ...], int]:
-    """Return response lengths by prompt and sibling, and the mean number of prompt tokens."""
+    """Return response lengths ordered by prompt and rollout, and the mean number of prompt tokens."""
     found = {tuple(map(int, name.split("/")[1:])): lengths for name, lengths in lengths_of(spans).items()}
     prompts, responses = zip(*(found[key] for key in sorted(found)), strict=True)
     return tuple(max(1, tokens) for tokens in responses), max(1, round(float(np.mean(prompts))))

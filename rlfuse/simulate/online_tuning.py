@@ -1,4 +1,4 @@
-"""Update costs, settings and `rollout.disaggregate` of a real run after every step, by fitting and simulating."""
+"""Refit costs and retune settings and `rollout.disaggregate` of a real run after each step, by simulation."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from rlfuse.simulate.workload import Workload
 
 STEPS = 4
 DRIFT = 0.2
-SHARE = 0.02  # of the run's time that tuning may take, except the first time
-CALL_S = 0.005  # least cost of a call: Ray, driver and policy between calls
-MAX_SAMPLES = 2048  # larger steps are simulated scaled down to this
+SHARE = 0.02  # of the run time that tuning may take, except the first time
+CALL_S = 0.005  # minimum cost of a call: Ray, driver and policy
+MAX_SAMPLES = 2048  # larger steps are scaled down to this size
 
-Shape = tuple[float | None, float, float, float]
-"""Of a step: error of expected lengths, if they were known; mean and longest length; speed of all slots together."""
+StepStatistics = tuple[float | None, float, float, float]
+"""Properties of a step: error of expected lengths (if known), mean length, maximum length, total speed of all slots."""
 
 
 class OnlineTuning:
-    """`engines`: rollout slots; `say` is told what becomes of `rollout.disaggregate`."""
+    """Tuner of a run. `engines`: number of rollout engines; `say` receives lines about `rollout.disaggregate`."""
 
     def __init__(self, config: Config, engines: int, say: Callable[[str], object]):
         self._config, self._engines, self._say = config, engines, say
         self._spans: deque[Sequence[Span]] = deque(maxlen=STEPS)
-        self._tuned_for: Shape | None = None
+        self._tuned_for: StepStatistics | None = None
         self._tuning_s = self._since_s = 0.0
 
     def __call__(self, tuning: Tuning, spans: Sequence[Span]) -> None:
@@ -46,15 +46,15 @@ class OnlineTuning:
         lengths = tuning.lengths.recorded
         shape = (tuning.lengths.error, float(np.mean(lengths)), float(np.max(lengths)), sum(_speeds(tuning)))
         self._since_s += _step(spans).seconds
-        before, paid = self._tuned_for, self._tuning_s <= SHARE * self._since_s
-        if before is None or (_drifted(before, shape) and paid):
+        before, within_budget = self._tuned_for, self._tuning_s <= SHARE * self._since_s
+        if before is None or (_drifted(before, shape) and within_budget):
             began = perf_counter()
             tuning.fixed = tune_settings(tuning, self._config.fusion.policy, self._engines, self._config, spans)
             self._disaggregate(tuning, spans, cost_error(found))
             self._tuned_for, self._tuning_s, self._since_s = shape, perf_counter() - began, 0.0
 
     def _disaggregate(self, tuning: Tuning, spans: Sequence[Span], error: float) -> None:
-        """Decide whether some engines only prefill from here on; never with trainer.deterministic."""
+        """Choose the share of prefill-only engines for the next steps; not with trainer.deterministic."""
         config, mode = self._config, self._config.rollout.disaggregate
         if mode == "off" or config.trainer.deterministic:
             return
@@ -64,7 +64,7 @@ class OnlineTuning:
         self._say(f"rollout.disaggregate={mode}: {found.why}")
 
 
-def _drifted(before: Shape, now: Shape) -> bool:
+def _drifted(before: StepStatistics, now: StepStatistics) -> bool:
     (error_before, *others_before), (error, *others) = before, now
     learned = (error is None) != (error_before is None) or abs((error or 0.0) - (error_before or 0.0)) > DRIFT
     return learned or any(abs(new / old - 1) > DRIFT for new, old in zip(others, others_before, strict=True))
@@ -86,14 +86,14 @@ def fit_costs(spans: Sequence[Span], before: Costs) -> Fit:
 
 
 def tune_settings(tuning: Tuning, policy: str, engines: int, config: Config, spans: Sequence[Span]) -> Settings:
-    """The settings of `tuning` with what is best for this policy on steps like that of these spans."""
+    """Return the settings of `tuning`, tuned for this policy on workloads like the step of these spans."""
     best = tune(workload_like(tuning, engines, config, spans), policy, replace(tuning.fixed, prefill_share=0.0))
     return replace(best, prefill_share=tuning.fixed.prefill_share)
 
 
 def workload_like(tuning: Tuning, engines: int, config: Config, spans: Sequence[Span]) -> Workload:
-    """The step of these spans, with the costs and slots' rates of `tuning`."""
-    # What was drawn to validate, or to compare engines and trainer, has other lengths.
+    """Return the workload of the step of these spans, with the costs and slot rates of `tuning`."""
+    # Samples of validation and of the engine/trainer consistency check have other lengths.
     lengths, prompt_tokens = finished_lengths(spans_within(spans, _step(spans)))
     samples = lengths[:MAX_SAMPLES]
     like = workload_of(config, tuning.costs, engines, samples, prompt_tokens, tuning.lengths.error)

@@ -24,27 +24,27 @@ TOKEN_BYTES = 8  # a token that moves without its cache: an id and a log-prob
 
 @dataclass(slots=True)
 class Device:
-    """What a slot is doing, for its engine and its trainer rank to agree on."""
+    """State of a slot, shared by its engine and its trainer rank."""
 
     index: int
     speed: Speed = field(default_factory=Speed)
-    decoding: Speed = field(default_factory=Speed)  # of decoding steps
-    asleep: bool = False  # whether its engine is
+    decoding: Speed = field(default_factory=Speed)  # speed of decoding steps
+    asleep: bool = False  # True if its engine sleeps
     role: str = "rollout"  # `rollout`, `trainer` or `switching`
     held: int = 0  # samples on its engine
-    work: str = ""  # what its rank is doing
+    work: str = ""  # current work of its rank; empty if idle
 
 
 @dataclass(slots=True)
 class MovedSamples:
-    """What came from other engines."""
+    """Samples and bytes received from other engines."""
 
     samples: int = 0
     bytes: float = 0.0
 
 
 class Zeros:
-    """Token ids and log-probs of simulated responses: views of two arrays, as nobody reads them."""
+    """Token ids and log-probs of simulated responses: views of two arrays of zeros."""
 
     def __init__(self, longest: int):
         self._ids, self._log_probs = np.zeros(longest, np.int32), np.zeros(longest, np.float32)
@@ -59,12 +59,12 @@ class _Held:
     sequence: Sequence
     results: asyncio.Queue
     since: float
-    where: str = "batch"  # `link` while its cache is on its way, `batch`, or `leaving`
+    where: str = "batch"  # `link` while its cache is transferred, `batch`, or `leaving`
 
 
 @dataclass(slots=True)
 class _Departure:
-    """Samples to evict; `evicted` receives them with their partials, or is None if nothing awaits them."""
+    """Samples to evict; `evicted` receives them with their partials, or is None if no caller waits for them."""
 
     names: list[str]
     carry: str
@@ -72,7 +72,7 @@ class _Departure:
 
 
 class SimulatedRollout:
-    """One engine on one slot. `length_of`: response tokens that a sample will have, if the sampling allows."""
+    """Engine of one slot. `length_of`: response length of a sample, unless `Sampling.max_tokens` is smaller."""
 
     def __init__(self, device: Device, batch: Batch, length_of: Callable[[Sample], int], zeros: Zeros):
         self.device, self.batch, self.moved, self.preempted = device, batch, MovedSamples(), 0
@@ -81,8 +81,8 @@ class SimulatedRollout:
         self._held: dict[str, _Held] = {}
         self._departures: list[_Departure] = []
         self._timer: asyncio.TimerHandle | None = None
-        self._start, self._steps = 0.0, 0  # of the steps under way; 0 steps: a stall
-        self._since, self._prefill = -1.0, 0  # of work that no span tells of yet
+        self._start, self._steps = 0.0, 0  # start and number of the current steps; 0 steps: prefill
+        self._since, self._prefill = -1.0, 0  # start and prefill tokens of work not yet in a span
         self._link_free = 0.0
         self._spans: list[Span] = []
 
@@ -120,7 +120,7 @@ class SimulatedRollout:
         gone = await evicted
         await asyncio.sleep(self.batch.costs.move_s)
         for held, partial in gone:
-            held_still = self._held.get(held.sequence.name) is held  # or it was taken elsewhere meanwhile
+            held_still = self._held.get(held.sequence.name) is held  # False if it was taken by another call meanwhile
             if held_still:
                 self._deliver(held, partial)
 
@@ -132,20 +132,20 @@ class SimulatedRollout:
 
     async def sleep(self, discard: bool = False) -> None:
         if self.device.held:
-            raise SimulationError(f"{self.name} is told to sleep while it holds {self.device.held} samples")
+            raise SimulationError(f"{self.name} was requested to sleep with {self.device.held} samples running")
         self.device.asleep = True
 
     async def wake(self, part: Part | None = None) -> None:
         self.device.asleep = self.lost
 
     async def drain(self, collect: bool = False) -> list[Span]:
-        """Return a `decode` span per run of steps with one batch, and a `generate` span per whole sample."""
+        """Return a `decode` span per sequence of steps with one batch, and a `generate` span per finished sample."""
         spans, self._spans = self._spans, []
         return spans
 
     def fail(self) -> None:
         self.lost = self.device.asleep = True
-        error = EngineLost(f"{self.name} is lost: the workload's `failures` say so")
+        error = EngineLost(f"{self.name} is lost (`failures` of the workload)")
         if self._timer is not None:
             self._timer.cancel()
         for results in {id(held.results): held.results for held in self._held.values()}.values():
@@ -163,13 +163,13 @@ class SimulatedRollout:
 
     def _check(self, action: str) -> None:
         if self.lost:
-            raise EngineLost(f"{self.name} is lost and can't {action}")
+            raise EngineLost(f"{self.name} is lost and cannot {action}")
         if self.device.role != "rollout" or self.device.asleep:
-            raise SimulationError(f"{self.name} is told to {action} while its slot has the role {self.device.role}")
+            raise SimulationError(f"{self.name} was requested to {action} while its slot has role {self.device.role}")
 
     def _receive(self, sample: Sample, most: int, partial: Partial | None, results: asyncio.Queue) -> None:
         if sample.id in self._held:
-            raise SimulationError(f"{self.name} is given sample {sample.id}, which it holds already")
+            raise SimulationError(f"{self.name} received sample {sample.id}, which it already has")
         loop = asyncio.get_running_loop()
         total, prompt_tokens = min(self._length_of(sample), most), len(sample.prompt.token_ids)
         sequence = Sequence(sample.id, sample.prompt.index, prompt_tokens, total)
@@ -202,14 +202,14 @@ class SimulatedRollout:
         held.results.put_nowait((held.sequence.name, result))
 
     def _finish(self, sequence: Sequence, now: float) -> None:
-        held, whole = self._held[sequence.name], sequence.total
-        reason = "stop" if whole == self._length_of(held.sample) else "length"
-        self._deliver(held, Response(*self._zeros.take(whole), reason, self.version, ""))
-        which, told = (held.sample.step, (sequence.name,)), {"prompt_tokens": sequence.prompt_tokens}
-        self._spans.append(Span("generate", self.name, held.since, now, *which, whole, "admitted", told))
+        held, length = self._held[sequence.name], sequence.total
+        reason = "stop" if length == self._length_of(held.sample) else "length"
+        self._deliver(held, Response(*self._zeros.take(length), reason, self.version, ""))
+        which, attributes = (held.sample.step, (sequence.name,)), {"prompt_tokens": sequence.prompt_tokens}
+        self._spans.append(Span("generate", self.name, held.since, now, *which, length, "admitted", attributes))
 
     def _interrupt(self) -> None:
-        """Take a turn at the end of the step in progress, or at once. A stall ends by itself."""
+        """Schedule `_turn` for the end of the step in progress, or at once if idle. A prefill is not interrupted."""
         loop = asyncio.get_running_loop()
         when = loop.time()
         if self._timer is not None:

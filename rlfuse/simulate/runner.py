@@ -1,6 +1,6 @@
 """Simulate one training step: the real controller, board and policy on simulated engines.
 
-A run is audited: a sample that was not generated once, scored once per kind and trained on once per epoch is an error.
+Every run is audited: each sample must be generated once, scored once per kind and trained on once per epoch.
 """
 
 from __future__ import annotations
@@ -42,33 +42,33 @@ from rlfuse.step.groups import GroupSource
 from rlfuse.stopping import Stopping
 
 WORKING = ("decode", "old_log_prob", "ref", "values", "backward", "optimizer")
-"""Spans in which a slot is busy; changing roles is not work."""
+"""Kinds of spans in which a slot is busy; switching roles does not count."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of a step, in virtual seconds from its start."""
+    """Result of a simulated step. Times are in virtual seconds from its start."""
 
     policy: str
-    generation_s: float  # until the last sample was whole
+    generation_s: float  # until the last sample finished
     generation_and_scoring_s: float
     step_s: float
-    oracle_s: float  # no on-policy schedule takes less (`bound`)
-    busy_share: float  # of all slots' time, the part in which they generate, score or train
+    oracle_s: float  # lower bound of any on-policy schedule (`bound`)
+    busy_share: float  # share of all slots' time spent generating, scoring or training
     moved_samples: int
     moved_bytes: float
     samples_finished: int
     bound_by: str
-    cpu_s: float  # of this process, simulated engines included: an upper limit of the controller's own
+    cpu_s: float  # CPU time including simulated engines: an upper limit for the controller
 
     def as_json(self) -> dict[str, Any]:
-        """With seconds to the microsecond."""
+        """Return the fields, with seconds rounded to microseconds."""
         return {name: round(v, 6) if isinstance(v, float) else v for name, v in asdict(self).items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """A result and the spans that it was read from, the step's own among them."""
+    """A result and the spans it was computed from, including that of the step."""
 
     result: Result
     spans: list[Span]
@@ -86,11 +86,11 @@ def simulate(
     bound = lower_bound(workload)
     if bound.seconds > MAX_SECONDS:
         raise WorkloadError(
-            f"the step takes {bound.seconds:.3g} s at least (bound by {bound.bound_by}): at most {MAX_SECONDS:,} s: "
-            "raise rates (tokens_per_s, slot_speed) or lower times (..._s)"
+            f"the step takes at least {bound.seconds:.3g} s (bound by {bound.bound_by}), the maximum is "
+            f"{MAX_SECONDS:,} s; raise rates (tokens_per_s, slot_speed) or lower times (..._s)"
         )
     machine, policy = Machine(workload), load_policy(policy) if isinstance(policy, str) else policy
-    with _no_collection():
+    with _gc_disabled():
         settings = workload.settings(settings or Settings())
         spans = _spans(machine, policy, settings, rates or Rates(workload.slots))
     machine.audit(spans)
@@ -101,7 +101,7 @@ def simulate(
 def simulate_later_step(
     workload: Workload, policy: str | Policy, settings: Settings | None = None, use_measured_rates: bool = True
 ) -> Simulated:
-    """Run a step after others that measured `slot_speed`; `use_measured_rates=False` ignores what they measured."""
+    """Simulate a step after steps that measured `slot_speed`; `use_measured_rates=False` ignores the measured rates."""
     rates = Rates(workload.slots, measured=False)
     if use_measured_rates:
         rates = Rates.of(workload.slot_speed) if workload.slot_speed else Rates(workload.slots)
@@ -109,7 +109,7 @@ def simulate_later_step(
 
 
 def _spans(machine: Machine, policy: Policy, settings: Settings, rates: Rates) -> list[Span]:
-    """Of the step. A policy's mistake is raised as it is, without the group of the tasks that it ended."""
+    """Return the spans of the step. A PolicyError is raised without the exception group of the cancelled tasks."""
     try:
         return run_virtual(machine.run(policy, settings, rates))
     except BaseExceptionGroup as group:
@@ -120,8 +120,8 @@ def _spans(machine: Machine, policy: Policy, settings: Settings, rates: Rates) -
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
-    """Without Python's cycle collector: what a step makes lives until its end, and looking through it costs a fifth."""
+def _gc_disabled() -> Iterator[None]:
+    """Disable garbage collection: objects of a step live until its end, and scanning them costs a fifth of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -154,13 +154,13 @@ def _result(
 
 
 class Machine:
-    """Simulated engines for one workload, and the stand-ins that the controller needs beside them."""
+    """Simulated engines for one workload, with the other objects that the controller needs."""
 
     def __init__(self, workload: Workload):
         self.workload, self.costs = workload, workload.costs()
         self.lengths = workload.lengths().tolist()
         zeros = Zeros(workload.longest)
-        # The step starts when the first weights are out.
+        # The step starts after the first weight update.
         speeds = [speed.later(workload.step_s) for speed in workload.speeds()]
         decoding = workload.decode_speed or (1.0,) * workload.slots
         devices = [
@@ -184,7 +184,7 @@ class Machine:
     async def run(self, policy: Policy, settings: Settings, rates: Rates) -> list[Span]:
         loop = asyncio.get_running_loop()
         log, config = _Log([*self.rollouts, self.trainer]), self._config(policy.__name__)
-        for failure in self.workload.failures:  # the step starts when the first weights are out
+        for failure in self.workload.failures:  # the step starts after the first weight update
             loop.call_at(self.workload.step_s + failure.at_s, self.rollouts[failure.slot].fail)
         prompts = _Prompts(self.workload)
         groups = GroupSource(
@@ -194,7 +194,7 @@ class Machine:
             selection=Selection("exact", 0.0, self.workload.prompts, prompts),
             recorder=log.recorder,
         )
-        tuning = Tuning(self.costs, self._expectations(), settings, rates)
+        tuning = Tuning(self.costs, self._known_lengths(), settings, rates)
         controller = Controller(
             config=config,
             engines=self.engines,
@@ -229,8 +229,8 @@ class Machine:
         config.trainer.n_gpus_per_node, config.fusion.policy = workload.slots, policy
         return config
 
-    def _expectations(self) -> Lengths:
-        """Return the lengths known from earlier steps: each prompt's history, or the mean over all."""
+    def _known_lengths(self) -> Lengths:
+        """Return the lengths known from earlier steps: those of each prompt, or the mean over all prompts."""
         lengths, history = Lengths(self.workload.max_response_tokens), self.workload.history()
         if history is None:
             lengths.learn({-1: [float(np.mean(self.lengths))]})
@@ -239,7 +239,7 @@ class Machine:
         return lengths
 
     def audit(self, spans: Sequence[Span]) -> None:
-        """Every sample exactly as often as it should be."""
+        """Raise SimulationError unless each sample was processed exactly as often as required."""
         generated = Counter(span.samples[0] for span in spans if span.kind == "generate")
         self._audit("generated", generated, 1)
         self._audit("rewarded", self.reward.scored, 1)
@@ -254,13 +254,13 @@ class Machine:
         if wrong or len(counts) != (all_ if samples is None else samples):
             example = f", {wrong[0]} {counts[wrong[0]]} times" if wrong else ""
             raise SimulationError(
-                f"{len(counts)} of {all_} samples were {what}{example}; each should be {times} times"
-                + ("" if samples is None else f", but for the {all_ - samples} that need it not")
+                f"{len(counts)} of {all_} samples were {what}{example}; expected: each {times} times"
+                + ("" if samples is None else f", except {all_ - samples} that do not need it")
             )
 
 
-class _Clocked(Recorder):
-    """Spans in virtual time."""
+class _VirtualTimeRecorder(Recorder):
+    """Recorder of spans in virtual time."""
 
     @contextmanager
     def span(self, kind: str, **fields: Any) -> Iterator[Span]:
@@ -274,10 +274,10 @@ class _Clocked(Recorder):
 
 
 class _Log:
-    """Keeps the spans of the step and nothing else: journal, metrics and failure budget."""
+    """Journal, metrics and failure budget of the controller; keeps only the spans of the step."""
 
     def __init__(self, engines: Sequence[Recorded]):
-        self.recorder, self._engines = _Clocked("driver"), engines
+        self.recorder, self._engines = _VirtualTimeRecorder("driver"), engines
         self.spans: list[Span] = []
 
     async def collect(self, step: int) -> list[Span]:
@@ -318,7 +318,7 @@ class _NoCheckpoints:
 
 
 class _Experience:
-    """Says what has to be scored and when a loss can be computed; computes none."""
+    """Substitute for `Experience`: gives the required scoring and dependencies, without computing losses."""
 
     def __init__(self, workload: Workload):
         self.kinds = ("reward", *workload.scoring.kinds)
@@ -348,7 +348,7 @@ class _Experience:
 
 
 class _Prompts:
-    """The workload's prompts, all in one batch."""
+    """Prompts of the workload, all in one batch."""
 
     def __init__(self, workload: Workload):
         tokens = np.zeros(workload.prompt_tokens, np.int32)

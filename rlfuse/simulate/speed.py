@@ -1,4 +1,4 @@
-"""Piecewise constant speed of a simulated slot; 0.5 does half a second of cost in a second."""
+"""Piecewise constant speed of a simulated slot; at 0.5, a second does half a second of cost."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ T = TypeVar("T")
 
 
 def evenly_spaced(speeds: Sequence[T], count: int) -> tuple[T, ...]:
-    """Speeds of `count` slots that stand for all, from every part of them; none where none are given."""
+    """Return `count` evenly spaced elements of `speeds`; empty if `speeds` is empty."""
     return tuple(speeds[number * len(speeds) // count] for number in range(count)) if speeds else ()
 
 
 class Speed:
-    """`changes`: (from when on, speed), in the order of time; the first one holds before it, too."""
+    """Speed over time. `changes`: (start time, speed) in order of time; the first speed also holds before its time."""
 
     def __init__(self, changes: Sequence[tuple[float, float]] = ((0.0, 1.0),)):
         self.changes = tuple(changes)
@@ -31,7 +31,7 @@ class Speed:
         return self._until(end) - self._until(start)
 
     def end(self, start: float, cost: float) -> float:
-        """When so many seconds of cost are done that begin at `start`."""
+        """Return when `cost` seconds of cost, started at `start`, are done."""
         if len(self._times) == 1:
             return start + cost / self._speeds[0]
         piece = max(0, bisect_right(self._times, start) - 1)
@@ -54,8 +54,8 @@ class Speed:
 
 
 def combined_speed(speeds: Iterable[Speed]) -> Speed:
-    """What all of them do in a second."""
-    starts = [[(0.0, 0.0), *speed.changes] for speed in speeds]  # each begins from nothing
+    """Return the sum of the speeds over time."""
+    starts = [[(0.0, 0.0), *speed.changes] for speed in speeds]  # each starts at speed 0
     changes = sorted((time, after - before) for each in starts for (_, before), (time, after) in pairwise(each))
     total, summed = 0.0, list[tuple[float, float]]()
     for time, jump in changes:

@@ -1,4 +1,4 @@
-"""Tune settings of policies by simulating other draws of the recorded lengths, as RLHFuse does (arXiv 2409.13221)."""
+"""Tune the settings of policies by simulating resampled response lengths, as RLHFuse does (arXiv 2409.13221)."""
 
 from __future__ import annotations
 
@@ -21,30 +21,31 @@ from rlfuse.simulate.speed import evenly_spaced
 from rlfuse.simulate.workload import Workload
 
 CONSOLIDATIONS = [(0.0, 1.0), *product((0.1, 0.2, 0.35, 0.6), (1.0, 1.25, 1.6, 2.0))]
-"""(Below which share of the samples, 0: never, the tail is consolidated; how much slower decoding may get by it)."""
-SHARES = (0.125, 0.25, 0.5, 0.75, 0.875)  # of the samples that a slot could hold, and of engines that only prefill
-BASELINE_SETTINGS = Settings(
-    threshold=0.0, longest_first=False
-)  # of what is tuned: as `stream`, but that it trains early
-MAX_SLOTS, MAX_SAMPLES = 16, 2048  # of the scaled-down machine; half the slots for more samples
-RISK = 0.1  # gain required per part by which decoding may get slower: lengths to come differ
-SMALLER_BATCH_PENALTY = 0.005  # gain required for giving slots fewer samples at once
-EQUAL_TOLERANCE = 1e-6  # part of a step by which two that are the same may differ
-MAX_LOSS = 0.02  # part of a step that one draw may lose if all together gain
+"""Candidates (share of samples below which the tail is consolidated, 0: never; maximum slowdown of decoding)."""
+SHARES = (0.125, 0.25, 0.5, 0.75, 0.875)  # candidates: of the samples that fit a slot, and of prefill-only engines
+BASELINE_SETTINGS = Settings(threshold=0.0, longest_first=False)  # like `stream`, but with early training
+MAX_SLOTS, MAX_SAMPLES = 16, 2048  # limits of the scaled-down workload; half the slots for more samples
+RISK = 0.1  # required gain per unit of decode slowdown, since future lengths differ
+SMALLER_BATCH_PENALTY = 0.005  # required gain for smaller batches per slot
+EQUAL_TOLERANCE = 1e-6  # relative difference of steps that count as equal
+MAX_LOSS = 0.02  # tolerated relative loss on one draw if the total gains
 MAX_LOSS_OVER_GAIN = 0.25
-"""What draws may lose beyond that, over what the others gain. With 0.5, settings were accepted that lost 4 to 6 % on
-three draws."""
+"""Maximum further losses relative to the gains of other draws. With 0.5, settings that lost 4 to 6 % on three draws
+were accepted."""
 DRAWS = 2
-MAX_SAMPLES_OF_TWO_DRAWS = 64  # samples of a scaled-down step up to which it is worth simulating more than one draw
-MAX_VERIFICATION_DRAWS, MAX_VERIFICATION_SAMPLES = 8, 1024  # more draws to verify on, and their samples in all
+MAX_SAMPLES_OF_TWO_DRAWS = 64  # scaled-down samples up to which DRAWS are simulated instead of one
+MAX_VERIFICATION_DRAWS, MAX_VERIFICATION_SAMPLES = (
+    8,
+    1024,
+)  # limits of additional draws for verification, and of their total samples
 
 
 def tune(workload: Workload, policy: str, given: Settings | None = None) -> Settings:
     """Return the settings with the shortest mean step on other draws of this workload's lengths; the first of equals.
 
-    Settings are rejected with which draws lose too much against `serial`, or all of them together lose. Then early
-    training is given up first, then consolidation, admission by length, and finally all overlap. `given`: settings from
-    the configuration, which are kept.
+    Settings are rejected if single draws lose too much against `serial`, or if the total loses. Fallbacks are, in
+    order: no early training, no consolidation, no admission by length, no overlap. `given`: settings from the
+    configuration, which are kept.
     """
     given, function = given or Settings(), loaded_policy(policy)
     if not (tuned := traits_of(function).tuned):
@@ -56,40 +57,40 @@ def tune(workload: Workload, policy: str, given: Settings | None = None) -> Sett
 
     @cache
     def seconds(settings: Settings, draws: tuple[Workload, ...] = draws) -> float:
-        """Infinite where some draws lose much against `serial`, for what others gain."""
+        """Return the risk-adjusted mean step; inf if some draws lose too much against `serial`."""
         changes = [(taken(settings, draw) - serial(draw), draw) for draw in draws]
         lost = sum(max(0.0, change - MAX_LOSS * serial(draw) - draw.switch_s) for change, draw in changes)
         if lost > MAX_LOSS_OVER_GAIN * sum(max(0.0, -change) for change, _ in changes):
             return inf
         return risk_adjusted(fmean(taken(settings, draw) for draw in draws), settings)
 
-    def surely(settings: Settings) -> float:
-        """The same on more draws; inf, too, where all of them together lose."""
+    def verified_seconds(settings: Settings) -> float:
+        """Return the same, verified on more draws; inf if their total loses against `serial`."""
         found, every = seconds(settings, draws + proofs), draws + proofs
         lost = found < inf and sum(taken(settings, draw) - serial(draw) * (1 + EQUAL_TOLERANCE) for draw in every) > 0
         return inf if lost else found
 
-    def surer(settings: Settings) -> Settings:
-        """The same, but where that is better training waits until all is scored."""
+    def with_best_early_training(settings: Settings) -> Settings:
+        """Return the settings, without early training if that is faster."""
         tried = (True, False) if "early_training" in tuned else (True,)
-        return min((replace(settings, early_training=early) for early in tried), key=surely)
+        return min((replace(settings, early_training=early) for early in tried), key=verified_seconds)
 
-    surest = replace(given, **{name: getattr(BASELINE_SETTINGS, name) for name in TUNABLE})
-    known = "longest_first" in tuned and workload.length_history_sigma is not None
-    first = min((replace(surest, longest_first=True), surest), key=seconds) if known else surest
+    baseline = replace(given, **{name: getattr(BASELINE_SETTINGS, name) for name in TUNABLE})
+    lengths_known = "longest_first" in tuned and workload.length_history_sigma is not None
+    first = min((replace(baseline, longest_first=True), baseline), key=seconds) if lengths_known else baseline
     best = fastest_settings(consolidation_candidates(first, tuned), seconds, bound)
-    if known and "max_sequences" in tuned:  # with small batches the tail may need no moves
-        best = min((best, *smaller_batch_candidates((best, first), workload)), key=surely)
-    others = [replace(best, longest_first=not best.longest_first)] * known
-    best = min(map(surer, (best, *others)), key=surely)
-    for each in (best, surer(first), surer(surest)):
-        if surely(each) < inf:
+    if lengths_known and "max_sequences" in tuned:  # with smaller batches the tail may need no consolidation
+        best = min((best, *smaller_batch_candidates((best, first), workload)), key=verified_seconds)
+    others = [replace(best, longest_first=not best.longest_first)] * lengths_known
+    best = min(map(with_best_early_training, (best, *others)), key=verified_seconds)
+    for each in (best, with_best_early_training(first), with_best_early_training(baseline)):
+        if verified_seconds(each) < inf:
             return each
-    return replace(surest, overlapping=False) if "overlapping" in tuned else surest
+    return replace(baseline, overlapping=False) if "overlapping" in tuned else baseline
 
 
 def fastest_settings(candidates: Iterable[Settings], seconds: Callable[[Settings], float], bound: float) -> Settings:
-    """The first of equals. Which is slower than the best before it even in the least time is not simulated."""
+    """Return the fastest candidate, the first of equals. Candidates are skipped if their lower bound is not faster."""
     best, *others = candidates
     for each in others:
         if risk_adjusted(bound, each) < seconds(best) and seconds(each) < seconds(best):
@@ -98,13 +99,13 @@ def fastest_settings(candidates: Iterable[Settings], seconds: Callable[[Settings
 
 
 def risk_adjusted(step_s: float, settings: Settings) -> float:
-    """With what a gain on a few draws has to be at least, for the risk to be taken."""
+    """Return the step time with the penalties for risky settings."""
     held_back = SMALLER_BATCH_PENALTY * (settings.max_sequences < Settings().max_sequences)
     return round(step_s * (1 + RISK * (settings.max_decode_slowdown - 1) + held_back), 6)
 
 
 def consolidation_candidates(first: Settings, tuned: Collection[str]) -> list[Settings]:
-    """`first` with each way of moving the tail."""
+    """Return `first` with each candidate for consolidating the tail."""
     tried = [replace(first, threshold=below, max_decode_slowdown=by) for below, by in CONSOLIDATIONS]
     if "cost_gated" in tuned:
         tried += [replace(each, cost_gated=False) for each in tried if each.threshold]
@@ -112,7 +113,7 @@ def consolidation_candidates(first: Settings, tuned: Collection[str]) -> list[Se
 
 
 def smaller_batch_candidates(found: Iterable[Settings], workload: Workload) -> list[Settings]:
-    """Each with fewer samples on a slot at once than it could hold, the longest first."""
+    """Return the settings with smaller batches per slot, longest samples first."""
     slots, samples = _scaled(workload)
     held = min(workload.engine.max_sequences, samples // slots)
     limits = [max(1, round(share * held)) for share in SHARES]
@@ -120,13 +121,13 @@ def smaller_batch_candidates(found: Iterable[Settings], workload: Workload) -> l
 
 
 def tuning_draws(workload: Workload) -> list[Workload]:
-    """Steps like this one, scaled down."""
+    """Return scaled-down workloads with resampled lengths, to tune on."""
     count = DRAWS if _scaled(workload)[1] <= MAX_SAMPLES_OF_TWO_DRAWS else 1
     return _drawn(workload, range(1, 1 + count))
 
 
 def verification_draws(workload: Workload) -> list[Workload]:
-    """More of them."""
+    """Return further draws, to verify tuned settings on."""
     count = min(MAX_VERIFICATION_DRAWS, MAX_VERIFICATION_SAMPLES // _scaled(workload)[1])
     return _drawn(workload, range(1 + DRAWS, 1 + DRAWS + count))
 
@@ -146,7 +147,7 @@ def _scaled(workload: Workload) -> tuple[int, int]:
 
 
 def resample(lengths: Sequence[int], group: int, samples: int, seed: int) -> tuple[int, ...]:
-    """About so many lengths, drawn with replacement in whole groups."""
+    """Return about `samples` lengths, drawn with replacement in whole groups."""
     groups = np.array(lengths[: len(lengths) // group * group]).reshape(-1, group)
     count = max(1, round(samples / group))
     return tuple(groups[np.random.default_rng(seed).integers(len(groups), size=count)].ravel().tolist())
@@ -154,40 +155,40 @@ def resample(lengths: Sequence[int], group: int, samples: int, seed: int) -> tup
 
 @dataclass(frozen=True, slots=True)
 class PrefillChoice:
-    """The share of the engines that reads prompts, 0 where all do, and why."""
+    """Share of prefill-only engines (0: none), and the reason."""
 
     share: float
     why: str
 
 
 def choose_prefill_share(workload: Workload, policy: str, settings: Settings, mode: str, error: float) -> PrefillChoice:
-    """`mode`: rollout.disaggregate; `error`: part of a step that the costs may be wrong by."""
-    whole = replace(settings, prefill_share=0.0)
+    """Choose the share of prefill-only engines. `mode`: rollout.disaggregate; `error`: relative error of the costs."""
+    undivided = replace(settings, prefill_share=0.0)
     if mode == "off":
-        return PrefillChoice(0.0, "all engines read prompts and decode")
+        return PrefillChoice(0.0, "all engines prefill and decode")
     if workload.slots < 2:
-        return PrefillChoice(0.0, "prefill and decoding stay together: there is one engine")
+        return PrefillChoice(0.0, "no disaggregation: there is only one engine")
     if workload.link_bytes_per_s <= 0:
-        unknown = "KV caches don't travel between engines, or nobody knows how fast"
-        return PrefillChoice(0.0, f"prefill and decoding stay together: {unknown}")
+        unknown = "KV caches cannot be copied between engines, or the bandwidth is unknown"
+        return PrefillChoice(0.0, f"no disaggregation: {unknown}")
     draws = tuning_draws(workload)
-    together = fmean(_seconds(draw, policy, whole) for draw in draws)
+    undivided_s = fmean(_seconds(draw, policy, undivided) for draw in draws)
     reading = workload.prompts * workload.prompt_tokens / workload.costs().prefill_tokens_per_s / workload.slots
-    if mode == "auto" and reading <= error * together:
-        told = f"reading prompts is {reading / together:.1%} of a step of {together:.3g} s"
-        return PrefillChoice(0.0, f"prefill and decoding stay together: {told}, the costs may be wrong by {error:.0%}")
-    steps = {share: fmean(_seconds(d, policy, replace(whole, prefill_share=share)) for d in draws)
+    if mode == "auto" and reading <= error * undivided_s:
+        reason = f"prefill is {reading / undivided_s:.1%} of a step of {undivided_s:.3g} s"
+        return PrefillChoice(0.0, f"no disaggregation: {reason}, within the error of the costs ({error:.0%})")
+    steps = {share: fmean(_seconds(d, policy, replace(undivided, prefill_share=share)) for d in draws)
              for share in _shares(draws[0].slots)}  # fmt: skip
     share = min(steps, key=steps.__getitem__)
-    count, ratio = prefill_engine_count(share, workload.slots), steps[share] / together
-    told = f"with {count} of {workload.slots} engines for prompts the simulated step takes {ratio:.3f} times as long"
+    count, ratio = prefill_engine_count(share, workload.slots), steps[share] / undivided_s
+    reason = f"with {count} of {workload.slots} engines for prefill, the simulated step takes {ratio:.3f}x the time"
     if mode == "on" or ratio < 1 - error:
-        return PrefillChoice(share, f"prefill and decoding are apart: {told}")
-    return PrefillChoice(0.0, f"prefill and decoding stay together: {told}, the costs may be wrong by {error:.0%}")
+        return PrefillChoice(share, f"disaggregated: {reason}")
+    return PrefillChoice(0.0, f"no disaggregation: {reason}; the costs have an error of {error:.0%}")
 
 
 def cost_error(fitted: Fit) -> float:
-    """Part of a step that costs may be wrong by: that of the kind of work which they tell worst; all, if untold."""
+    """Return the relative error of fitted costs: the largest of all kinds of work; 1 if none was measured."""
     kinds = ("decoding", "scoring", "training")
     return max((fitted.accuracy[kind].typical for kind in kinds if kind in fitted.accuracy), default=1.0)
 
@@ -197,7 +198,7 @@ def _shares(engines: int) -> Sequence[float]:
 
 
 def _seconds(workload: Workload, policy: str, settings: Settings) -> float:
-    """Of a step, with the copies that stall the engines that make or take them, whichever are fewer."""
+    """Return the step time plus the copies of KV caches, which stall the smaller group of engines."""
     result = simulate_later_step(workload, policy, settings).result
     if not settings.prefill_share:
         return result.step_s

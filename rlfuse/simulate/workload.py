@@ -27,18 +27,18 @@ from rlfuse.fusion.decisions import Settings
 from rlfuse.simulate.speed import Speed
 
 BETWEEN_PROMPTS = 0.7
-"""Share of the variance of log-lengths that lies between prompts; the rest between siblings of one prompt."""
+"""Share of the variance of log-lengths between prompts; the rest is between samples of one prompt."""
 
 MAX_SLOTS, MAX_SAMPLES, MAX_TOKENS, MAX_EPOCHS = 10_000, 1_000_000, 10_000_000, 1_000
-"""Of a workload: what memory holds and minutes simulate. Tokens are those of one prompt or response."""
-MAX_SECONDS = 1_000_000_000  # of a time: half a minute of decoding still counts beside it when floats are added up
+"""Limits of a workload, set by memory and simulation time. Tokens are per prompt or response."""
+MAX_SECONDS = 1_000_000_000  # limit of times, at which float sums are still precise enough
 Seconds = Annotated[float, number(most=MAX_SECONDS)]
 Tokens = Annotated[int, number(1, whole=True, most=MAX_TOKENS)]
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One rollout engine; the terms of a decoding step are those of `Costs`."""
+    """One rollout engine; the cost terms are those of `Costs`."""
 
     step_base_s: Annotated[float, number(above=True, most=MAX_SECONDS)] = 0.02
     step_per_sequence_s: Seconds = 1e-4
@@ -51,15 +51,15 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """Passes without gradients; each of `kinds` reads every sample once."""
+    """Forward passes over every sample, one for each of `kinds`."""
 
     tokens_per_s: Positive = 40_000.0
     call_s: Seconds = 0.0
     kinds: tuple[Annotated[str, one_of("old_log_prob", "ref", "values")], ...] = ("old_log_prob",)
     deferred: Annotated[bool, FLAG] = False
-    """Whether log-probs wait for their mini-batch, and until then fill the bubbles of pipelines."""
+    """True if log-probs are computed in the pipeline bubbles of their mini-batch."""
     by_update: Annotated[bool, FLAG] = False
-    """Whether the first mini-batch's `old_log_prob` is that of its own update, without a pass."""
+    """True if `old_log_prob` of the first mini-batch comes from its own update, without a pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,24 +68,23 @@ class Training:
 
     tokens_per_s: Positive = 8_000.0
     mini_batches: Count = 1
-    """Optimizer steps per epoch: consecutive parts of ceil(prompts / mini_batches) prompts."""
+    """Optimizer steps per epoch, each over ceil(prompts / mini_batches) consecutive prompts."""
     call_s: Seconds = 0.0
     optimizer_s: Seconds = 0.0
     models: tuple[Annotated[str, one_of("critic", "actor")], ...] = ("actor",)
     epochs: Annotated[int, number(1, whole=True, most=MAX_EPOCHS)] = 1
     early: Annotated[bool, FLAG] = True
-    """Whether the actor may learn from a group before all are finished: not where advantages are normalised over the
-    batch."""
+    """True if the actor can train on a group before all groups are finished; false if advantages are normalised over
+    the batch."""
     critic_early: Annotated[bool, FLAG] = True
-    """Whether the critic may: not where a custom estimator reads the whole batch, nor with dynamic sampling."""
+    """The same for the critic; false if a custom estimator reads the whole batch, or with dynamic sampling."""
     bubbles: AtLeastZero | None = None
-    """Where ranks hold stages and train together in one schedule: their idle time there, over that of their work. null:
-    they hold whole models."""
+    """Idle time of the pipeline schedule relative to its work. null: no pipeline, ranks hold whole models."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lognormal:
-    """Lengths with this median; sigma of their natural logarithm."""
+    """Lognormal lengths: median, and sigma of the natural logarithm."""
 
     median: Annotated[float, number(1, most=MAX_TOKENS)]
     sigma: Annotated[float, number(most=10)]
@@ -93,14 +92,14 @@ class Lognormal:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """`count` lengths from a distribution, none above `cap`."""
+    """`count` lengths drawn from a distribution, capped at `cap`."""
 
     lognormal: Lognormal
     count: Annotated[int, number(1, whole=True, most=MAX_SAMPLES)]
     cap: Tokens | None = None
 
     def draw(self, group: int, seed: int) -> np.ndarray:
-        """int64 [count]; siblings are alike, as they answer the same prompt."""
+        """Return int64 [count]: lengths, correlated between samples of the same prompt."""
         rng, sigma = np.random.default_rng(seed), self.lognormal.sigma
         prompts = rng.normal(0.0, sigma * BETWEEN_PROMPTS**0.5, self.count // group).repeat(group)
         siblings = rng.normal(0.0, sigma * (1 - BETWEEN_PROMPTS) ** 0.5, self.count)
@@ -111,7 +110,7 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A slot's rollout engine is lost at this time; its rank goes on."""
+    """The rollout engine of a slot fails at this time; its trainer rank keeps running."""
 
     slot: Index
     at_s: Seconds
@@ -119,18 +118,18 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """A slot's work takes `rate` times as long, from one time of the step to another; several multiply."""
+    """Work of a slot is slower by a factor of `rate` between two times of the step; overlapping slowdowns multiply."""
 
     slot: Index
     rate: Annotated[float, number(0.001, most=1000)]
     from_s: Seconds = 0.0
     until_s: Seconds | None = None
-    """null: it stays so."""
+    """null: until the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One training step on one machine. Raises WorkloadError where fields don't go together."""
+    """One training step on one machine. Raises WorkloadError for inconsistent fields."""
 
     slots: Annotated[int, number(1, whole=True, most=MAX_SLOTS)]
     response_tokens: tuple[Tokens, ...] | Drawn
@@ -138,35 +137,34 @@ class Workload:
     seed: Index = 0
     prompt_tokens: Tokens = 128
     group: Count = 1
-    """Samples of each prompt."""
+    """Samples per prompt (`rollout.n`)."""
     engine: Engine = field(default_factory=Engine)
     scoring: Scoring = field(default_factory=Scoring)
     training: Training = field(default_factory=Training)
     switch_s: Seconds = 0.0
-    """A slot's change of role, either way."""
+    """Seconds to switch a slot between rollout and training, in either direction."""
     move_s: Seconds = 0.02
-    """Taking samples off an engine, beside their prefill or transfer."""
+    """Seconds to remove samples from an engine, without their prefill or transfer."""
     step_s: Seconds = 0.0
-    """What a training step costs beside all of this."""
+    """Fixed seconds of a training step, including the weight update."""
     kv_bytes_per_token: AtLeastZero = 0.0
     link_bytes_per_s: AtLeastZero = 0.0
-    """Between two slots' KV caches; 0: moved samples are prefilled again."""
+    """Bandwidth between the KV caches of two slots; 0: moved samples are prefilled again."""
     lockstep: Annotated[str, one_of("none", "gradients", "all")] = "none"
-    """What slots score and train together only: nothing, `gradients` (ZeRO 2) or `all` (ZeRO 3, Ulysses, pipelines)."""
+    """Work that all slots do in lockstep: `none`, `gradients` (ZeRO 2) or `all` (ZeRO 3, Ulysses, pipelines)."""
     credit_samples: Count | None = None
-    """Finished samples that may wait for one kind of scoring before no more are admitted. null: any number."""
+    """Finished samples that may wait for one kind of scoring before admission stops. null: unlimited."""
     slot_speed: tuple[Annotated[float, number(0.001, most=1000)], ...] = ()
-    """Factor for each slot: 0.5 takes twice as long. Empty: all 1."""
+    """Speed factor of each slot; at 0.5 work takes twice as long. Empty: all 1."""
     decode_speed: tuple[Annotated[float, number(0.001, most=1000)], ...] = ()
-    """Factor of each slot's decoding steps, on top of its `slot_speed`: memory that is fast for how the slot computes
-    has more than 1. Empty: all 1."""
+    """Additional speed factor of each slot's decoding, for example for its memory bandwidth. Empty: all 1."""
     slowdowns: tuple[Slowdown, ...] = ()
     failures: tuple[Failure, ...] = ()
     restart_s: Seconds = 30.0
-    """Until another engine stands in the place of the last one, where all are lost."""
+    """Seconds to start a replacement engine when all engines have failed."""
     length_history_sigma: Annotated[float, number(most=10)] | None = None
-    """How well lengths are known before they are generated: a prompt's mean length times lognormal(0, sigma). null:
-    only the mean over all samples is known."""
+    """Accuracy of length predictions: the predicted length of a prompt is its mean length times lognormal(0, sigma).
+    null: only the mean over all samples is known."""
 
     def __post_init__(self) -> None:
         if problems := tuple(self._problems()):
@@ -174,44 +172,44 @@ class Workload:
 
     def _problems(self) -> Iterator[str]:
         if not self.samples:
-            yield "response_tokens=[]: needs a length for at least one sample"
+            yield "response_tokens=[]: at least one length is required"
         if self.samples > MAX_SAMPLES:
-            yield f"response_tokens has {self.samples:,} lengths: at most {MAX_SAMPLES:,} can be simulated"
+            yield f"response_tokens has {self.samples:,} lengths: the maximum is {MAX_SAMPLES:,}"
         if not self.training.models:
-            yield "training.models=[]: a step trains at least one model; leave it out for ['actor']"
+            yield "training.models=[]: a step trains at least one model; omit it for ['actor']"
         if self.training.bubbles is not None and self.lockstep != "all":
-            yield f"lockstep={self.lockstep!r}: stages of pipelines (training.bubbles) need 'all'"
+            yield f"lockstep={self.lockstep!r}: must be 'all' for pipelines (training.bubbles)"
         if self.scoring.deferred and self.training.bubbles is None:
-            yield "scoring.deferred=true: only pipelines have bubbles to fill; give training.bubbles, or leave it out"
+            yield "scoring.deferred=true: requires a pipeline; set training.bubbles, or omit it"
         if self.scoring.by_update and ("old_log_prob" not in self.scoring.kinds or "actor" not in self.training.models):
             yield (
-                "scoring.by_update=true: of the passes it saves the first mini-batch old_log_prob, for the actor; give "
-                "both in scoring.kinds and training.models, or leave it out"
+                "scoring.by_update=true: requires 'old_log_prob' in scoring.kinds and 'actor' in training.models; add "
+                "them, or omit it"
             )
         for where, names in (("scoring.kinds", self.scoring.kinds), ("training.models", self.training.models)):
             if len(set(names)) < len(names):
-                yield f"{where}={list(names)}: names each only once"
+                yield f"{where}={list(names)}: has duplicates; list each name once"
         if self.samples % self.group:
             counted = "count" if isinstance(self.response_tokens, Drawn) else "length"
             yield (
-                f"response_tokens has {counted} {self.samples}, which is no multiple of group={self.group}: every "
-                "prompt needs the same number of samples"
+                f"response_tokens has {counted} {self.samples}, not a multiple of group={self.group}; every prompt "
+                "needs the same number of samples"
             )
         for name in ("slot_speed", "decode_speed"):
             if (given := getattr(self, name)) and len(given) != self.slots:
-                yield f"{name} has {len(given)} values for slots={self.slots}: give one each, or none"
+                yield f"{name} has {len(given)} values for slots={self.slots}; give one per slot, or none"
         for i, failure in enumerate(self.failures):
             if failure.slot >= self.slots:
-                yield f"failures[{i}].slot={failure.slot}: slots={self.slots} are numbered from 0"
+                yield f"failures[{i}].slot={failure.slot}: must be below slots={self.slots}"
         for i, slowdown in enumerate(self.slowdowns):
             if slowdown.slot >= self.slots:
-                yield f"slowdowns[{i}].slot={slowdown.slot}: slots={self.slots} are numbered from 0"
+                yield f"slowdowns[{i}].slot={slowdown.slot}: must be below slots={self.slots}"
             if slowdown.until_s is not None and slowdown.until_s <= slowdown.from_s:
-                yield f"slowdowns[{i}].until_s={slowdown.until_s:g}: has to be after from_s={slowdown.from_s:g}"
+                yield f"slowdowns[{i}].until_s={slowdown.until_s:g}: must be after from_s={slowdown.from_s:g}"
         longest = self.prompt_tokens + (self.longest if self.samples and not self.samples % self.group else 0)
         if longest > self.engine.kv_tokens:
             yield (
-                f"engine.kv_tokens={self.engine.kv_tokens}: the longest sample holds {longest} tokens with its prompt; "
+                f"engine.kv_tokens={self.engine.kv_tokens}: the longest sample has {longest} tokens with its prompt; "
                 "raise kv_tokens, or lower response_tokens (cap)"
             )
 
@@ -226,7 +224,7 @@ class Workload:
 
     @property
     def max_response_tokens(self) -> int:
-        """What a response can't exceed, as far as anybody knows before it is generated."""
+        """Return the maximum length of a response: the cap, or else the longest length."""
         drawn = self.response_tokens
         return (drawn.cap if isinstance(drawn, Drawn) else None) or self.longest
 
@@ -236,11 +234,11 @@ class Workload:
 
     @property
     def mini_batch_prompts(self) -> int:
-        """Prompts of each mini-batch but, perhaps, the last."""
+        """Return the prompts per mini-batch; the last one may have fewer."""
         return -(-self.prompts // self.training.mini_batches)
 
     def passes(self, kind: str) -> np.ndarray:
-        """bool [samples]: which need this kind of scoring."""
+        """Return bool [samples]: True for samples that need this kind of scoring."""
         first = np.arange(self.samples) < self.mini_batch_prompts * self.group
         return ~(first & (self.scoring.by_update and kind == "old_log_prob"))
 
@@ -256,7 +254,7 @@ class Workload:
         return drawn.draw(self.group, self.seed) if isinstance(drawn, Drawn) else np.array(drawn, np.int64)
 
     def history(self) -> np.ndarray | None:
-        """float64 [prompts]: what is known of the mean length of a prompt's samples; None where nothing is."""
+        """Return float64 [prompts]: predicted mean lengths; None without predictions."""
         if self.length_history_sigma is None:
             return None
         rng = np.random.default_rng((self.seed, 1))  # independent of the draw of lengths
@@ -283,7 +281,7 @@ ENGINE = {entry.name: entry.name for entry in fields(Engine)}
 SCORING = {"tokens_per_s": "score_tokens_per_s", "call_s": "score_call_s"}
 TRAINING = {"tokens_per_s": "train_tokens_per_s", "call_s": "train_call_s", "optimizer_s": "optimizer_s"}
 MACHINE = {name: name for name in ("switch_s", "move_s", "step_s", "kv_bytes_per_token", "link_bytes_per_s")}
-"""Fields of a workload and its parts, and the terms of `Costs` that they give."""
+"""Fields of a workload and its parts -> terms of `Costs`."""
 
 
 def _speed(speed: float, slowdowns: Iterable[Slowdown]) -> Speed:
@@ -319,14 +317,14 @@ EXAMPLE = {
     "switch_s": 0.5,
     "length_history_sigma": 0.3,
 }
-"""What `rlfuse simulate --example` writes: sixteen slots, a long tail, groups of eight."""
+"""Workload that `rlfuse simulate --example` writes: sixteen slots, a long tail, groups of eight."""
 
 
 def parse(data: Any) -> Workload:
-    """A workload from decoded JSON. Raises WorkloadError."""
+    """Return a workload from decoded JSON. Raises WorkloadError."""
     return read(Workload, data, WorkloadError)
 
 
 def read_workload(path: Path) -> Workload:
-    """A workload from a JSON file. Raises WorkloadError, naming the file."""
+    """Return a workload from a JSON file. Raises WorkloadError, naming the file."""
     return read_json(path, parse, "workload", WorkloadError)

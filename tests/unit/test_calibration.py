@@ -1,4 +1,4 @@
-"""A device's costs out of measured work: what it was given comes out again, and how far a forecast is off is told."""
+"""Calibration: fits recover known hardware, and the error of forecasts is measured."""
 
 import json
 import re
@@ -65,8 +65,8 @@ TRUE = Hardware(
 
 
 def made(hardware=TRUE, noise=0.0, sizes=((2, 128), (6, 256), (8, 512)), seed=0, sharded=False):
-    """Work of runs with models of these depths and widths, as long as such a device takes; where they are `sharded`,
-    every second run has another device of the node beside, under ZeRO 1 and 3 in turn. Fitting those takes longest."""
+    """Return the work of runs with models of these depths and widths on this hardware. With `sharded`, every second run
+    has a busy peer and uses ZeRO 1 or 3."""
     draw, works = np.random.default_rng(seed), []
     for number, (layers, hidden) in enumerate(sizes):
         weights = 12 * layers * hidden**2
@@ -102,7 +102,7 @@ def made(hardware=TRUE, noise=0.0, sizes=((2, 128), (6, 256), (8, 512)), seed=0,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overlaps", [True, False])
-def test_a_devices_numbers_come_out_of_its_work_again(overlaps):
+def test_fit_recovers_the_hardware_coefficients(overlaps):
     device = replace(TRUE, decode_overlaps=overlaps)
     found = fit_hardware(made(device, sharded=overlaps))
     unseen = {"errors", "links", "host_bytes_per_s"}
@@ -114,8 +114,8 @@ def test_a_devices_numbers_come_out_of_its_work_again(overlaps):
 
 
 @pytest.mark.slow
-def test_noise_is_told_as_such_and_does_not_bend_what_is_predicted():
-    """Coefficients may trade places; what they predict of other work may not."""
+def test_noise_is_reported_as_error_and_does_not_bias_predictions():
+    """Coefficients may compensate for each other, but predictions of other work may not change."""
     errors = mean_errors(held_out(made(noise=0.1))[0])
     assert all(0.01 < error < 0.2 for error in asdict(errors).values()), errors
     found = fit_hardware(made(noise=0.1))
@@ -127,37 +127,39 @@ def test_noise_is_told_as_such_and_does_not_bend_what_is_predicted():
 
 
 @pytest.mark.slow
-def test_work_that_the_form_does_not_tell_has_a_large_error():
-    """Seconds that depend on nothing known: each run is twice as slow as the one before."""
+def test_work_outside_the_cost_model_has_a_large_error():
+    """Each run takes twice the time of the previous one, whatever its work."""
     works = made()
     sources = list(dict.fromkeys(work.source for work in works))
     odd = [replace(work, seconds=work.seconds * 3.0 ** sources.index(work.source)) for work in works]
     found, words = held_out(odd)
     errors = mean_errors(found)
     assert all(error > 0.3 for error in asdict(errors).values()), errors
-    assert words == "each of 3 in turn, predicted from the others"
+    assert words == "each of 3 runs predicted from the others"
 
 
 @pytest.mark.slow
-def test_steps_of_one_run_are_held_out_in_shares():
+def test_steps_of_one_run_are_held_out_in_folds():
     works = made(sizes=((6, 256),))
     found, words = held_out(works)
-    assert words == "each of 5 shares of the steps in turn, predicted from the others"
+    assert words == "each of 5 folds of the steps predicted from the others"
     assert len(found) == 15 and max(total.error for total in found) < 0.05
-    with pytest.raises(CalibrationError, match="one step after the first: nothing can be held out"):
+    with pytest.raises(CalibrationError, match="only one step after the first, none can be held out"):
         held_out([work for work in works if work.part == 0])
-    with pytest.raises(CalibrationError, match=r"too few pieces .*: generating \(0\); give a run of more steps"):
+    with pytest.raises(
+        CalibrationError, match=r"too few measurements .*: generating \(0\); .* use a run with more steps"
+    ):
         fit_hardware([work for work in works if work.kind != "generating"])
 
 
 @pytest.mark.slow
-def test_devices_that_were_always_as_many_tell_nothing_of_each_other():
+def test_a_constant_number_of_devices_gives_no_contention():
     works = [replace(work, busy_peers=1) for work in made(replace(TRUE, crowding=0.0))]
     found = fit_hardware(works)
     assert found.crowding == 0 and found.train_flops == pytest.approx(TRUE.train_flops, rel=0.01)
 
 
-def test_a_crowded_device_is_slower_in_all_that_it_does():
+def test_contention_slows_all_local_work():
     with_busy_peers = TRUE.with_busy_peers(3)
     longer = 1 + 3 * TRUE.crowding
     assert with_busy_peers.train_flops == TRUE.train_flops / longer and with_busy_peers.layer_s == TRUE.layer_s * longer
@@ -169,16 +171,16 @@ def test_a_crowded_device_is_slower_in_all_that_it_does():
 
 
 @pytest.mark.slow
-def test_scoring_that_was_never_seen_is_as_fast_as_training():
+def test_scoring_without_measurements_is_as_fast_as_training():
     found = fit_hardware([work for work in made(sizes=((2, 128), (6, 256))) if work.kind != "scoring"])
     assert found.pass_flops == found.train_flops == pytest.approx(TRUE.train_flops, rel=0.05)
 
 
-def test_another_device_scales_and_is_less_certain():
+def test_a_scaled_device_has_larger_errors():
     near = replace(TRUE, errors={"training": 0.08})
     far = scaled(near, 10.0, 4.0)
     assert far.train_flops == 10 * TRUE.train_flops and far.bytes_per_s == 4 * TRUE.bytes_per_s
-    assert far.decode_step_s == TRUE.decode_step_s, "what the host does is as it was"
+    assert far.decode_step_s == TRUE.decode_step_s, "host times are not scaled"
     assert far.errors["training"] == pytest.approx((0.08**2 + CROSS_DEVICE_ERROR**2) ** 0.5)
     with pytest.raises(CalibrationError, match="flops_ratio=0: needs a number above 0"):
         scaled(near, 0.0, 1.0)
@@ -192,7 +194,7 @@ def test_flops_of_a_pass_count_layers_attention_and_the_head_of_responses():
     assert forward_flops(Small, [4, 8], [6, 12]) == expected
 
 
-def test_a_sample_that_moved_is_as_long_as_its_last_span_says():
+def test_length_of_a_moved_sample_is_that_of_its_last_span():
     at = {"prompt_tokens": 7}
     spans = [
         Span("generate", "rollout/0", 0, 1, samples=("1/2/0",), tokens=5, attributes=at),
@@ -207,19 +209,19 @@ def test_a_sample_that_moved_is_as_long_as_its_last_span_says():
 @pytest.fixture
 def calibration():
     return Calibration(
-        "runs", "a core", 2, "0.1", rounded_coefficients(TRUE), Errors(0.1, None, 0.2), "each in turn",
+        "runs", "a core", 2, "0.1", rounded_coefficients(TRUE), Errors(0.1, None, 0.2), "each run",
         (Source("one", 1000, 2, 8, 4.0, 80.5, 164, 2, 10, 0, 20),), ("links",),
     )  # fmt: skip
 
 
-def test_a_file_comes_back_as_it_was(calibration, tmp_path):
+def test_calibration_files_round_trip(calibration, tmp_path):
     path = tmp_path / "calibration.yaml"
     write(calibration, path)
     assert read_calibration_file(path) == calibration
     assert read_calibration(path) == replace(TRUE, errors={"generating": 0.1, "training": 0.2})
 
 
-def test_a_file_that_is_wrong_is_told_by_field_line_value_and_range(calibration, tmp_path):
+def test_invalid_files_are_reported_by_field_line_value_and_range(calibration, tmp_path):
     path = tmp_path / "calibration.yaml"
     write(calibration, path)
     data = yaml.safe_load(path.read_text())
@@ -239,24 +241,24 @@ def test_a_file_that_is_wrong_is_told_by_field_line_value_and_range(calibration,
 # The command ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_can_not_be_calibrated_is_told(tmp_path, capsys):
+def test_invalid_inputs_of_a_calibration_are_reported(tmp_path, capsys):
     def told(*arguments):
         assert main(["calibrate", *map(str, arguments)]) == 2
         return capsys.readouterr().err
 
-    assert "needs RUN_DIRs, --probe or --links, one of them" in told()
-    assert "needs RUN_DIRs, --probe or --links, one of them" in told("--probe", "some")
+    assert "needs exactly one of RUN_DIR, --probe and --links" in told()
+    assert "needs exactly one of RUN_DIR, --probe and --links" in told("--probe", "some")
     assert "No such file" in told(tmp_path / "none") and "none/config.yaml" in told(tmp_path / "none")
     assert "training.pipeline_parallel_size=2" in told(RECORDED / "pipelines")
-    assert "named twice" in told(tmp_path, tmp_path)
+    assert "is given twice" in told(tmp_path, tmp_path)
     assert "--picture a.pdf: the name must end in .png" in told("--probe", "--picture", "a.pdf")
     assert "the folder does not exist" in told("--probe", "--out", tmp_path / "no/c.yaml")
-    assert "no config.json there" in told("--probe", "--model", tmp_path)
+    assert "no config.json in this folder" in told("--probe", "--model", tmp_path)
 
 
 @pytest.mark.parametrize("read", [read_run, lambda folder: read_work(folder, "run")])
-def test_a_run_that_trains_a_reward_model_says_what_it_lacks(tmp_path, read):
-    """As `rlfuse plan --from` and `rlfuse calibrate` read it."""
+def test_runs_of_a_reward_model_are_refused(tmp_path, read):
+    """For `rlfuse plan --from` and `rlfuse calibrate`."""
     (tmp_path / "config.yaml").write_text("{data: {train_files: [a]}, model: {path: m}, trainer: {task: reward_model}}")
     (tmp_path / "events.jsonl").touch()
     with pytest.raises(WorkloadError, match=r"task=reward_model\), .* no decoding .* a run with trainer.task=rl"):
@@ -265,7 +267,7 @@ def test_a_run_that_trains_a_reward_model_says_what_it_lacks(tmp_path, read):
 
 @pytest.fixture
 def run(tmp_path):
-    """A folder of a run of four equal steps, as the simulator's two slots would take them."""
+    """Return a run folder with four equal simulated steps on two slots."""
     Qwen2Config(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, architectures=["Qwen2ForCausalLM"],
@@ -296,16 +298,16 @@ WORKLOAD = {
 
 
 @pytest.mark.slow
-def test_a_run_becomes_a_file_that_plans_read(run, capsys):
+def test_a_run_gives_a_calibration_file(run, capsys):
     out, picture = run / "c.yaml", run / "c.png"
     assert main(["calibrate", str(run), "--out", str(out), "--picture", str(picture), "--device", "a slot"]) == 0
     hardware, calibration = read_calibration(out), read_calibration_file(out)
     assert calibration.device == "a slot" and calibration.count == 2
     assert calibration.fitted_on[0].layers == 2 and calibration.fitted_on[0].prompt_tokens == 20
-    assert any("models of other sizes" in line for line in calibration.not_measured)
+    assert any("other model sizes" in line for line in calibration.not_measured)
     own = step_traffic(config_of(run / "config.yaml"), calibration.fitted_on[0].parameters, calibration.count)
     assert own.seconds(hardware) == pytest.approx(0.07, rel=0.1)
-    assert max(hardware.errors.values()) < 0.15, "equal steps predict one another"
+    assert max(hardware.errors.values()) < 0.15, "equal steps predict each other"
     assert picture.stat().st_size > 10_000 and "generating" in capsys.readouterr().out
 
 
@@ -313,7 +315,7 @@ def test_a_run_becomes_a_file_that_plans_read(run, capsys):
 @pytest.mark.parametrize(
     "name", [entry.name for entry in fields(Coefficients) if entry.name not in ("host_bytes_per_s", "sent_bytes_per_s")]
 )
-def test_everything_that_a_calibration_measures_is_in_a_plans_costs(run, name):
+def test_every_coefficient_affects_the_costs_of_a_plan(run, name):
     config, shorter = config_of(run / "config.yaml"), name == "crowding" or re.search(r"(?<!per)_s$", name)
     config.actor.zero_stage = 3 if name == "gather_s" else config.actor.zero_stage
     slower = name != "decode_overlaps" and getattr(TRUE, name) * (5 if shorter else 0.2)
@@ -327,8 +329,8 @@ def test_everything_that_a_calibration_measures_is_in_a_plans_costs(run, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("long_calls", [False, True], ids=["a micro-batch a call", "several"])
-def test_what_a_micro_batch_takes_beside_its_tokens_is_told_by_a_run_and_slows_plans_of_small_ones(run, long_calls):
-    """However calls go on with micro-batches; those of a sixteenth of the tokens begin so much more often."""
+def test_launch_latency_is_measured_and_slows_small_micro_batches(run, long_calls):
+    """Micro-batches with a sixteenth of the tokens are launched sixteen times more often."""
     begun, call_s, token_s, at, draw = 0.03, 0.02, 1e-4, 0.0, np.random.default_rng(0)
     config, told = config_of(run / "config.yaml"), read_events(run / "events.jsonl")
     spans = [span for span in told if span.kind in ("generate", "decode", "step")]
@@ -363,7 +365,7 @@ def test_what_a_micro_batch_takes_beside_its_tokens_is_told_by_a_run_and_slows_p
 
 
 @pytest.mark.slow
-def test_a_probe_measures_a_model_here_and_leaves_the_threads_alone(run, monkeypatch):
+def test_a_probe_measures_a_model_and_restores_the_thread_count(run, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     lines, before = [], torch.get_num_threads()
     torch.set_num_threads(2)

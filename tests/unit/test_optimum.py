@@ -1,4 +1,4 @@
-"""What the solver proves of small workloads: worked out by hand, and between the bound and what policies take."""
+"""Optimal schedules of small workloads: computed manually, and between the lower bound and all policies."""
 
 import sys
 from pathlib import Path
@@ -33,21 +33,21 @@ def workload(lengths, slots, lanes):
     )
 
 
-def test_two_samples_on_one_slot_follow_one_another():
-    # One lane: 99 + 49 steps, then a switch, both passes, both mini-batches, and the switch back.
+def test_optimum_of_two_samples_on_one_slot():
+    # One slot: 99 + 49 steps, then a switch, both passes, both mini-batches, and the switch back.
     solved = optimum(workload([99, 49], 1, 1), 10, workers=1)
     assert solved.least == solved.found == pytest.approx(148 * 0.02 + 0.2 + 1.5 + 3.0 + 0.2)
 
 
-def test_an_early_slot_scores_what_a_late_one_decodes():
-    # The short sample is learned from meanwhile; the long one is scored when it is whole, and learned from then.
+def test_optimum_scores_on_the_slot_that_is_free_first():
+    # The short sample is trained on meanwhile; the long one is scored and trained on when it is finished.
     solved = optimum(workload([49, 199], 2, 1), 10, workers=1)
     assert solved.least == solved.found == pytest.approx(199 * 0.02 + 2.0 + 4.0 + 0.2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1])
-def test_no_policy_beats_it_and_the_bound_is_below(seed):
+def test_optimum_is_between_the_bound_and_all_policies(seed):
     small = build(((2, 8), 2, 0.6, 0.2), seed)
     solved = optimum(small, 3, workers=1)
     assert lower_bound(small).seconds <= solved.found + ROUNDED and solved.least <= solved.found

@@ -1,4 +1,4 @@
-"""What `rlfuse plan` says beforehand: memory in each phase, verdicts, remedies, forecasts, exit statuses."""
+"""`rlfuse plan`: memory in each phase, verdicts, remedies, forecasts, exit statuses."""
 
 import json
 from dataclasses import replace
@@ -47,15 +47,16 @@ def test_prompts_shorter_than_their_limit_make_micro_batches_of_responses(large)
     answers, *_ = worst_micro_batches(config, linear=True)
     assert sum(sum(each) for each in answers.lengths) == 16384 and {prompt for prompt, _ in answers.lengths} == {1}
     predicted = sum(response for _, response in answers.lengths)
-    logits = 2 * predicted * shape.vocabulary * 2  # in bfloat16, and their gradient
+    logits = 2 * predicted * shape.vocabulary * 2  # in bfloat16, with their gradient
     assert activations(config, shape, "actor", "cuda") > logits > 9 * GIB
 
 
 @pytest.mark.slow
-def test_what_train_refuses_is_refused(tmp_path, capsys):
+def test_plan_refuses_what_train_refuses(tmp_path, capsys):
     transformers.MambaConfig(num_hidden_layers=2, hidden_size=32, vocab_size=64).save_pretrained(tmp_path)
     assert command(tmp_path, "--device-memory", "80") == 2
-    assert "only models that attend, in some layers at least, are trained" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "mamba have recurrent state and no attention; training needs a model with attention layers" in err
     text = NARROW | {"head_dim": 16, "max_position_embeddings": 4096}
     transformers.Gemma3Config(text_config=text, vision_config=dict(num_hidden_layers=1)).save_pretrained(tmp_path)
     assert command(tmp_path, "--device-memory", "80") == 2
@@ -87,7 +88,7 @@ def test_states_of_zero_stages(small):
 
 
 @pytest.mark.slow
-def test_phases_take_turns_on_gpus_and_add_up_on_cpus(small):
+def test_phases_alternate_on_gpus_and_add_up_on_cpus(small):
     shape = read_shape(small, "model.path")
     shapes = {"actor": shape, "critic": shape, "reference": shape}
     gpu = memory_of(job(rollout__free_cache_engine=True), shapes, Budget("cuda", 80 * GIB))
@@ -101,7 +102,7 @@ def test_phases_take_turns_on_gpus_and_add_up_on_cpus(small):
     engine, always = ("engine", "parameters"), ("processes", "base memory")
     for phase in (LOADING, TRAINING, SYNC, SAVING):
         assert there(phase) >= trained | {always}
-    served = {("engine", what) for what in ("parameters", "KV cache", "work space", "CUDA graphs and buffers")}
+    served = {("engine", what) for what in ("parameters", "KV cache", "work space", "graphs and buffers")}
     assert there(GENERATING) == {always, ("processes", "NCCL's buffers"), *served}
     assert engine in there(SYNC) and ("engine", "KV cache") not in there(SYNC) and engine not in there(TRAINING)
     assert ("actor", "gradients") in there(TRAINING) and ("actor", "gradients") not in there(SYNC)
@@ -111,13 +112,13 @@ def test_phases_take_turns_on_gpus_and_add_up_on_cpus(small):
 
 
 @pytest.mark.slow
-def test_a_push_needs_both_ends_of_it(small, large):
+def test_a_weight_update_needs_memory_on_both_sides(small, large):
     small, large = (read_shape(path, "model.path") for path in (small, large))
     for stage, times in ((1, 3), (3, 4)):
         memory = memory_of(job(actor__zero_stage=stage), {"actor": small}, Budget("cuda", 80 * GIB))
         assert sizes(memory, "actor")["bucket of weights"] == times * (512 << 20)
     memory = memory_of(job(rollout__update_weights_bucket_mb=1), {"actor": large}, Budget("cuda", 80 * GIB))
-    assert sizes(memory, "actor")["bucket of weights"] == 3 * 2 * max(large.layers), "layers stay whole"
+    assert sizes(memory, "actor")["bucket of weights"] == 3 * 2 * max(large.layers), "layers are not split"
     assert sizes(memory, "engine")["layer being loaded"] == 2 * large.embedding
 
 
@@ -133,7 +134,7 @@ def test_reward_models_stay_on_their_slots(small):
 
 
 @pytest.mark.slow
-def test_the_engine_has_what_its_arguments_say(large):
+def test_engine_memory_follows_its_arguments(large):
     shape, budget = read_shape(large, "model.path"), Budget("cuda", 80 * GIB)
 
     def engine(shape, **changes):
@@ -150,7 +151,7 @@ def test_the_engine_has_what_its_arguments_say(large):
 
 
 @pytest.mark.slow
-def test_the_cache_of_keys_and_values(small):
+def test_kv_cache_size(small):
     shape = read_shape(small, "model.path")
     assert shape.cache.bytes_of(1, 2) == 2 * 3 * 2 * 8 * 2
     assert shape.cache.bytes_of(1, 2, width=2) == shape.cache.bytes_of(1, 2, width=4) == 2 * 3 * 1 * 8 * 2
@@ -177,7 +178,7 @@ def test_micro_batches_hold_the_budget_or_one_long_sequence():
         config = job(**few, **changes)
         return micro_batch_tokens(config), micro_batch_tokens(config, learns=True)
 
-    assert tokens() == (16 * 1024, 8 * 1024), "one free slot may be handed all"
+    assert tokens() == (16 * 1024, 8 * 1024), "one free slot may receive all"
     assert tokens(actor__zero_stage=2) == (16 * 1024, 4 * 1024), "ranks in lockstep have the answers to one prompt"
     assert tokens(actor__zero_stage=3) == (4 * 1024, 4 * 1024)
     assert tokens(training__pipeline_parallel_size=2) == (4 * 1024, 2 * 1024), "each pipeline has its part"
@@ -203,7 +204,7 @@ def test_passes_without_gradients_run_over_the_whole_batch(small):
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_named_and_the_remedies_help(large):
+def test_misfits_are_named_and_the_remedies_help(large):
     shapes, budget = {"actor": read_shape(large, "model.path")}, Budget("cuda", 80 * GIB)
     config = job()
     (line,) = problems(config, memory_of(config, shapes, budget))
@@ -232,7 +233,7 @@ def test_what_does_not_fit_is_named_and_the_remedies_help(large):
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
-def test_stages_hold_the_whole_model_between_them(small, stages):
+def test_stages_hold_the_whole_model_in_total(small, stages):
     shape, config = read_shape(small, "model.path"), job(training__pipeline_parallel_size=stages)
     for role in ("actor", "critic"):
         assert sum(parameters_on(config, shape, role, at) for at in range(stages)) == shape.parameters
@@ -274,12 +275,12 @@ def test_faster_devices_shorten_the_forecast(large):
     assert slow.seconds.step == pytest.approx(4 * fast.seconds.step, rel=0.05), "costs of calls are not counted"
     assert list(slow.steps) == ["stream", "serial", "rlhfuse", "adaptive"]
     tokens = sum(lengths) + 24 * 100
-    ideal = 8 * sum(shapes["actor"].layers) * tokens / 8 / 100e12  # passes and training, as if all were even
+    ideal = 8 * sum(shapes["actor"].layers) * tokens / 8 / 100e12  # passes and training, if all work were balanced
     assert slow.steps["serial"].step > ideal
 
 
 @pytest.mark.parametrize("mean", [1, 300, 800, 1000, 1024])
-def test_lengths_that_the_limit_cuts_keep_their_mean(mean):
+def test_capped_lengths_keep_their_mean(mean):
     config = job()
     config.data.max_response_length = 1024
     lengths = lengths_of(config, mean)
@@ -299,7 +300,7 @@ def test_statuses_for_ci(large, capsys):
     assert command(large, "--device-memory", "80", *checkpointed) == 0
     out = capsys.readouterr().out
     assert (
-        "fits" in out and "7,615.6 M" in out and "trainer/7: actor, reference" in out and "give --peak-tflops N" in out
+        "fits" in out and "7,615.6 M" in out and "trainer/7: actor, reference" in out and "Give --peak-tflops N" in out
     )
     tight = [checkpointed[0], "actor.ppo_max_token_len_per_gpu=1024", "fusion.policy=serial"]
     assert command(large, "--device-memory", "24", "--peak-tflops", "300", *tight) == 3
@@ -309,38 +310,38 @@ def test_statuses_for_ci(large, capsys):
         and "generation" in out
         and "assumed: a device achieves 120 TFLOP/s" in out
     )
-    assert "rollout.disaggregate=auto: prefill and decoding stay together: " in out and "may be wrong by 30%" in out
+    assert "rollout.disaggregate=auto: no disaggregation: " in out and "error of the costs (30%)" in out
     assert command(large, "--device-memory", "80", "rollout.n=1") == 2
     assert "rollout.n=1: must be 2 or more" in capsys.readouterr().err
     assert command(large, "--device-memory", "-1", "--picture", "a.gif") == 2
     err = capsys.readouterr().err
-    for part in ("--device-memory -1", "--picture a.gif", "pipeline_parallel_size above 1", "needs durations"):
+    for part in ("--device-memory -1", "--picture a.gif", "pipeline_parallel_size above 1", "needs costs"):
         assert part in err
     assert command(large, "--device-memory", "80", "data.max_response_length=40000") == 2, "beyond the model's context"
     assert command("absent/model/there", "--device-memory", "80") == 2
 
 
 @pytest.mark.slow
-def test_neither_data_nor_tokenizer_nor_a_gpu_is_needed_and_what_was_assumed_is_told(large, capsys):
+def test_data_tokenizer_and_gpu_are_optional_and_assumptions_are_printed(large, capsys):
     words = ["data.train_files=[data/gsm8k/train.parquet]", "cluster.device=auto"]
     assert command(large, *words, "--device-memory", "800", "--peak-tflops", "300") == 0
     out = capsys.readouterr().out
-    assert "no data was read: memory is for the longest samples" in out and "a GPU of 800.0 GiB" in out
-    assert "the run will need data/gsm8k/train.parquet, not found here: `rlfuse prepare gsm8k`" in out
-    assert "these are half the limits without --response-tokens and --prompt-tokens" in out
-    assert "planned for cuda; cluster.device=cpu plans for the other" in out
+    assert "no data was read: memory is planned for the longest samples" in out and "GPU with 800.0 GiB" in out
+    assert "not found here, required for the run: data/gsm8k/train.parquet: `rlfuse prepare gsm8k`" in out
+    assert "lengths default to half the limits; set --response-tokens and --prompt-tokens" in out
+    assert "planned for cuda; set cluster.device=cpu to plan for the other" in out
     assert command("absent/model", "--device-memory", "80") == 2
-    assert "a plan needs no more of a model than a folder with its config.json" in capsys.readouterr().err
+    assert "a plan only needs a folder with the model's config.json" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_phases_are_shown_in_their_order_with_the_tightest_and_the_settings(large, tmp_path, capsys):
+def test_phases_peak_and_settings_are_printed(large, tmp_path, capsys):
     picture = tmp_path / "slot.png"
     words = ["model.enable_gradient_checkpointing=true", "actor.zero_stage=3", "--settings"]
     words += ["rollout.max_num_seqs=1024", "rollout.free_cache_engine=true"]
     assert command(large, "--device-memory", "80", "--memory-picture", str(picture), *words) == 0
     out = capsys.readouterr().out
-    assert " ".join(PHASES) in " ".join(out.split()) and "the tightest is generating: 54% of the device" in out
+    assert " ".join(PHASES) in " ".join(out.split()) and "peak phase: generating, 54% of the device" in out
     assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False" in out and "enable_sleep_mode=True" in out
     assert picture.stat().st_size > 10_000
     assert command(large, "--device-memory", "80", "--memory-picture", "slot.gif") == 2
@@ -348,7 +349,7 @@ def test_phases_are_shown_in_their_order_with_the_tightest_and_the_settings(larg
 
 
 @pytest.mark.slow
-def test_the_schedule_of_a_pipeline_as_a_picture(small, tmp_path, capsys):
+def test_pipeline_schedules_are_plotted(small, tmp_path, capsys):
     words = ["algorithm=ppo", "training.pipeline_parallel_size=2", "rollout.weight_transfer=shm"]
     words += ["data.max_prompt_length=64", "data.max_response_length=64", "trainer.n_gpus_per_node=2"]
     picture = tmp_path / "plan.png"
@@ -357,7 +358,7 @@ def test_the_schedule_of_a_pipeline_as_a_picture(small, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_tells_costs_and_lengths(small, tmp_path, capsys, monkeypatch):
+def test_costs_and_lengths_come_from_a_run(small, tmp_path, capsys, monkeypatch):
     from rlfuse.costs.fit import Accuracy, Fit
     from rlfuse.costs.model import Costs
     from rlfuse.simulate.job_step import workload_of
@@ -372,7 +373,7 @@ def test_a_run_tells_costs_and_lengths(small, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(recorded, "read_run", lambda folder: recording)
     words = ["--device-memory", "8", "--from", "run", "data.max_prompt_length=64", "data.max_response_length=64"]
     assert command(small, *words) == 0
-    assert "responses of 7 tokens in the mean, 7 at most; prompts of 11" in capsys.readouterr().out
+    assert "responses of 7 tokens on average, 7 at most; prompts of 11 tokens" in capsys.readouterr().out
     recording = replace(recording, fit=Fit(Costs(), {"decoding": accurate}))
     assert command(small, *words) == 2
-    assert "don't tell how long it scores and trains" in capsys.readouterr().err
+    assert "the run has no measurements of scoring and training" in capsys.readouterr().err

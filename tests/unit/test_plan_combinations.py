@@ -1,4 +1,4 @@
-"""Combinations of values that nothing refuses: those of the whole product, without going through it."""
+"""Valid combinations of values: equal to the filtered product, without enumerating it."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def whole_product(config, values, refusals):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_they_are_those_of_the_whole_product_in_its_order(seed):
-    """Whatever refusals read, be it by properties, and in which order, which may hang on what they read before."""
+def test_combinations_equal_the_filtered_product(seed):
+    """Refusals may read keys through properties, and in an order that depends on values read before."""
     draw = Random(seed)
     names = draw.sample(list(VALUES), len(VALUES))
     values = {name: VALUES[name] for name in names}
@@ -52,7 +52,7 @@ def test_they_are_those_of_the_whole_product_in_its_order(seed):
     assert found == list(whole_product(config, values, refusals)) and found
 
 
-def test_of_every_check_of_a_configuration():
+def test_combinations_with_every_config_check():
     config, few = (
         Config(),
         {key: values[-2 if key.startswith(("training", "actor")) else -1 :] for key, values in VALUES.items()},
@@ -67,8 +67,8 @@ def test_of_every_check_of_a_configuration():
     assert found == list(whole_product(config, few, [lambda there: new(check(there, FACTS))])) and found
 
 
-def test_a_refusal_is_asked_once_for_what_it_reads():
-    """And what it refuses is not gone into."""
+def test_a_refusal_is_evaluated_once_per_values_read():
+    """Refused combinations are not extended."""
     asked = []
 
     def refuses(there):
@@ -79,7 +79,7 @@ def test_a_refusal_is_asked_once_for_what_it_reads():
     assert sorted(asked) == [0, 1, 3] and {each["actor.zero_stage"] for each in found} == {0, 1}
 
 
-def test_where_all_is_refused_or_nothing_is_asked():
+def test_all_or_no_combinations_are_refused():
     few = {"actor.zero_stage": (0, 1)}
     assert list(combinations(Config(), few, [lambda there: there.actor.zero_stage < 2])) == []
     assert list(combinations(Config(), few, [])) == [{"actor.zero_stage": 0}, {"actor.zero_stage": 1}]

@@ -1,4 +1,4 @@
-"""What a plan's work takes: links, what ZeRO's ranks exchange, shared layers, recomputation, wide engines."""
+"""Costs of a plan: links, communication of ZeRO ranks, tensor parallelism, recomputation, wide engines."""
 
 from dataclasses import replace
 from math import inf
@@ -24,7 +24,7 @@ from rlfuse.tools.planning.exchanges import (
 from rlfuse.tools.planning.hardware import ADAM_BYTES, Hardware, Links
 
 
-def test_a_ring_within_a_node_sends_all_but_ones_own_part():
+def test_a_ring_within_a_node_sends_all_other_parts():
     links = Links(within_bytes_per_s=100.0, between_bytes_per_s=10.0, per_node=4)
     assert links.all_gather(400, 1) == 0
     assert links.all_gather(400, 4) == pytest.approx(3 * 100 / 100)
@@ -48,8 +48,8 @@ def costs(of, **keys):
     return costs_of(config, {"actor": of}, Hardware(1e13, 1e13, 1e13, 1e12, host_bytes_per_s=1e10, links=links), 200)
 
 
-def test_each_zero_stage_sends_what_it_divides(shape):  # noqa: F811
-    """Stage 1 adds sums up as stage 0 does, on each rank, and hands weights round besides."""
+def test_communication_of_each_zero_stage(shape):  # noqa: F811
+    """Stage 1 all-reduces gradients like stage 0, and also gathers weights."""
     whole, states, sums, all_of_it = (costs(shape, actor__zero_stage=stage) for stage in range(4))
     assert whole.train_tokens_per_s == states.train_tokens_per_s > sums.train_tokens_per_s
     assert sums.train_tokens_per_s > all_of_it.train_tokens_per_s
@@ -57,9 +57,9 @@ def test_each_zero_stage_sends_what_it_divides(shape):  # noqa: F811
     assert states.optimizer_s > whole.optimizer_s > sums.optimizer_s > all_of_it.optimizer_s
 
 
-def test_what_a_step_moves_in_a_ranks_own_memory_is_counted(shape):  # noqa: F811
-    """In float32: gradients into a bucket, divided, flat, and a quarter kept and flat; the other 68 bytes as `updated`
-    says. Alone nobody's gradients are summed. A host makes roots; a GPU does not."""
+def test_local_traffic_of_a_step(shape):  # noqa: F811
+    """In float32: gradients into a bucket, divided, flat, and a quarter kept and flat; the other 68 bytes are
+    those of `optimizer_traffic`. A single rank reduces nothing. CPUs allocate square roots; GPUs do not."""
     config = changed(job_of(shape).config, {"model.dtype": "float32", "actor.zero_stage": 1}.items())
     parameters, device = 4 * MAX_CACHED_BYTES, Hardware(1e13, 1e13, 1e13, 1e9)
     of_four, alone = (step_traffic(config, parameters, copies) for copies in (4, 1))
@@ -70,21 +70,21 @@ def test_what_a_step_moves_in_a_ranks_own_memory_is_counted(shape):  # noqa: F81
     assert of_four.seconds(device) == (of_four.in_place + of_four.copied) / 1e9
     assert of_four.seconds(host) == of_four.in_place / 1e9 + (of_four.copied + of_four.host_only) / 1e8
     few = step_traffic(config, MAX_CACHED_BYTES / 16, 1)
-    assert few.host_only == 0 and few.copied == 8 * MAX_CACHED_BYTES / 16, "a bucket has memory of its own"
+    assert few.host_only == 0 and few.copied == 8 * MAX_CACHED_BYTES / 16, "a bucket is allocated"
 
 
 @pytest.mark.parametrize("sums, moved", [("float32", 2 * 4 + 4 + 2), ("bfloat16", 2 * 2 + 2 + 4 + 4 + 2)])
-def test_a_step_of_models_of_16_bits_is_one_of_a_copy(shape, sums, moved):  # noqa: F811
-    """Under ZeRO 0; what is summed, normed and clipped is as wide as it is added up."""
+def test_a_step_of_16_bit_models_uses_a_float32_copy(shape, sums, moved):  # noqa: F811
+    """Under ZeRO 0; gradients are reduced, normed and clipped in the accumulation type."""
     given = {"actor.zero_stage": 0, "actor.grad_accum_dtype": sums, "model.dtype": "bfloat16"}
     config, item = changed(job_of(shape).config, given.items()), 4 if sums == "float32" else 2
     assert step_traffic(config, 1000, 2).in_place == (11 * item + 32 + moved) * 1000
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_what_a_message_copies_depends_on_its_own_size(shape, again):  # noqa: F811
-    """Of 60 million parameters ZeRO 3 gathers 50 million ahead, twice, then each module by itself, and scatters twice;
-    layers that are run again are gathered once for that and their backward. gloo's scatter is a sum of a copy."""
+def test_copies_of_a_message_depend_on_its_size(shape, again):  # noqa: F811
+    """Of 60 million parameters ZeRO 3 prefetches 50 million, twice, then gathers each module, and scatters twice.
+    Recomputed layers are gathered once for recomputation and backward. gloo scatters by all-reducing a copy."""
     settings = {"model.dtype": "float32", "actor.zero_stage": 3, "model.enable_gradient_checkpointing": again}
     config = changed(job_of(shape).config, settings.items())
     large, few, small = (
@@ -96,12 +96,12 @@ def test_what_a_message_copies_depends_on_its_own_size(shape, again):  # noqa: F
     assert (found.modules, found.messages) == ((180 if again else 120), 2 + 60 + 2)
     assert ahead.copies == Traffic(copied=480e6, host_only=480e6), "DeepSpeed's flat tensor and gloo's"
     assert found.copies == ahead.copies + Traffic(host_only=480e6), (
-        "a module of 4 MB fits what is kept, gradients do not"
+        "a module of 4 MB fits MAX_CACHED_BYTES, gradients do not"
     )
     assert gradient_exchange(config, few).copies == found.copies + Traffic(host_only=960e6), (
         "modules of 120 MB: two tensors"
     )
-    assert gradient_exchange(config, small).copies == Traffic(in_place=8e6), "nothing new, but flat weights are cut up"
+    assert gradient_exchange(config, small).copies == Traffic(in_place=8e6), "no allocation, but flat weights are split"
     handed_over = gradient_traffic(config, 60_000_000, 4)
     assert (handed_over.in_place, handed_over.copied) == (960e6 + 120e6, 480e6), "bucket, divided, a quarter; flat"
     device = Hardware(1e13, 1e13, 1e13, 1e9)
@@ -110,14 +110,14 @@ def test_what_a_message_copies_depends_on_its_own_size(shape, again):  # noqa: F
 
 @pytest.mark.parametrize("size, copied", [(MAX_CACHED_BYTES // 4, 0.0), (MAX_CACHED_BYTES // 4 + 1, 8.0)])
 def test_a_step_gathers_its_weights_in_one_message(shape, size, copied):  # noqa: F811
-    """Under ZeRO 1, and copies them on hosts from a tensor of gloo's where that is new."""
+    """Under ZeRO 1; on CPUs they are copied from a new tensor of gloo."""
     config = changed(job_of(shape).config, {"model.dtype": "float32", "actor.zero_stage": 1}.items())
     assert step_exchange(config, replace(shape, parameters=size)).copies == Traffic(host_only=copied * size)
 
 
 @pytest.mark.parametrize("again, cared_for", [(False, 2), (True, 3)])
-def test_zero_3_looks_after_every_module(shape, again, cared_for):  # noqa: F811
-    """Forward, also where that is run again, and backward; or waits for its messages, if these take longer."""
+def test_zero_3_has_a_fixed_cost_per_module(shape, again, cared_for):  # noqa: F811
+    """In forward, recomputation and backward; or the latency of its messages, if that is longer."""
     assert shape.modules == 8 * 9 + 3
     settings = {"actor.zero_stage": 3, "model.enable_gradient_checkpointing": again}
     config = changed(job_of(shape).config, settings.items())
@@ -137,8 +137,8 @@ def test_zero_3_looks_after_every_module(shape, again, cared_for):  # noqa: F811
         assert waited == pytest.approx(hops * 1e-3)
 
 
-def test_every_exchange_of_a_cut_row_waits_for_its_link(shape):  # noqa: F811
-    """Four in each of 8 layers: of queries, keys, values and results; as many for their gradients."""
+def test_ulysses_all_to_alls_wait_for_the_link(shape):  # noqa: F811
+    """Four in each of 8 layers (queries, keys, values, outputs), and four for their gradients."""
     settings = {"training.ulysses_sequence_parallel_size": 2, "actor.ppo_max_token_len_per_gpu": 64}
     config = changed(job_of(shape).config, settings.items())
     quick, slow = (
@@ -149,8 +149,8 @@ def test_every_exchange_of_a_cut_row_waits_for_its_link(shape):  # noqa: F811
         assert 64 * (1 / getattr(slow, name) - 1 / getattr(quick, name)) == pytest.approx(times * 4 * 8 * 1e-3)
 
 
-def test_optimizers_travel_as_they_are_to_be_there(shape):  # noqa: F811
-    """16 GB of 24 are theirs, at 10 GB/s: 1.6 s each way."""
+def test_optimizer_transfers_follow_the_residency(shape):  # noqa: F811
+    """16 GB of 24 are optimizer state, at 10 GB/s: 1.6 s in each direction."""
     ways, moved = {}, Moved(24e9, 16e9)
     for residency in ("training", "forecast", "step"):
         keys = {"actor.optimizer_residency": residency, "data.train_batch_size": 24, "actor.zero_stage": 1}
@@ -164,12 +164,12 @@ def test_optimizers_travel_as_they_are_to_be_there(shape):  # noqa: F811
         )
         assert whole == (pytest.approx(1.6), 0.0) and together.switch_s == pytest.approx(2.4)
         assert behind[0] == whole[0] and 0 < behind[1] <= 1.6
-        assert late.switch_s == pytest.approx(2.4 - behind[1] / 2), "of a change of roles, in the mean of both ways"
+        assert late.switch_s == pytest.approx(2.4 - behind[1] / 2), "of a role switch, mean of both directions"
         assert trips == (pytest.approx(3 * 3.2), 0.0) and alone.switch_s == pytest.approx(0.8), "three updates a step"
         assert alone.optimizer_s - together.optimizer_s == pytest.approx(3.2)
         assert late.optimizer_s == together.optimizer_s
     long, short = (ways["forecast", flops][1][1] for flops in (5e11, 1e15))
-    assert long == pytest.approx(1.6) and short < 0.16, "little hides it"
+    assert long == pytest.approx(1.6) and short < 0.16, "little overlaps it"
 
 
 @pytest.mark.parametrize(
@@ -183,8 +183,8 @@ def test_optimizers_travel_as_they_are_to_be_there(shape):  # noqa: F811
         (3, "float32", 8),
     ],
 )
-def test_gradients_and_weights_travel_to_optimizers_on_the_host_and_back(shape, zero, dtype, sums):  # noqa: F811
-    """In a step; where DeepSpeed keeps sums on the host, in each micro-batch too."""
+def test_offloaded_optimizers_exchange_gradients_and_weights_with_the_device(shape, zero, dtype, sums):  # noqa: F811
+    """Per step, and per micro-batch where DeepSpeed keeps gradient sums on the host."""
     keys = {"actor.zero_stage": zero, "model.dtype": dtype, "actor.ppo_max_token_len_per_gpu": 400}
     here = changed(job_of(shape).config, keys.items())
     there = changed(here, {"actor.offload_optimizer": True}.items())
@@ -204,33 +204,33 @@ def test_gradients_and_weights_travel_to_optimizers_on_the_host_and_back(shape, 
         assert (away.train_tokens_per_s < kept.train_tokens_per_s) == (sums > 0)
     fast, long = (costs_of(there, {"actor": shape}, each, 200).optimizer_s for each in (bus, slow))
     assert long - fast == pytest.approx((8 + ADAM_BYTES + 2 * (4 + item)) * n * (1e-9 - 1e-10)), (
-        "on the host, and the way"
+        "on the host, and the transfer"
     )
 
 
-def test_how_long_gradients_travel_to_the_host_is_told(shape):  # noqa: F811
+def test_transfer_time_of_offloaded_optimizers_is_printed(shape):  # noqa: F811
     """Three updates of 8 prompts by 4 samples by 200 tokens on 4 ranks: 6 micro-batches, each with 8 bytes, and 6.
 
-    As a row that is one too many leaves half its room, 1.5 rows fill a micro-batch in the mean."""
+    Packing wastes half a row on average, so 1.5 rows fill a micro-batch."""
     keys = {"actor.zero_stage": 3, "actor.offload_optimizer": True, "actor.ppo_max_token_len_per_gpu": 400}
     config = changed(job_of(shape).config, (keys | {"data.train_batch_size": 24}).items())
     size, seconds = offload_traffic(
         config, {"actor": shape}, Hardware(1e13, 1e13, 1e13, 1e12, host_bytes_per_s=1e10), 200
     )
     assert size == pytest.approx(3 * (6 * 8 + 6) * shape.parameters / 4) and seconds == pytest.approx(size / 1e10)
-    told = plan._offload_words(8 << 30, 0.5)
-    assert told.startswith("  actor.offload_optimizer=true: 8.0 GiB of gradients and weights")
-    assert told.endswith(" go to the host and back in a step: 0.50 s, waited for")
-    assert plan._offload_words(8 << 30, 0.0).endswith("--cluster tells how long they are on their way")
+    note = plan._offload_note(8 << 30, 0.5)
+    assert note.startswith("  actor.offload_optimizer=true: 8.0 GiB of gradients and weights to the host and back")
+    assert note.endswith("0.50 s per step, not overlapped")
+    assert plan._offload_note(8 << 30, 0.0).endswith("--cluster adds the transfer time")
 
 
-def test_ranks_that_share_layers_step_sooner_and_wait_for_each_others_sums(shape):  # noqa: F811
+def test_tensor_parallel_ranks_step_faster_and_all_reduce(shape):  # noqa: F811
     alone = {"trainer__nnodes": 1, "actor__zero_stage": 0}
     whole, halves = (costs(shape, **alone, training__tensor_model_parallel_size=width) for width in (1, 2))
     assert halves.train_tokens_per_s < whole.train_tokens_per_s, "all-reduces in every layer, and a head on each rank"
     assert halves.score_tokens_per_s < whole.score_tokens_per_s
     assert halves.optimizer_s < whole.optimizer_s
-    assert halves.step_base_s == whole.step_base_s, "the engine is as it was"
+    assert halves.step_base_s == whole.step_base_s, "the engine does not change"
 
 
 def test_recomputation_costs_a_third_more_and_larger_micro_batches_gather_less_often(shape):  # noqa: F811
@@ -240,15 +240,15 @@ def test_recomputation_costs_a_third_more_and_larger_micro_batches_gather_less_o
     assert many.train_tokens_per_s > few.train_tokens_per_s
 
 
-def test_engines_over_several_devices_read_faster_and_wait_for_each_other(shape):  # noqa: F811
+def test_tensor_parallel_engines_read_faster_and_communicate(shape):  # noqa: F811
     one, two = (costs(shape, rollout__tensor_model_parallel_size=width) for width in (1, 2))
     assert two.step_per_context_token_s == pytest.approx(one.step_per_context_token_s / 2)
-    assert two.step_base_s > one.step_base_s, "a small model's weights are read faster than its devices agree"
+    assert two.step_base_s > one.step_base_s, "reading the weights of a small model is faster than the all-reduces"
 
 
 @pytest.mark.parametrize("own", [0.0, 1e-6, 1e-4])
-def test_decoding_steps_of_few_and_of_many_are_exact_and_none_is_longer(shape, own):  # noqa: F811
-    """What a sequence takes beside computing is not charged for sequences that are not there."""
+def test_decoding_costs_are_exact_at_both_ends_and_a_lower_bound_between(shape, own):  # noqa: F811
+    """The fixed cost per sequence is charged for actual sequences only."""
     hardware = Hardware(1e13, 1e13, 1e13, 1e12, decode_step_s=1e-3, decode_sequence_s=own)
     config = job_of(shape).config
     read = (sum(shape.layers) + shape.head) * ITEM[config.model.dtype] / 1e12

@@ -1,4 +1,4 @@
-"""`rlfuse plan` reads the data that is on this machine, and says how long its rows and clips are."""
+"""`rlfuse plan` reads local data and prints the lengths of its rows and clips."""
 
 import json
 from copy import deepcopy
@@ -23,7 +23,7 @@ PAIR = {"prompt": "abc", "chosen": "de", "rejected": "fghi"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model of text, a video model, clips of 10 and 20 frames, an image."""
+    """Return a folder with a text model, a video model, clips of 10 and 20 frames, and an image."""
     folder = tmp_path_factory.mktemp("lengths")
     (text := deepcopy(FAMILIES["qwen2"])).vocab_size = 300
     text.save_pretrained(folder / "text")
@@ -47,25 +47,25 @@ def config_of(folder, model, rows, suffix="jsonl", **changes):
     [
         ("text", ROWS, {}, {"prompt": [10, 20, 60]}, 30, "data  3 prompts from"),
         ("video", ROWS, {}, {"prompt": [10, 20, 60]}, 30, "data  3 prompts from"),
-        ("text", ROWS, {"data__max_prompt_length": 30}, {"prompt": [10, 20, 60]}, 20, "stops at the first"),
+        ("text", ROWS, {"data__max_prompt_length": 30}, {"prompt": [10, 20, 60]}, 20, "the run fails on the first"),
         ("text", ROWS, {"data__max_prompt_length": 30, "data__truncation": "left"}, {"prompt": [10, 20, 60]}, 20,
-         "1 of 3 rows are longer than 30 tokens (data.truncation=left: they are cut)"),
+         "1 of 3 rows exceed 30 tokens (data.truncation=left: they are truncated)"),
         ("text", ROWS, {"data__max_prompt_length": 30, "data__filter_overlong_prompts": True},
          {"prompt": [10, 20, 60]}, 15, "filter_overlong_prompts=true: they are dropped"),
         ("text", ROWS, {"data__max_prompt_length": 5, "data__filter_overlong_prompts": True},
-         {"prompt": [10, 20, 60]}, 5, "3 of 3 rows are longer than 5 tokens"),
+         {"prompt": [10, 20, 60]}, 5, "3 of 3 rows exceed 5 tokens"),
         ("video", CLIPS, {}, {"prompt": [159, 329], "clip": [40, 80]}, 244, "2 with clips"),
         ("video", [*CLIPS, *ROWS[:1], IMAGE], {}, {"prompt": [159, 329, 10, 4], "clip": [40, 80], "image": [4]}, 126,
          "1 with images"),
         ("video", [*CLIPS, {"prompt": "<video>", "videos": ["gone.mp4"]}], {},
          {"prompt": [159, 329], "clip": [40, 80]}, 244, "gone.mp4: does not exist"),
         ("video", CLIPS, {"data__max_prompt_length": 300}, {"prompt": [159, 329], "clip": [40, 80]}, 230,
-         "1 of 2 rows are longer than 300 tokens"),
+         "1 of 2 rows exceed 300 tokens"),
         ("text", [PAIR], {"trainer__task": "reward_model"}, {"sequence (prompt with one answer)": [6, 8]}, 7,
          "data  1 pairs"),
     ],
 )  # fmt: skip
-def test_lengths_are_those_of_the_run_before_any_limit(folder, model, rows, changes, tokens, mean, words):
+def test_lengths_are_measured_before_limits_apply(folder, model, rows, changes, tokens, mean, words):
     found = read_lengths(config_of(folder, model, rows, **changes))
     assert isinstance(found, DataLengths), found
     assert (found.tokens, found.mean) == (tokens, mean) and words in "\n".join(found.lines())
@@ -77,19 +77,19 @@ def test_lengths_are_those_of_the_run_before_any_limit(folder, model, rows, chan
         ("text", ROWS, {"data__train_files": ["absent.jsonl"]}, ""),
         ("text", [{"question": "1"}], {}, "has no column 'prompt'"),
         ("text", [*ROWS, {"prompt": 3}], {}, "line 4, field prompt"),
-        ("text", CLIPS, {}, "model.path has no visual part"),
+        ("text", CLIPS, {}, "model.path is a text-only model"),
         ("video", [{"prompt": "<video>", "videos": ["gone.mp4"]}], {}, "none of 1 rows is usable"),
         ("absent/model", ROWS, {}, "no tokenizer"),
     ],
 )
-def test_data_that_can_t_be_read_leaves_the_plan_without_it(folder, model, rows, changes, words):
+def test_unreadable_data_is_skipped_with_a_reason(folder, model, rows, changes, words):
     config = config_of(folder, model, rows, **changes)
     found = read_lengths(config)
     assert isinstance(found, str) and words in found and bool(words) == bool(found), found
     assert prompt_tokens(config, found) == 256
 
 
-def test_a_file_that_happens_to_have_the_name_of_a_stand_in_is_not_read(folder, monkeypatch):
+def test_a_file_with_the_name_of_a_placeholder_is_not_read(folder, monkeypatch):
     monkeypatch.chdir(folder)
     (folder / "train.parquet").write_bytes(b"no parquet")
     assert read_lengths(config_of(folder, "text", ROWS, data__train_files=["train.parquet"])) == ""
@@ -110,4 +110,4 @@ def test_a_plan_shows_tokens_per_prompt_and_per_clip_and_plans_for_their_mean(fo
     lines = [line.split() for line in out.splitlines()]
     assert ["prompt", "244.0", "329", "2"] in lines and ["clip", "60.0", "80", "2"] in lines
     assert "prompts of 244" in out and "no data was read" not in out and not any(tmp_path.iterdir())
-    assert "half the limits without --response-tokens\n" in out
+    assert "lengths default to half the limits; set --response-tokens\n" in out

@@ -1,4 +1,4 @@
-"""What `rlfuse plan` says of files of functions: what `rlfuse train` refuses, but for rewards that are not here."""
+"""Custom functions in `rlfuse plan`: refused as by `rlfuse train`, except for missing reward files."""
 
 import json
 import re
@@ -13,7 +13,7 @@ def model(tmp_path):
     return tmp_path
 
 
-def test_all_problems_of_files_of_functions_are_told_together(model, tmp_path, monkeypatch, capsys):
+def test_all_problems_of_function_files_are_reported(model, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = "def none(): pass\ndef loss(log_probs): return log_probs\nmade = print\n"
     (tmp_path / "mine.py").write_text(text)
@@ -35,7 +35,7 @@ def test_all_problems_of_files_of_functions_are_told_together(model, tmp_path, m
 
 
 @pytest.mark.slow
-def test_what_an_estimator_of_the_whole_batch_costs_is_reported(model, tmp_path, capsys):
+def test_lost_overlap_of_a_batch_estimator_is_reported(model, tmp_path, capsys):
     file = tmp_path / "mine.py"
     group = "@advantage_estimator(needs_batch=False)\ndef of_group(scores, mask): ...\n"
     file.write_text(f"def of_batch(scores, mask): ...\n{group}")
@@ -43,8 +43,8 @@ def test_what_an_estimator_of_the_whole_batch_costs_is_reported(model, tmp_path,
     job += ("data.max_response_length=4096", "rollout.n=2", "trainer.n_gpus_per_node=4", "actor.zero_stage=1")
     assert command(model, *job, f"algorithm.adv_estimator={file}:of_batch") == 0
     told = capsys.readouterr().out
-    assert f"algorithm.adv_estimator={file}:of_batch gets the whole batch" in told
-    assert float(re.search(r"lost overlap: training waits for the batch\W+([\d.]+)", told)[1]) > 0
+    assert f"algorithm.adv_estimator={file}:of_batch reads the whole batch" in told
+    assert float(re.search(r"lost overlap: training waits for the whole batch\W+([\d.]+)", told)[1]) > 0
     assert command(model, *job, f"algorithm.adv_estimator={file}:of_group") == 0
     told = capsys.readouterr().out
     assert "lost overlap" not in told and "whole batch" not in told

@@ -1,4 +1,4 @@
-"""The search for the fastest plan: equal to brute force, monotone in memory and devices, plausible, a job file."""
+"""The search for the fastest plan: equal to brute force, with time limits, neighbours and refinement."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rlfuse.tools.planning.hardware import KINDS
 from rlfuse.tools.planning.search import TIMED_OUT, refine, search
 from rlfuse.tools.planning.searched_job import Job
 from rlfuse.tools.planning.space import FASTEST, POLICY, Fillings, axes_of, structures
-from rlfuse.tools.planning.step_time import Seconds, StepTimes, cut, fastest_labels, with_idle_stages
+from rlfuse.tools.planning.step_time import Seconds, StepTimes, fastest_labels, simulated_part, with_idle_stages
 
 SMALL = {
     "trainer.nnodes": (1, 2),
@@ -75,7 +75,7 @@ def facts_of(shape):
 
 
 def brute_force(job, facts):
-    """Seconds of every plan that fits, whatever the bound says of it."""
+    """Yield the step time of every plan that fits, without using bounds."""
     found = []
     names = list(job.axes)[8:]
     for structure in structures(job.config, facts, job.axes, job.shapes["actor"], job.cluster):
@@ -92,7 +92,7 @@ def brute_force(job, facts):
 
 
 @pytest.mark.slow
-def test_optimizers_are_tried_beside_gradients_and_in_their_steps_alone(shape):
+def test_both_optimizer_residencies_are_searched(shape):
     offload, residency = "actor.offload_optimizer", "actor.optimizer_residency"
     for device, values in (("cuda", ("forecast", "step")), ("cpu", ("training",))):
         axes = axes_of(Config(), shape, Cluster(1, 2, 10, device=device, peak_tflops=1.0))
@@ -100,10 +100,12 @@ def test_optimizers_are_tried_beside_gradients_and_in_their_steps_alone(shape):
     job = job_of(shape, axes=SMALL | {residency: ("forecast", "step")})
     tried = [dict(each) for each in structures(job.config, facts_of(shape), job.axes, shape)]
     pairs = {(each[offload], each[residency]) for each in tried}
-    assert pairs == {(False, "forecast"), (False, "step"), (True, "forecast")}, "none is there whose room is spared"
+    assert pairs == {(False, "forecast"), (False, "step"), (True, "forecast")}, (
+        "host optimizers need no other residency"
+    )
 
 
-def test_degrees_that_no_rank_can_share_are_not_tried(shape):
+def test_indivisible_tensor_parallel_sizes_are_not_searched(shape):
     axes = axes_of(job_of(shape).config, shape, Cluster(1, 8, 10, device="cuda", peak_tflops=1.0))
     assert axes["training.tensor_model_parallel_size"] == (1, 2, 4, 8)
     mixture = replace(shape, model=SimpleNamespace(share=refuse, work=shape.model.work))
@@ -117,18 +119,18 @@ def refuse(width):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", [24, 14])
-def test_it_is_brute_force(shape, memory):
+def test_search_equals_brute_force(shape, memory):
     axes = SMALL | {"trainer.nnodes": (2,), "rollout.gpu_memory_utilization": (0.8,)}
     job, facts = job_of(shape, axes=axes, device_memory_gb=memory), facts_of(shape)
     found = search(job, facts, seconds=inf)
     assert found.plans[0].seconds.step == pytest.approx(min(brute_force(job, facts)))
-    assert found.unexplored == 0, "it came to its end"
+    assert found.unexplored == 0, "the search is complete"
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "gae"])
 @pytest.mark.parametrize("groups", [(), (Group(nodes=1, peak_tflops=5, memory_bandwidth_gbs=100),)])
-def test_a_sketch_of_a_structure_is_no_more_than_its_bound(shape, estimator, groups):
-    """Of pipelines, a critic and uneven nodes, too."""
+def test_the_quick_bound_is_at_most_the_bound(shape, estimator, groups):
+    """Also with pipelines, a critic and uneven nodes."""
     job, facts = job_of(shape, Cluster(**CLUSTER, groups=groups)), facts_of(shape)
     job.config.algorithm.adv_estimator = estimator
     job = replace(job, shapes=dict.fromkeys(("actor", "critic") if estimator == "gae" else ("actor",), shape))
@@ -140,8 +142,8 @@ def test_a_sketch_of_a_structure_is_no_more_than_its_bound(shape, estimator, gro
 
 
 @pytest.mark.slow
-def test_memory_and_costs_that_were_worked_out_before_are_those_of_the_plan(shape):
-    """Whatever was asked for between."""
+def test_cached_memory_and_costs_are_those_of_the_plan(shape):
+    """Whatever was computed in between."""
     job, draw = job_of(shape), Random(2)
     some = draw.sample(list(structures(job.config, facts_of(shape), SMALL, shape)), 16)
     tried = [(*each, *((key, draw.choice(SMALL[key])) for key in list(SMALL)[8:])) for each in some]
@@ -152,7 +154,7 @@ def test_memory_and_costs_that_were_worked_out_before_are_those_of_the_plan(shap
 
 
 @pytest.mark.slow
-def test_a_cut_search_says_what_is_still_open(shape):
+def test_a_stopped_search_reports_what_is_unexplored(shape):
     job, facts = job_of(shape), facts_of(shape)
     cut, whole = search(job, facts, seconds=0), search(job, facts, seconds=inf)
     assert cut.simulated == 1 and cut.bound_s <= whole.plans[0].seconds.step <= cut.plans[0].seconds.step
@@ -170,7 +172,7 @@ def test_the_first_plans_are_tried_under_every_policy(shape):
     assert steps[dict(first.settings)["fusion.policy"]] == first.seconds.step
 
 
-def test_where_time_is_out_and_nothing_was_found_it_says_what_was_not_looked_at(shape):
+def test_a_timeout_without_plans_reports_what_is_unexplored(shape):
     axes = SMALL | {"model.enable_gradient_checkpointing": (False,), "actor.ppo_max_token_len_per_gpu": (4096,)}
     job, facts = job_of(shape, axes=axes, device_memory_gb=6.8), facts_of(shape)
     found = search(job, facts, seconds=0)
@@ -178,8 +180,8 @@ def test_where_time_is_out_and_nothing_was_found_it_says_what_was_not_looked_at(
 
 
 @pytest.mark.parametrize("seconds", [0, 3, 8])
-def test_all_that_is_looked_at_shares_one_deadline(shape, monkeypatch, seconds):
-    """On a clock that stands still but for simulating."""
+def test_search_and_refinement_share_one_deadline(shape, monkeypatch, seconds):
+    """With a clock that advances only during simulations."""
     clock, really = SimpleNamespace(now=0.0), StepTimes.simulated
 
     def slow(self, *arguments, **more):
@@ -191,15 +193,15 @@ def test_all_that_is_looked_at_shares_one_deadline(shape, monkeypatch, seconds):
     job, facts = job_of(shape, axes=SMALL | {POLICY: policies}), facts_of(shape)
     found = search(job, facts, seconds, clock=lambda: clock.now)
     assert found.plans and found.unexplored > 0 and clock.now <= max(1, seconds)
-    assert (found.bound_s == 0) is (seconds == 0), "time for bounds of all structures, or not"
+    assert (found.bound_s == 0) is (seconds == 0), "with and without time for the bounds of all structures"
     began, (after, around) = clock.now, refine(job, found, facts, 2, lambda: clock.now)
     assert clock.now <= began + 2 and after.plans[0].seconds.step <= 1.002 * found.plans[0].seconds.step
     assert TIMED_OUT in {each.reason for each in around}
 
 
 @pytest.mark.slow
-def test_the_smallest_are_tried_without_telling_their_sizes_again(shape, monkeypatch):
-    """On a clock that stands still but for memories without activations."""
+def test_smallest_fillings_are_tried_without_sizing_them_again(shape, monkeypatch):
+    """With a clock that advances only when memory without activations is computed."""
     clock, really = SimpleNamespace(now=0.0), Job.sized_without_activations
 
     def slow(self, settings):
@@ -214,7 +216,7 @@ def test_the_smallest_are_tried_without_telling_their_sizes_again(shape, monkeyp
 
 
 @pytest.mark.slow
-def test_it_ends_before_its_time_where_plan_after_plan_brings_nothing(shape):
+def test_search_ends_early_after_patience_plans_without_gain(shape):
     job, facts = job_of(shape), facts_of(shape)
     whole, patient = search(job, facts, seconds=inf), search(job, facts, seconds=inf, patience=3)
     assert patient.simulated < whole.simulated and patient.unexplored > 0 and patient.bound_s > 0
@@ -222,8 +224,8 @@ def test_it_ends_before_its_time_where_plan_after_plan_brings_nothing(shape):
 
 
 @pytest.mark.slow
-def test_what_was_asked_for_before_changes_no_step(shape):
-    """Pipelines that differ in how fast they are have one schedule."""
+def test_caches_do_not_change_step_times(shape):
+    """Pipelines that differ only in speed share a schedule."""
     pipeline, job = (("training.pipeline_parallel_size", 2), ("actor.zero_stage", 1)), job_of(shape)
     again = (*pipeline, ("model.enable_gradient_checkpointing", True))
     fresh = job.simulated(*job.with_settings(again))
@@ -232,7 +234,7 @@ def test_what_was_asked_for_before_changes_no_step(shape):
     assert faster.step < fresh.step and other.simulated(*other.with_settings(again)) == fresh
 
 
-def test_what_was_found_before_ctrl_c_is_told(shape, monkeypatch):
+def test_ctrl_c_returns_the_plans_found_so_far(shape, monkeypatch):
     job, facts, simulated = job_of(shape), facts_of(shape), []
     really = StepTimes.simulated
 
@@ -248,7 +250,7 @@ def test_what_was_found_before_ctrl_c_is_told(shape, monkeypatch):
 
 
 @pytest.mark.slow
-def test_neighbours_of_a_plan_that_was_settled_for_are_no_faster_or_can_not_be(shape):
+def test_neighbours_of_a_refined_plan_are_not_faster(shape):
     job, facts = job_of(shape), facts_of(shape)
     found, around = refine(job, search(job, facts, seconds=0), facts)
     best = found.plans[0].seconds.step
@@ -256,7 +258,7 @@ def test_neighbours_of_a_plan_that_was_settled_for_are_no_faster_or_can_not_be(s
     assert all(each.plan.seconds.step >= best * 0.998 if each.plan else each.reason for each in around)
 
 
-def test_a_neighbour_that_no_check_lets_pass_is_told(shape):
+def test_an_invalid_neighbour_is_reported_with_its_error(shape):
     job, facts = job_of(shape, axes=SMALL | {"training.pipeline_parallel_size": (4, 8)}), facts_of(shape)
     _, around = refine(job, search(job, facts, seconds=0), facts)
     why = next(each.reason for each in around if each.setting == ("training.pipeline_parallel_size", 8))
@@ -264,7 +266,7 @@ def test_a_neighbour_that_no_check_lets_pass_is_told(shape):
 
 
 @pytest.mark.slow
-def test_a_key_is_not_changed_for_nothing(shape):
+def test_keys_are_not_changed_without_a_gain(shape):
     job, facts = job_of(shape), facts_of(shape)
     job.config.rollout.max_num_seqs = 64  # 16 samples are all that an engine has: 1024 would be no faster
     found, _ = refine(job, search(job, facts, seconds=0), facts)
@@ -274,7 +276,7 @@ def test_a_key_is_not_changed_for_nothing(shape):
 @pytest.mark.parametrize(
     "device, leaf, own", [("cuda", "gpu_memory_utilization", 0.55), ("cpu", "kv_cache_memory_mb", 64)]
 )
-def test_the_job_s_own_cache_is_one_to_choose(shape, device, leaf, own):
+def test_the_job_s_cache_size_is_searched(shape, device, leaf, own):
     config = changed(Config(), [(f"rollout.{leaf}", own)])
     values = axes_of(config, shape, Cluster(1, 2, 10, device=device, peak_tflops=1.0))[f"rollout.{leaf}"]
     assert own in values and list(values) == sorted(values, reverse=True)
@@ -282,7 +284,7 @@ def test_the_job_s_own_cache_is_one_to_choose(shape, device, leaf, own):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("off, kept", [(9.0, True), (0.0, False)])
-def test_the_job_s_own_values_stay_as_long_as_a_calibration_leaves_open_what_is_faster(shape, off, kept):
+def test_the_job_s_values_stay_within_the_error_of_a_calibration(shape, off, kept):
     job, facts = job_of(shape), facts_of(shape)
     job.config.actor.offload_optimizer = True
     measured = replace(job.hardware, errors=dict.fromkeys(KINDS, off))
@@ -290,13 +292,13 @@ def test_the_job_s_own_values_stay_as_long_as_a_calibration_leaves_open_what_is_
     found, around = refine(job, search(job, facts, seconds=0), facts)
     first, *others = found.plans
     assert dict(first.settings)["actor.offload_optimizer"] is kept
-    assert any(plan.seconds.step < first.seconds.step for plan in others) is kept, "and the faster ones are told"
+    assert any(plan.seconds.step < first.seconds.step for plan in others) is kept, "faster plans are still listed"
     assert all(each.plan or each.reason for each in around)
 
 
 @pytest.mark.slow
-def test_a_neighbour_without_a_pipeline_has_no_stages_either(shape):
-    """Else no search that ends with several stages a device would see what no pipeline takes."""
+def test_a_neighbour_without_a_pipeline_has_no_virtual_stages(shape):
+    """Otherwise a search that ends with virtual stages could not try plans without a pipeline."""
     stages, several = "training.pipeline_parallel_size", "training.virtual_pipeline_model_parallel_size"
     job, facts = job_of(shape, axes=SMALL | {several: (1, 2)}), facts_of(shape)
     found = search(replace(job, axes=job.axes | {stages: (2,), several: (2,)}), facts, seconds=0)
@@ -306,8 +308,8 @@ def test_a_neighbour_without_a_pipeline_has_no_stages_either(shape):
 
 
 @pytest.mark.slow
-def test_values_that_can_only_go_after_others_go_too(shape):
-    """A device without a pipeline holds one stage: stages stay until it does."""
+def test_values_are_reset_after_the_values_they_depend_on(shape):
+    """Without a pipeline a device has one stage, so virtual stages are reset first."""
     stages, several = "training.pipeline_parallel_size", "training.virtual_pipeline_model_parallel_size"
     job, facts = job_of(shape, axes=SMALL | {several: (1, 2)}), facts_of(shape)
     measured = replace(job.hardware, errors=dict.fromkeys(KINDS, 9.0))
@@ -318,7 +320,7 @@ def test_values_that_can_only_go_after_others_go_too(shape):
     assert (first[stages], first[several]) == (1, 1)
 
 
-def test_errors_that_steps_have_in_common_do_not_make_them_equal():
+def test_shared_errors_do_not_make_steps_equal():
     errors = {"generating": 0.3, "scoring": 0.3, "training": 0.3}
     mine, slower, traded = Seconds(10, 5, 20), Seconds(10, 5, 21), Seconds(18, 5, 13)
     assert slower.is_significantly_slower(mine, errors) and not traded.is_significantly_slower(mine, errors)
@@ -326,7 +328,9 @@ def test_errors_that_steps_have_in_common_do_not_make_them_equal():
     equal = fastest_labels({"serial": traded, "stream": slower, "adaptive": mine}, errors)
     assert equal == dict.fromkeys(("serial", "adaptive"), "equal within the error")
     nearly = replace(mine, training=20.01)
-    assert len(fastest_labels({"serial": nearly, "adaptive": mine}, errors)) == 2, "nothing is left to choose by"
+    assert len(fastest_labels({"serial": nearly, "adaptive": mine}, errors)) == 2, (
+        "the policies are equal within the error"
+    )
 
 
 @pytest.mark.parametrize("tokens, longer", [(65536, 1.25), (256, 33 / 32), (64, 1 + 1 / 128)])
@@ -342,7 +346,7 @@ def test_passes_of_a_pipeline_wait_for_the_first_and_last_micro_batch(shape, tok
 
 @pytest.mark.parametrize("stages", [2, 4])
 def test_no_filling_of_a_pipeline_beats_the_bound_of_its_structure(shape, stages):
-    """Small micro-batches have short bubbles: the largest are not the fastest."""
+    """Small micro-batches have short bubbles, so the largest are not always the fastest."""
     job = job_of(shape)
     pipeline = (("training.pipeline_parallel_size", stages), ("actor.zero_stage", 1))
     first, *others = [(*pipeline, ("actor.ppo_max_token_len_per_gpu", tokens)) for tokens in (4096, 512, 64)]
@@ -353,14 +357,14 @@ def test_no_filling_of_a_pipeline_beats_the_bound_of_its_structure(shape, stages
 
 @pytest.mark.parametrize("engines", [1, 2, 6, 7, 8, 96, 128, 1024])
 @pytest.mark.parametrize("mini_batch, mini_batches, rows", [(64, 1, 8), (64, 8, 8), (1, 32, 1), (75, 4, 2)])
-def test_a_step_is_cut_in_proportion(engines, mini_batch, mini_batches, rows):
-    some, prompts = cut(engines, mini_batch, mini_batches, rows)
+def test_simulated_part_keeps_samples_per_engine(engines, mini_batch, mini_batches, rows):
+    some, prompts = simulated_part(engines, mini_batch, mini_batches, rows)
     assert 1 <= some <= engines and 1 <= prompts <= mini_batch
     assert prompts / some == pytest.approx(mini_batch / engines, rel=0.03)
     assert prompts * mini_batches >= min(16, mini_batch * mini_batches)
 
 
-def test_few_samples_have_the_longest_of_all(shape):
+def test_simulated_samples_include_the_longest(shape):
     job = job_of(shape)
     few, everything = job.times._lengths(4, 8), job.times._lengths(4, 16)
     assert max(few) == max(job.lengths) and sorted(everything) == sorted(job.lengths)

@@ -1,4 +1,4 @@
-"""`rlfuse plan --search`: its files, what it refuses, and that its job file says what the job said."""
+"""`rlfuse plan --search`: cluster files, refused input, and the job file of the best plan."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rlfuse.tools.planning.node_order import MeasuredLinks, Pair, write_links
 TOKEN = "${oc.env:SERVICE_TOKEN}"
 
 
-def test_everything_wrong_with_a_cluster_file_is_told_at_once(tmp_path):
+def test_all_errors_of_a_cluster_file_are_reported_at_once(tmp_path):
     path = tmp_path / "cluster.yaml"
     path.write_text("nodes: 0\ndevice_per_node: 8\npeak_tflops: x\ndevice_memory_gb: 80\n")
     with pytest.raises(ClusterError) as caught:
@@ -61,28 +61,28 @@ def test_rewards_data_and_secrets_of_the_run_are_not_needed(files, monkeypatch, 
     words += ["trainer.n_gpus_per_node=2", "actor.ppo_max_token_len_per_gpu=4096"]
     options = [*options, "--out", str(out)] if options else options
     assert main(["plan", *options, *words, str(given)]) == 0
-    assert "the run will need nowhere.parquet, gone.py, the package no_such, not found here" in capsys.readouterr().out
+    assert "required for the run: nowhere.parquet, gone.py, the package no_such" in capsys.readouterr().out
     if options:
         assert yaml.safe_load(out.read_text())["reward"]["functions"] == functions
     assert main(["plan", *options, *[word for word in words if not word.startswith("data.train_files")]]) == 0
-    assert "the run needs data.train_files, reward.functions, which the job does not set" in capsys.readouterr().out
+    assert "not set, required for the run: data.train_files, reward.functions" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_a_cluster_file_tells_a_plan_of_one_job_memory_speed_and_links(files, capsys):
+def test_a_plan_takes_memory_speed_and_links_from_a_cluster_file(files, capsys):
     folder, words = files
     plan = ["plan", *words[2:], "trainer.n_gpus_per_node=2", "actor.ppo_max_token_len_per_gpu=4096"]
     assert main(plan) == 0
     out = capsys.readouterr().out
-    assert "a GPU of 45.6 GiB" in out and "not counted: rewards, calls of Ray" in out
-    assert "a device achieves 120 TFLOP/s in passes and training (peak_tflops=300 x utilization=0.4)" in out
+    assert "GPU with 45.6 GiB" in out and "assumed: reward functions and Ray calls take no time" in out
+    assert "a device achieves 120 TFLOP/s in scoring and training (peak_tflops=300 x utilization=0.4)" in out
     peak = ["--device-memory", "45.6", "--peak-tflops"]
     assert main(["plan", *plan[3:], *peak, "300"]) == 0
-    assert "(peak_tflops=300 x utilization=0.4)" in capsys.readouterr().out, "a peak is a peak, as an option, too"
+    assert "(peak_tflops=300 x utilization=0.4)" in capsys.readouterr().out, "--peak-tflops has the same meaning"
     assert main(["plan", *plan[3:], *peak, "-1"]) == 2 and "--peak-tflops: peak_tflops=-1" in capsys.readouterr().err
     assert main([*plan, "--peak-tflops", "125", "--device-memory", "80"]) == 2
     err = capsys.readouterr().err
-    assert "--peak-tflops and --cluster: each gives the costs" in err and "both tell the memory" in err
+    assert "--peak-tflops and --cluster: each gives the costs" in err and "both give the memory" in err
     assert main([*plan, "trainer.nnodes=4"]) == 2
     assert "trainer.nnodes=4: the cluster file has nodes=2; change one of the two" in capsys.readouterr().err
     assert main(["plan", "--cluster", str(folder / "none.yaml"), *words[4:]]) == 2
@@ -90,29 +90,29 @@ def test_a_cluster_file_tells_a_plan_of_one_job_memory_speed_and_links(files, ca
 
 
 @pytest.mark.slow
-def test_a_model_and_machines_are_enough_and_the_job_file_says_what_to_put_in(files, capsys):
+def test_a_model_and_a_cluster_are_enough_and_the_job_file_has_placeholders(files, capsys):
     folder, words = files
     out = folder / "best.yaml"
     few = [word for word in words if not word.startswith(("data.train_files", "reward."))]
     assert main([*few, "--seconds", "0.5", "--out", str(out)]) == 0
-    assert "put yours into it: data.train_files, reward.functions" in capsys.readouterr().out
-    assert "# Put yours: data.train_files, reward.functions." in out.read_text()
+    assert "replace the placeholders in it: data.train_files, reward.functions" in capsys.readouterr().out
+    assert "# Placeholders to replace: data.train_files, reward.functions." in out.read_text()
     assert main(["plan", str(out), "--cluster", str(folder / "cluster.yaml")]) == 0
-    assert "the run needs data.train_files, reward.functions, which the job does not set" in capsys.readouterr().out
+    assert "not set, required for the run: data.train_files, reward.functions" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_nodes_are_in_the_order_in_which_their_links_are_best(files, capsys):
+def test_nodes_are_ordered_by_their_links(files, capsys):
     folder, words = files
     pairs = [Pair(a, b, 1.0 if {a, b} in ({"a", "b"}, {"c", "d"}) else 20.0, 20.0) for a, b in combinations("abcd", 2)]
     write_links(MeasuredLinks("gloo", tuple("abcd"), tuple(pairs)), folder / "links.yaml")
     cluster = yaml.safe_load((folder / "cluster.yaml").read_text()) | {"nodes": 4, "links": {"measured": "links.yaml"}}
     (folder / "cluster.yaml").write_text(yaml.safe_dump(cluster))
     out = folder / "best.yaml"
-    kept = ["--keep", "trainer.nnodes", "trainer.nnodes=4"]  # gradients are summed in a ring of nodes, without stages
+    kept = ["--keep", "trainer.nnodes", "trainer.nnodes=4"]  # gradients are reduced in a ring of nodes, without stages
     kept += ["--keep", "training.pipeline_parallel_size", "training.pipeline_parallel_size=1"]
     assert main([*words, *kept, "--seconds", "0.5", "--out", str(out)]) == 0
-    assert "s of exchanges between them" in capsys.readouterr().out
+    assert "s of inter-node communication per step" in capsys.readouterr().out
     order = yaml.safe_load(out.read_text())["cluster"]["node_order"]
     assert sorted(order) == list("abcd")
     ring = [{one, next_one} for one, next_one in zip(order, [*order[1:], order[0]], strict=True)]
@@ -120,23 +120,23 @@ def test_nodes_are_in_the_order_in_which_their_links_are_best(files, capsys):
 
 
 @pytest.mark.slow
-def test_the_best_plan_is_a_job_file_that_plan_takes_as_it_is(files, capsys, monkeypatch):
+def test_plan_accepts_the_job_file_of_the_best_plan(files, capsys, monkeypatch):
     folder, words = files
     monkeypatch.setenv("COLUMNS", "100")
     out, picture = folder / "best.yaml", folder / "plans.png"
     assert main([*words, "--seconds", "0.5", "--out", str(out), "--picture", str(picture)]) == 0
     told = capsys.readouterr().out
-    assert "Why not its neighbours" in told and picture.stat().st_size > 5000
+    assert "Neighbours of the best plan" in told and picture.stat().st_size > 5000
     assert re.search(r"^ *\w+ \((the fastest|equal within the error)\) +[\d.]+ *$", told, re.M)
-    assert "an allowance: nothing was measured" in told and "data.train_files" not in told
+    assert "(assumed; run `rlfuse calibrate` to measure them)" in told and "data.train_files" not in told
     assert main(["plan", str(out), "--device-memory", "48"]) == 0
     assert "fits" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch, group, stages", [(8, 2, 1), (256, 4, 1), (32, 2, 2)])
-def test_plan_tells_the_step_of_the_job_file_as_the_search_told_it(files, capsys, monkeypatch, batch, group, stages):
-    """Of few samples, of so many that some are enough to simulate, and of a pipeline's schedule."""
+def test_plan_predicts_the_step_time_of_the_search(files, capsys, monkeypatch, batch, group, stages):
+    """With few samples, with so many that only a part is simulated, and with a pipeline schedule."""
     folder, words = files
     monkeypatch.setenv("COLUMNS", "100")
     out, kept = folder / "best.yaml", "training.pipeline_parallel_size"
@@ -156,7 +156,7 @@ def test_plan_tells_the_step_of_the_job_file_as_the_search_told_it(files, capsys
 
 
 @pytest.mark.slow
-def test_ctrl_c_among_neighbours_shows_what_was_found(files, capsys, monkeypatch):
+def test_ctrl_c_during_refinement_shows_the_plans(files, capsys, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
@@ -166,7 +166,7 @@ def test_ctrl_c_among_neighbours_shows_what_was_found(files, capsys, monkeypatch
 
 
 @pytest.mark.slow
-def test_where_nothing_fits_the_nearest_plan_is_told(files, capsys):
+def test_if_nothing_fits_the_nearest_plan_is_shown(files, capsys):
     folder, words = files
     (folder / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER | {"device_memory_gb": 4}))
     assert main(words) == 3
@@ -207,22 +207,22 @@ def test_the_job_file_changes_nothing_but_what_the_plan_says(files, monkeypatch,
 @pytest.mark.parametrize(
     "more, told",
     [
-        (["--out", "CLUSTER"], "would be written over what it is made from"),
+        (["--out", "CLUSTER"], "would overwrite an input file"),
         (["--keep", "trainer.nnodes", "trainer.nnodes=3"], "trainer.nnodes=3: the cluster file has nodes=2"),
         (["--response-tokens", "inf"], "--response-tokens inf: needs a number above 0"),
-        (["--response-tokens", "800"], "--response-tokens 800: needs at most data.max_response_length=512"),
+        (["--response-tokens", "800"], "--response-tokens 800: exceeds data.max_response_length=512"),
         (["--seconds", "nan"], "--seconds nan: needs a number above 0"),
-        (["trainer.task=reward_model"], "what is searched are steps that generate"),
+        (["trainer.task=reward_model"], "--search supports only trainer.task=rl"),
     ],
 )
-def test_what_can_not_be_searched_is_refused(files, capsys, more, told):
+def test_invalid_searches_are_refused(files, capsys, more, told):
     folder, words = files
     assert main([*words, *(word.replace("CLUSTER", str(folder / "cluster.yaml")) for word in more)]) == 2
     assert told in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_a_batch_of_fewer_samples_than_devices_takes_fewer_devices(files, capsys):
+def test_a_batch_smaller_than_the_cluster_uses_fewer_devices(files, capsys):
     _, words = files
     few = ["data.train_batch_size=1", "actor.ppo_mini_batch_size=1", "rollout.n=2", "--seconds", "0.1"]
     kept = ["fusion.policy=serial", "--keep", "fusion.policy"]

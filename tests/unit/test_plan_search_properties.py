@@ -1,4 +1,4 @@
-"""What holds of every search: more memory and devices never hurt, plans fit, none is faster than anybody measured."""
+"""Properties of every search: more memory and devices never hurt, plans fit, none exceeds the published MFU."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def test_more_memory_never_makes_a_plan_infeasible_or_slower(shape):  # noqa: F8
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_no_plan_fits_less_where_a_device_or_its_host_has_more_memory(shape, device):  # noqa: F811
-    """Of all axes, also where each value stays as it is; with a critic and a reference."""
+def test_plans_still_fit_with_more_device_or_host_memory(shape, device):  # noqa: F811
+    """Over all searched keys and single values of each; with a critic and a reference."""
     cluster = Cluster(**CLUSTER, device=device)
     axes, facts, draw = axes_of(Config(), shape, cluster), facts_of(shape), Random(1)
     axes["actor.ppo_max_token_len_per_gpu"] = axes["actor.ppo_max_token_len_per_gpu"][::3]  # each is another pass
@@ -51,14 +51,14 @@ def test_no_plan_fits_less_where_a_device_or_its_host_has_more_memory(shape, dev
             fits = [not problems(*each.with_settings(settings)) for each in larger]
             assert fits == sorted(fits), settings
             seen.add(tuple(fits))
-    assert len(seen) > 3, "of some plans here, of others there begins what is enough"
+    assert len(seen) > 3, "some plans need more memory than others"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more, counts", [("nodes", (1, 2, 3, 4)), ("devices_per_node", (1, 2, 4))])
 @pytest.mark.parametrize("estimator", ["grpo", "gae"])
 def test_more_devices_never_slow_the_best_plan(shape, more, counts, estimator):  # noqa: F811
-    """However slow the links are."""
+    """With links of any speed."""
     facts, steps = facts_of(shape), []
     for count in counts:
         cluster = Cluster(**CLUSTER | {more: count}, links=LinkSpecs(between_gbs=0.1, within_gbs=1))
@@ -73,8 +73,8 @@ def test_more_devices_never_slow_the_best_plan(shape, more, counts, estimator): 
 
 
 @pytest.mark.slow
-def test_more_devices_never_slow_what_is_found_in_the_usual_time(shape):  # noqa: F811
-    """Of the whole space, by a search that ends where plan after plan brings nothing."""
+def test_more_devices_never_slow_the_result_of_a_default_search(shape):  # noqa: F811
+    """Over the whole space, with a search that ends after plans without a gain."""
     steps = []
     for nodes in (1, 8):
         cluster = Cluster(**CLUSTER | {"nodes": nodes, "devices_per_node": 8})
@@ -84,14 +84,14 @@ def test_more_devices_never_slow_what_is_found_in_the_usual_time(shape):  # noqa
         given = SEARCH_SHARE * SECONDS
         job = replace(job, axes=axes, lengths=lengths)
         found = search(job, facts_of(shape), given, patience=PATIENCE, clock=time.process_time)
-        assert found.bound_s > 0, "all structures were seen"
+        assert found.bound_s > 0, "all structures were tried"
         steps.append(found.plans[0].seconds.step)
     assert steps == sorted(steps, reverse=True)
 
 
 @pytest.mark.slow
-def test_no_forecast_is_better_than_what_anybody_measured(shape):  # noqa: F811
-    """Of no plan that the search looks at, where the file says as much as it may."""
+def test_no_forecast_exceeds_the_highest_published_mfu(shape):  # noqa: F811
+    """For all plans that the search tries, with the highest accepted utilization."""
     job = job_of(shape, utilization=MAX_UTILIZATION)
     flops = 6 * shape.passed * (sum(job.lengths) + len(job.lengths) * job.prompt_tokens)
     for plan in search(job, facts_of(shape), seconds=inf).plans:
@@ -100,12 +100,12 @@ def test_no_forecast_is_better_than_what_anybody_measured(shape):  # noqa: F811
         assert flops / training / config.slots / (job.cluster.peak_tflops * 1e12) <= MAX_UTILIZATION
 
 
-def test_a_file_that_says_more_than_anybody_measured_is_refused():
+def test_utilization_above_the_highest_published_mfu_is_refused():
     with pytest.raises(ClusterError, match=r"utilization=0.6: needs a number above 0, at most 0.547"):
         read_of({**CLUSTER, "utilization": 0.6})
 
 
-def test_a_calibration_goes_over_to_another_device_by_measured_ratios_and_is_held_against_its_peak(tmp_path):
+def test_a_scaled_calibration_is_checked_against_the_peak(tmp_path):
     known = Hardware(50e12, 40e12, 30e12, 1e12, sent_bytes_per_s=3e8, errors={"training": 0.05})
     path = tmp_path / "calibration.yaml"
     source = Source("a run", 1000, 2, 64, 10, 20, 40, 1)
@@ -114,19 +114,21 @@ def test_a_calibration_goes_over_to_another_device_by_measured_ratios_and_is_hel
     cluster = {"nodes": 1, "devices_per_node": 8, "device_memory_gb": 80, "calibration": str(path)}
     same, other = read_of(cluster).hardware(), read_of(cluster | {"product_ratio": 2, "copy_ratio": 1.5}).hardware()
     assert (same.train_flops, other.train_flops, other.bytes_per_s) == (40e12, 80e12, 1.5e12)
-    assert (same.links.within_bytes_per_s, other.links.within_bytes_per_s) == (3e8, 200e9), "links are the machine's"
+    assert (same.links.within_bytes_per_s, other.links.within_bytes_per_s) == (3e8, 200e9), (
+        "links are those of the cluster file"
+    )
     assert read_of(cluster | {"links": {"within_gbs": 25}}).hardware().links.within_bytes_per_s == 25e9
     assert other.errors["training"] > same.errors["training"] == 0.05
     assert read_of(cluster | {"peak_tflops": 80}).hardware().train_flops == 40e12
-    with pytest.raises(ClusterError, match=r"56% of peak_tflops=72, more than 54\.7%"):
+    with pytest.raises(ClusterError, match=r"56% of peak_tflops=72, above the highest published MFU of 54\.7%"):
         read_of(cluster | {"peak_tflops": 72}).hardware()
-    with pytest.raises(ClusterError, match=r"more than 49\.3%"):
+    with pytest.raises(ClusterError, match=r"above the highest published MFU of 49\.3%"):
         read_of(cluster | {"peak_tflops": 80}).hardware(experts=True)
-    with pytest.raises(ClusterError, match="product_ratio, copy_ratio: need each other"):
+    with pytest.raises(ClusterError, match="product_ratio, copy_ratio: they scale a calibration"):
         read_of(cluster | {"product_ratio": 2})
 
 
-def test_a_mixture_of_experts_is_forecast_no_faster_than_any_was_measured():
+def test_mixture_of_experts_forecasts_are_limited_by_published_mfu():
     cluster = Cluster(**CLUSTER, utilization=MAX_UTILIZATION)
     assert cluster.hardware().train_flops == MAX_UTILIZATION * 10e12
     assert cluster.hardware(experts=True).train_flops == 0.493 * 10e12
@@ -137,7 +139,7 @@ def test_a_plan_leaves_the_margin_free(shape):  # noqa: F811
     assert max(map(best.memory.total, best.memory.phases)) <= 0.95 * 24 * 2**30
 
 
-def test_what_is_off_the_devices_has_room_on_their_host(shape):  # noqa: F811
+def test_offloaded_state_fits_host_memory(shape):  # noqa: F811
     job, facts = job_of(shape), facts_of(shape)
     offloaded = [(key, (True,) if key == "actor.offload_optimizer" else values) for key, values in SMALL.items()]
     free = search(replace(job, axes=dict(offloaded)), facts, seconds=0).plans[0]

@@ -1,4 +1,4 @@
-"""The space of plans: which values of a key there are, in which order fillings come, and bounds of what is in it."""
+"""The search space: values of each key, order of fillings, and bounds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlfuse.tools.planning.cluster_file import Cluster
 from rlfuse.tools.planning.space import CHUNKS, FASTEST, PLACEMENT, Fillings, axes_of
 
 
-def test_samples_are_cut_no_finer_than_the_smallest_budget(shape):  # noqa: F811
+def test_ulysses_degrees_end_at_the_smallest_budget(shape):  # noqa: F811
     config, cluster, key = (
         Config(),
         Cluster(2, 8, 10, device="cuda", peak_tflops=1.0),
@@ -27,7 +27,7 @@ def test_samples_are_cut_no_finer_than_the_smallest_budget(shape):  # noqa: F811
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", ["v", "interleaved"])
 @pytest.mark.parametrize("stages", [2, 4])
-def test_no_schedule_of_several_stages_a_device_beats_its_bound(shape, stages, placement):  # noqa: F811
+def test_no_interleaved_schedule_beats_its_bound(shape, stages, placement):  # noqa: F811
     job = job_of(shape, axes=SMALL | {CHUNKS: (2,), PLACEMENT: (placement,)})
     settings = (
         ("training.pipeline_parallel_size", stages),
@@ -42,8 +42,8 @@ def test_no_schedule_of_several_stages_a_device_beats_its_bound(shape, stages, p
 
 
 @pytest.mark.parametrize("stages, loads", [(1, 1), (2, 3)])
-def test_fillings_follow_each_other_until_none_is_left(stages, loads):
-    """And where the first fits, only those with fewer sequences do; of stages each load of tokens comes first."""
+def test_fillings_are_enumerated_completely(stages, loads):
+    """If the first one fits, only fillings with fewer sequences follow; pipelines start with each token budget."""
     axes = SMALL | {"actor.ppo_max_token_len_per_gpu": (1024, 2048, 4096)}
     structure, walk = (("training.pipeline_parallel_size", stages),), Fillings(axes)
     assert len(walk.first(structure)) == loads and walk.first(structure)[0] == FASTEST

@@ -1,4 +1,4 @@
-"""What `rlfuse plan` makes of stages: which layers stand where, and what they take."""
+"""Pipelines in `rlfuse plan`: placement of layers, memory and time."""
 
 import json
 from dataclasses import replace
@@ -31,7 +31,7 @@ def large(tmp_path_factory):
     return read_shape(str(folder), "model.path")
 
 
-def test_the_fewer_positions_have_logits_the_more_layers_stand_beside_the_head(large):
+def test_fewer_logits_put_more_layers_next_to_the_head(large):
     sizes = {}
     for prompt in (0, 512, 7680):
         config = job(training__pipeline_parallel_size=4, data__max_prompt_length=prompt)
@@ -39,7 +39,7 @@ def test_the_fewer_positions_have_logits_the_more_layers_stand_beside_the_head(l
         shares = stage_shares(config, large)
         assert sum(shares) == pytest.approx(1) and max(shares) < 0.28
     assert sizes == {0: [7, 8, 8, 5], 512: [7, 7, 8, 6], 7680: [7, 7, 7, 7]}
-    assert "head counts as 1.2 layers, as 50% of positions" in stage_note(job(), large)
+    assert "head counts as 1.2 layers, since 50% of positions" in stage_note(job(), large)
 
 
 CHUNKED = [(1, "v"), (2, "v"), (2, "interleaved"), (3, "interleaved")]
@@ -47,7 +47,7 @@ CHUNKED = [(1, "v"), (2, "v"), (2, "interleaved"), (3, "interleaved")]
 
 @pytest.mark.parametrize("chunks, placement", CHUNKED)
 @pytest.mark.parametrize("role", ["actor", "critic", "reference"])
-def test_chunks_hold_the_whole_model_between_them(large, chunks, placement, role):
+def test_virtual_stages_hold_the_whole_model_in_total(large, chunks, placement, role):
     config = chunked(chunks, placement)
     assert sum(parameters_on(config, large, role, at) for at in range(4)) == large.parameters
     layers = [layer for at in range(4) for part in parts_on(config, large, role, at) for layer in part.layers]
@@ -63,7 +63,7 @@ def chunked(chunks, placement="v", **more):
     )
 
 
-def test_a_v_has_both_ends_on_one_device_and_says_so(large):
+def test_v_placement_has_both_ends_on_one_device(large):
     first = placements(chunked(2), {"actor": large, "critic": large})[0].trainer
     assert first == "trainer/0: actor layers 0-3 and 26-27, critic layers 12-15 and 16-19"
     held = [len(part.layers) for part in parts_on(chunked(2), large, "actor", 0)]
@@ -73,8 +73,8 @@ def test_a_v_has_both_ends_on_one_device_and_says_so(large):
 
 
 @pytest.mark.parametrize("chunks, placement", CHUNKED[1:])
-def test_a_planner_schedules_chunks_where_ranks_hold_them(chunks, placement):
-    """By the times of each; what is compared is 1F1B of a stage a device."""
+def test_planner_schedules_virtual_stages(chunks, placement):
+    """Compared with 1F1B of one stage per device."""
     config = chunked(chunks, placement, algorithm__adv_estimator="gae")
     planner, counts = planner_of(config), {"actor": 4, "critic": 4}
     for name in counts:
@@ -89,7 +89,7 @@ def test_a_planner_schedules_chunks_where_ranks_hold_them(chunks, placement):
 
 
 @pytest.mark.slow
-def test_the_search_tries_chunks_where_there_are_pipelines(large):
+def test_search_tries_virtual_stages_with_pipelines(large):
     axes = axes_of(job(), large, Cluster(1, 8, 80, device="cuda", peak_tflops=100.0))
     facts = Facts(attention_heads=large.heads, layers=28, cuda=True)
     some = {
@@ -101,7 +101,7 @@ def test_the_search_tries_chunks_where_there_are_pipelines(large):
 
 @pytest.mark.parametrize("chunks, placement", CHUNKED[:3])
 @pytest.mark.parametrize("role", ["actor", "critic", "reference"])
-def test_devices_that_share_a_head_hold_as_much_of_it(large, chunks, placement, role):
+def test_a_vocabulary_parallel_head_is_split_evenly(large, chunks, placement, role):
     config = chunked(chunks, placement, training__vocabulary_parallel=True)
     held = [parameters_on(config, large, role, at) for at in range(4)]
     assert sum(held) == large.parameters
@@ -110,11 +110,11 @@ def test_devices_that_share_a_head_hold_as_much_of_it(large, chunks, placement, 
         between = [size for at, size in enumerate(held) if at in (1, 2)]
         assert max(between) - min(between) <= max(large.layers)
         assert sum(stage_shares(config, large, role)) == pytest.approx(1)
-    assert "share the actor's head" in stage_note(config, large)
+    assert "the actor's head is split" in stage_note(config, large)
 
 
-def test_activations_of_a_shared_head_are_on_every_device(large):
-    """Less than a whole head's on its one, more than none on the others."""
+def test_activations_of_a_vocabulary_parallel_head_are_on_every_device(large):
+    """Less than those of a whole head on one device, more than none on the others."""
     whole, divided = (chunked(1, training__vocabulary_parallel=shared) for shared in (False, True))
     found = [[activations(config, large, "actor", "cuda", at) for at in (0, 3)] for config in (whole, divided)]
     layers = [[len(parts_on(config, large, "actor", at)[0].layers) for at in (0, 3)] for config in (whole, divided)]
@@ -122,8 +122,8 @@ def test_activations_of_a_shared_head_are_on_every_device(large):
     assert found[1][0] > found[0][0] and found[1][1] < found[0][1] * 7 / 6
 
 
-def test_steps_of_wide_heads_are_sooner_done_where_stages_share_them(large):
-    """Eight stages of three or four layers beside a head worth nine; no schedule is below the bound."""
+def test_vocabulary_parallelism_shortens_steps_of_wide_heads(large):
+    """Eight stages of three or four layers and a head that costs as much as nine; no schedule is below the bound."""
     times = StepTimes({"actor": replace(large, head=9 * large.layers[0])}, [512] * 256, 0)
     took = {}
     for shared in (False, True):
@@ -144,7 +144,7 @@ def test_steps_of_wide_heads_are_sooner_done_where_stages_share_them(large):
 
 
 @pytest.mark.slow
-def test_the_search_tries_shared_heads_where_a_head_is_wide(large):
+def test_search_tries_vocabulary_parallelism_for_wide_heads(large):
     cluster, facts = Cluster(1, 4, 80, device="cuda", peak_tflops=100.0), Facts(layers=28, vocabulary=152064, cuda=True)
     given = job(data__max_prompt_length=1)
     axes = axes_of(given, large, cluster)

@@ -23,14 +23,14 @@ def test_slower_nodes_slow_the_step_and_the_smallest_memory_counts(shape):  # no
     one, two = (changed(Config(), [("trainer.nnodes", nodes)]) for nodes in (1, 2))
     assert uneven.budget(two).bytes < Cluster(**CLUSTER).budget(two).bytes
     assert uneven.speeds(two) == (NodeSpeed(), NodeSpeed(0.5)) and uneven.speeds(one) == (NodeSpeed(),)
-    assert uneven.budget(one) == Cluster(**CLUSTER).budget(one), "of a node that is not used no memory counts"
+    assert uneven.budget(one) == Cluster(**CLUSTER).budget(one), "memory of unused nodes does not count"
     axes = SMALL | {"trainer.nnodes": (2,)}
     even = search(job_of(shape, axes=axes), facts_of(shape), seconds=0).plans[0]
     slower = search(job_of(shape, uneven, axes), facts_of(shape), seconds=0).plans[0]
     assert slower.seconds.step > even.seconds.step
 
 
-def test_a_group_with_half_the_memory_bandwidth_generates_as_such_a_cluster_and_trains_as_before(shape):  # noqa: F811
+def test_memory_bandwidth_of_a_group_affects_only_generation(shape):  # noqa: F811
     group = Group(nodes=2, memory_bandwidth_gbs=CLUSTER["memory_bandwidth_gbs"] / 2)
     plan = search(job_of(shape, axes=SMALL | {"fusion.policy": ("serial",)}), facts_of(shape), seconds=0).plans[0]
     (even, halved, slow) = (
@@ -47,7 +47,7 @@ def test_a_group_with_half_the_memory_bandwidth_generates_as_such_a_cluster_and_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bandwidth", [None, 100])
-def test_of_nodes_of_two_sizes_plans_use_those_that_have_the_devices(shape, bandwidth):  # noqa: F811
+def test_plans_use_only_nodes_with_enough_devices(shape, bandwidth):  # noqa: F811
     group = Group(nodes=1, devices_per_node=1, memory_bandwidth_gbs=bandwidth)
     cluster = Cluster(**CLUSTER, groups=(group,))
     assert cluster.devices == 3 and cluster.sizes == (1, 2)
@@ -68,7 +68,7 @@ def test_of_nodes_of_two_sizes_plans_use_those_that_have_the_devices(shape, band
 
 
 @pytest.mark.slow
-def test_one_jobs_forecast_is_of_uneven_nodes():
+def test_forecasts_use_the_speeds_of_uneven_nodes():
     config = Config()
     config.data.train_batch_size, config.actor.ppo_mini_batch_size, config.rollout.n = 8, 8, 2
     config.algorithm.adv_estimator, config.data.max_response_length = "grpo", 256
@@ -76,7 +76,7 @@ def test_one_jobs_forecast_is_of_uneven_nodes():
     costs, lengths = Costs(score_tokens_per_s=8000, train_tokens_per_s=4000), lengths_of(config, 120)
     times = StepTimes({}, lengths, 64)
     even, uneven = (forecast(config, times, costs, speeds=speeds).steps for speeds in ((), (WHOLE, SLOWER)))
-    # Slots' speeds are known from the second step on, so that each is given what it can do.
+    # Slot speeds are known from the second step on, so work is assigned in proportion.
     assert all(even[policy].step < uneven[policy].step < 2 * even[policy].step for policy in even)
     assert (
         slowest_node_costs(costs, (WHOLE, SLOWER)).train_tokens_per_s == 2000 and slowest_node_costs(costs, ()) == costs
@@ -92,7 +92,7 @@ def test_an_engine_is_as_fast_as_its_slowest_device():
     assert engine_speeds(config, (WorkSpeed(0.5, 2.0), WHOLE)) == (WorkSpeed(0.5, 1.0),)
 
 
-def test_what_a_group_is_compared_to_has_to_be_given():
-    with pytest.raises(ClusterError, match="memory_bandwidth_gbs of a group needs the cluster's own"):
+def test_groups_need_the_cluster_s_value():
+    with pytest.raises(ClusterError, match="memory_bandwidth_gbs of a group is relative to"):
         Cluster(nodes=2, devices_per_node=8, device_memory_gb=80, peak_tflops=312,
                 groups=(Group(nodes=1, memory_bandwidth_gbs=900),))  # fmt: skip

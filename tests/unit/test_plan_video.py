@@ -1,4 +1,4 @@
-"""Memory of video models: towers that learn, embeddings that ranks and engines are given."""
+"""Memory of video models: trained towers, and embeddings for ranks and engines."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ def small(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_tower_that_learns_is_there_twice(small):
+def test_a_trained_tower_is_resident_twice(small):
     shape = replace(read_shape(small, "model.path"), tower=1000)
     config = job(actor__zero_stage=3, video__freeze_vision_tower=False)
     parts = sizes(memory_of(config, {"actor": shape}, Budget("cuda", 80 * GIB)), "tower")
@@ -30,7 +30,7 @@ def test_a_tower_that_learns_is_there_twice(small):
 
 
 @pytest.mark.slow
-def test_embeddings_of_clips_count_with_what_several_layers_are_fed(small):
+def test_clip_embeddings_count_for_all_layers_that_read_them(small):
     shape, config = read_shape(small, "model.path"), job(data__max_prompt_length=4096)
     plain, fed = (replace(shape, tower=1000, embedded=times * shape.hidden) for times in (1, 4))
     mine, theirs = (memory_of(config, {"actor": each}, Budget("cuda", 80 * GIB)) for each in (plain, fed))

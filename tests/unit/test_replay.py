@@ -26,7 +26,7 @@ def picky(solution_str, ground_truth):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """A run folder of one's own, where rewards are scored without Ray; `asked` are the rewards they were scored by."""
+    """Return a copy of a run folder, with rewards scored without Ray; `asked` collects the rewards in use."""
     asked = []
 
     async def scored(samples, reward, prompt_key, trusts):
@@ -46,7 +46,7 @@ def rows_of(path):
 
 
 @pytest.mark.slow
-def test_the_runs_own_reward_agrees_with_what_was_saved(run, capsys):
+def test_the_reward_of_the_run_gives_the_saved_scores(run, capsys):
     folder, _ = run
     assert rlfuse(["reward", "replay", str(folder)]) == 0
     report = json.loads((folder / "replay.json").read_text())
@@ -95,7 +95,7 @@ def test_failures_are_counted_and_have_no_number(run, capsys):
 
 
 @pytest.mark.slow
-def test_limits_are_the_runs_and_the_rest_is_not_mixed():
+def test_limits_of_the_run_apply():
     run = open_run(RUN)
     run.config["reward"] |= {"timeout_s": 7.0, "weights": [0.5], "model_path": "old"}
     reward = replay.reward_of(run, ["reward.functions=[{path: a.py:b, weight: 2}]", "reward.num_workers=3"])
@@ -117,6 +117,6 @@ def test_limits_are_the_runs_and_the_rest_is_not_mixed():
         (["reward.functions=[mine.py:long]"], "has no function 'long'"),
     ],
 )
-def test_mistakes_are_told(run, capsys, words, told):
+def test_invalid_arguments_are_reported(run, capsys, words, told):
     assert rlfuse(["reward", "replay", str(run[0]), *words]) == 2
     assert told in capsys.readouterr().err

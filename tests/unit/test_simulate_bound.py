@@ -1,4 +1,4 @@
-"""The lower bound: exact where it can be worked out by hand, never above what any policy takes."""
+"""The lower bound: exact in cases computed manually, never above the time of a policy."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ def workload(lengths, slots=1, mini_batches=1, **more):
     )
 
 
-def test_one_sample_on_one_slot_is_one_chain():
+def test_bound_of_one_sample_on_one_slot():
     bound = lower_bound(workload([50]))
     generation = 100 / 10_000 + 50 * 0.02
     assert bound.generation_s == pytest.approx(generation)
@@ -87,15 +87,15 @@ def test_old_log_probs_come_before_the_first_step_and_reference_log_probs_need_n
     assert seconds("ref") == pytest.approx(8.01 + 2.5 + 1.0 + 0.5)
 
 
-def test_what_follows_samples_that_end_together_is_shared_out_after_them():
+def test_work_after_samples_that_end_together_is_shared():
     # Eight samples of 400 steps on four slots: 8 * (0.5 + 1) s of scoring and training can't begin before 8.01 s.
     assert lower_bound(workload([400] * 8, slots=4)).seconds == pytest.approx(0.01 + 8.0 + 8 * 1.5 / 4 + 0.5)
     # The later the fewer: of one of them and seven short ones, none but its own.
     assert lower_bound(workload([400, *[10] * 7], slots=4)).seconds == pytest.approx(0.01 + 8.0 + 1.5 + 0.5)
 
 
-def test_what_slots_do_together_only_follows_generation_on_all_of_them():
-    # Both slots take part in every pass, and the longest sample is not cut; nothing of it is beside the 400 steps.
+def test_lockstep_work_follows_generation_on_all_slots():
+    # Both slots take part in every pass, and the longest sample is not split; nothing overlaps the 400 steps.
     generation, passes, training = 0.01 + 8.0, (500 + 3 * 110) / 2 / 1000, 500 / 500
     assert lower_bound(workload([400, 10, 10, 10], 2, lockstep="all")).seconds == pytest.approx(
         generation + 0.5 + passes + training + 0.5
@@ -107,8 +107,8 @@ def test_what_slots_do_together_only_follows_generation_on_all_of_them():
         assert bound.seconds == pytest.approx(generation + 0.5 + training + beside + 0.5)
 
 
-def test_together_goes_as_slow_as_the_slowest_slot_and_each_call_costs_all_of_them():
-    # One sample of 400 steps; its pass and training on both slots, none cut, as slow as the second is after a second.
+def test_lockstep_work_runs_at_the_speed_of_the_slowest_slot():
+    # One sample of 400 steps; its pass and training run unsplit on both slots, at the speed of the slower one.
     slow = [{"slot": 1, "rate": 5, "from_s": 1}]
     costs = {"scoring": {"tokens_per_s": 1000, "call_s": 0.3}, "training": {"tokens_per_s": 500, "call_s": 0.4}}
     free, stages = (
@@ -116,12 +116,12 @@ def test_together_goes_as_slow_as_the_slowest_slot_and_each_call_costs_all_of_th
         for training in (costs["training"], costs["training"] | {"bubbles": 0.0})
     )
     generation, calls, work = 0.01 + 8.0, 0.3 + 0.4, (400 + 10 + 200) / 2 / 1000 + 500 / 500
-    in_first_second = 0.8  # of its work it may have done so much sooner, were it trained before it is generated
+    in_first_second = 0.8  # the part of its work that the bound allows before generation has ended
     assert stages.seconds == pytest.approx(generation + 0.5 + calls + (work - in_first_second) / 0.2 + 0.5)
     assert free.seconds == pytest.approx(generation + 0.5 + calls + work + 0.5), (
-        "the other slot may do nearly all of it"
+        "the other slot can do nearly all of it"
     )
-    # A critic of its own has calls of its own, but in a schedule of both there is one for both.
+    # A separate critic has separate calls; in a fused schedule both models share them.
     both = {"tokens_per_s": 500, "call_s": 0.4, "models": ["critic", "actor"]}
     apart, stages = (
         lower_bound(workload([400, 10], 2, lockstep="all", training=both | more)) for more in ({}, {"bubbles": 0.0})
@@ -129,7 +129,7 @@ def test_together_goes_as_slow_as_the_slowest_slot_and_each_call_costs_all_of_th
     assert apart.seconds - stages.seconds == pytest.approx(0.4)
 
 
-def test_what_binds_is_named():
+def test_the_binding_work_is_named():
     many = [100] * 64
     assert lower_bound(workload(many, scoring={"tokens_per_s": 1e6}, training={"tokens_per_s": 1e6})).bound_by == (
         "generation work"
@@ -143,7 +143,7 @@ def test_what_binds_is_named():
     )
 
 
-def test_slow_slots_raise_it():
+def test_slow_slots_raise_the_bound():
     lengths = [400, *[20] * 20]
     plain = lower_bound(workload(lengths, slots=2)).seconds
     assert lower_bound(workload(lengths, slots=2, slot_speed=[0.5, 0.5])).seconds > 1.8 * plain

@@ -1,4 +1,4 @@
-"""Virtual time: sleeps cost nothing, and what would hang is an error."""
+"""Virtual time: sleeps take no time, and deadlocks are errors."""
 
 import asyncio
 import time
@@ -35,7 +35,7 @@ def test_a_deadlock_is_an_error_that_says_when():
         run_virtual(main())
 
 
-async def test_it_runs_where_another_loop_is_running():
+async def test_virtual_time_works_inside_a_running_loop():
     async def main():
         await asyncio.sleep(10.0)
         return asyncio.get_running_loop().time()
@@ -43,7 +43,7 @@ async def test_it_runs_where_another_loop_is_running():
     assert run_virtual(main()) == pytest.approx(10.0)
 
 
-def test_time_goes_on_where_floats_are_coarser_than_a_clock():
+def test_time_advances_at_coarse_float_resolution():
     async def main():
         loop = asyncio.get_running_loop()
         await asyncio.sleep(1e9)

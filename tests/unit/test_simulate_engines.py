@@ -1,4 +1,4 @@
-"""Simulated engines: closed forms against steps done one by one, and what no machine can do is refused."""
+"""Simulated engines: closed forms equal single steps, and impossible requests are refused."""
 
 import asyncio
 from dataclasses import replace
@@ -42,7 +42,7 @@ def samples(lengths, group=1, prompt_tokens=10):
 
 def engine(lengths, group=1, costs=COSTS, speed=1.0):
     device = Device(0, Speed([(0.0, speed)]))
-    return SimulatedRollout(device, Batch(costs), lambda s: lengths[s.prompt.index * group + s.sibling], ZEROS)
+    return SimulatedRollout(device, Batch(costs), lambda s: lengths[s.prompt.index * group + s.rollout_index], ZEROS)
 
 
 async def collect(rollout, wanted, partials=None, at=0.0):
@@ -52,7 +52,7 @@ async def collect(rollout, wanted, partials=None, at=0.0):
 
 
 def one_by_one(lengths, costs=COSTS, prompt_tokens=10):
-    """When each sample of one admission is whole, step after step."""
+    """Return when each sample of one admission finishes, computed step by step."""
     waiting, running, now, ends = list(range(len(lengths))), {}, 0.0, {}
     while waiting or running:
         context = sum(prompt_tokens + done for done in running.values())
@@ -120,7 +120,7 @@ def test_a_full_cache_preempts_the_newest_which_is_prefilled_again():
 
 
 @pytest.mark.parametrize(("carry", "again"), [("tokens", 14 / 1000), ("kv", 140 / 1000)])
-def test_a_moved_sample_goes_on_where_it_was_and_pays_for_its_way(carry, again):
+def test_a_moved_sample_continues_and_pays_for_its_transfer(carry, again):
     async def main():
         wanted, clock = samples([20]), asyncio.get_running_loop().time
         source, target = engine([20]), engine([20])
@@ -164,7 +164,7 @@ def test_leaving_a_generation_early_frees_the_engine():
     run_virtual(main())
 
 
-def test_a_slot_has_one_role_and_does_one_thing_at_a_time():
+def test_a_slot_has_one_role_and_one_kind_of_work():
     async def main():
         rollout, wanted = engine([50]), samples([50])
         trainer = SimulatedTrainer([rollout.device], replace(COSTS, switch_s=1.0), ZEROS)
@@ -173,7 +173,7 @@ def test_a_slot_has_one_role_and_does_one_thing_at_a_time():
             await trainer.score(("actor",), rows, 0)
         generating = asyncio.create_task(collect(rollout, wanted))
         await asyncio.sleep(0.1)
-        with pytest.raises(SimulationError, match="told to sleep while it holds 1 samples"):
+        with pytest.raises(SimulationError, match="requested to sleep with 1 samples running"):
             await rollout.sleep()
         await generating
         await rollout.sleep()
@@ -182,11 +182,11 @@ def test_a_slot_has_one_role_and_does_one_thing_at_a_time():
             await collect(rollout, wanted)
         scoring = asyncio.create_task(trainer.score(("actor",), rows, 0))
         await asyncio.sleep(0)
-        with pytest.raises(SimulationError, match="does old_log_prob"):
+        with pytest.raises(SimulationError, match="current work old_log_prob"):
             await trainer.accumulate(("actor",), rows, 0)
         await scoring
         await trainer.accumulate(("actor",), rows, 0)
-        with pytest.raises(SimulationError, match="scaled by 2 rows"):
+        with pytest.raises(SimulationError, match="over 2 rows"):
             await trainer.step("actor", [50, 50])
 
     run_virtual(main())

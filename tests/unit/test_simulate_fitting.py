@@ -1,4 +1,4 @@
-"""Costs fitted to spans: what a simulated machine was given comes out again, whatever hiccups are in between."""
+"""Costs fitted to spans: fits recover the costs of the simulated machine, also with outliers."""
 
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ def spans():
     return simulate(WORKLOAD, "stream").spans
 
 
-def test_what_the_machine_was_given_comes_out_again(spans):
+def test_fit_recovers_the_simulated_costs(spans):
     fitted, true = fit(spans), WORKLOAD.costs()
     for name in FITTED:
         assert getattr(fitted.costs, name) == pytest.approx(getattr(true, name), rel=0.02), name
@@ -49,7 +49,7 @@ def test_what_the_machine_was_given_comes_out_again(spans):
     assert all(abs(accuracy.total) < 0.01 for accuracy in fitted.accuracy.values())
 
 
-def test_hiccups_do_not_bend_the_costs(spans):
+def test_outliers_do_not_bias_the_costs(spans):
     rng = np.random.default_rng(0)
     noisy = [replace(span, end=span.end + span.seconds * 0.05 * rng.standard_normal()) for span in spans]
     for span in noisy:
@@ -58,19 +58,19 @@ def test_hiccups_do_not_bend_the_costs(spans):
     costs = fit(noisy).costs
     assert costs.step_base_s == pytest.approx(0.01, rel=0.05)
     assert costs.step_per_sequence_s == pytest.approx(4e-4, rel=0.2)
-    # Calls are few and much alike in size: how long one takes is known, but not how much of it is for its tokens.
+    # Calls are few and of similar size: their duration is known, but not the part that depends on tokens.
     tokens = np.median([span.tokens for span in spans if span.kind in PASSES and span.where != "driver"])
     assert costs.score_call_s + tokens / costs.score_tokens_per_s == pytest.approx(0.03 + tokens / 3000, rel=0.15)
 
 
-def test_the_mean_is_told_where_the_model_is_too_simple(spans):
+def test_the_mean_is_fitted_if_the_model_is_too_simple(spans):
     slow = [
         replace(span, end=span.end + span.seconds * (hash(span.end) % 3)) for span in spans if span.kind == "decode"
     ]
     assert fit(slow).accuracy["decoding"].total == pytest.approx(0.0, abs=0.01)
 
 
-def test_nothing_told_nothing_changed():
+def test_no_spans_leave_the_costs_unchanged():
     before = Costs(step_base_s=0.5, switch_s=3.0)
     assert fit([], before).costs == before and fit([], before).accuracy == {}
 

@@ -18,7 +18,7 @@ few = settings(max_examples=15, deadline=None, suppress_health_check=[HealthChec
 
 
 def slowdowns(slots):
-    """Of one slot, from one time of the step to another; or faster, or for good."""
+    """Return slowdowns of one slot (or speedups), for a part of the step or until its end."""
     until = st.one_of(st.none(), st.floats(2.0, 8.0))
     times = {"from_s": st.floats(0.0, 1.9), "until_s": until, "rate": st.sampled_from([0.5, 1.5, 5.0])}
     return st.fixed_dictionaries({"slot": st.integers(0, slots - 1), **times})
@@ -26,7 +26,7 @@ def slowdowns(slots):
 
 @st.composite
 def workloads(draw, failures=True):
-    """Small ones of every kind: tight caches and batches, slow slots, lost engines, several passes and models."""
+    """Return small random workloads: tight caches and batches, slow slots, lost engines, several passes and models."""
     slots, group = draw(st.integers(1, 5)), draw(st.sampled_from([1, 1, 2, 4]))
     lengths = draw(st.lists(st.integers(1, 120), min_size=1, max_size=12).map(lambda each: each * group))
     lost = draw(st.sets(st.integers(0, slots - 1), max_size=slots)) if failures else set()
@@ -74,7 +74,7 @@ def workloads(draw, failures=True):
     workloads(), st.sampled_from(sorted(POLICIES)), st.sampled_from([1, 3, 1 << 30]), st.sampled_from([0.0, 0.2, 0.5])
 )
 def test_every_sample_exactly_once_within_capacity_and_never_below_the_bound(workload, policy, credit, threshold):
-    """Engines refuse what no machine can do, runs are audited, a deadlock is an error: that it returns is the test."""
+    """Engines refuse impossible requests, runs are audited, deadlocks are errors: the test is that the run returns."""
     result = simulate(workload, policy, Settings(threshold=threshold, credit_samples=credit)).result
     assert result.samples_finished == workload.samples
     assert result.oracle_s <= result.step_s * (1 + 1e-9)
@@ -115,7 +115,7 @@ def test_serial_takes_the_sum_of_its_stages():
 @pytest.mark.parametrize("slots", [1, 4])
 @pytest.mark.parametrize("policy", ["serial", "adaptive"])
 def test_passes_over_the_same_samples_are_one_call(policy, slots, monkeypatch):
-    """Each has spans of its own, one after the other, and none takes longer than in a call of its own."""
+    """Each pass has its own spans, one after the other, and takes no longer than in a separate call."""
     calls = []
     for method in ("score", "accumulate"):
         real = getattr(SimulatedTrainer, method)
@@ -130,12 +130,14 @@ def test_passes_over_the_same_samples_are_one_call(policy, slots, monkeypatch):
     workload = parse(LONG_TAIL | {"slots": slots} | passes)
     joined, together = simulate(workload, policy), list(calls)
     calls.clear()
-    monkeypatch.setattr(assignment, "others", lambda view, waiting, first: ())
+    monkeypatch.setattr(assignment, "models_in_same_call", lambda view, waiting, first: ())
     alone = simulate(workload, policy)
     assert joined.result.step_s == pytest.approx(alone.result.step_s, rel=1e-3)
     assert {len(each) for each in calls} == {1} and len(together) < len(calls)
     assert ("critic", "actor") in together
-    if policy == "serial" or slots == 1:  # else slots are free at different times: each pass is a piece for one of them
+    if (
+        policy == "serial" or slots == 1
+    ):  # otherwise slots are free at different times, and each pass runs on one of them
         assert ("actor", "ref", "critic") in together
     kinds = ("old_log_prob", "ref", "values", "update_critic", "update_actor")
     driver = [each for each in joined.spans if each.where == "driver" and each.kind in kinds]
@@ -170,7 +172,7 @@ def test_a_step_of_years_is_simulated_as_fast_as_one_of_minutes(extreme):
     assert time.process_time() - began < 30
 
 
-def test_a_step_that_floats_can_not_add_up_is_refused():
+def test_steps_longer_than_the_limit_are_refused():
     workload = parse({"slots": 2, "response_tokens": [40, 30], "training": {"tokens_per_s": 1e-18}})
-    with pytest.raises(WorkloadError, match=r"the step takes .* s at least \(bound by .*: raise rates"):
+    with pytest.raises(WorkloadError, match=r"the step takes at least .* s \(bound by .*; raise rates"):
         simulate(workload, "serial")

@@ -1,4 +1,4 @@
-"""Workloads: what the JSON means, and what is said about one that is wrong."""
+"""Workloads: the meaning of the JSON, and messages for invalid ones."""
 
 import json
 
@@ -49,7 +49,7 @@ def test_lengths_are_those_of_the_distribution_and_the_seed():
     assert (parse(FULL).lengths() != parse(FULL | {"seed": 1}).lengths()).any()
 
 
-def test_siblings_are_alike_and_history_knows_their_mean():
+def test_samples_of_a_prompt_correlate_and_history_predicts_their_mean():
     drawn = {"lognormal": {"median": 200, "sigma": 1.0}, "count": 8000}
     workload = parse(FULL | {"group": 8, "response_tokens": drawn, "length_history_sigma": 0.3})
     logs = np.log(workload.lengths().reshape(-1, 8))
@@ -59,7 +59,7 @@ def test_siblings_are_alike_and_history_knows_their_mean():
     assert parse(FULL | {"length_history_sigma": None}).history() is None
 
 
-def test_costs_make_the_workload_that_has_them():
+def test_workload_from_costs_has_these_costs():
     workload = parse(FULL)
     again = workload_from_costs(workload.costs(), 16, tuple(workload.lengths().tolist()), training=workload.training)
     assert again.costs() == workload.costs()  # the longest sample is at the cap
@@ -75,23 +75,26 @@ WRONG = [
     ({"scoring": {"tokens_per_s": 0}}, r"scoring.tokens_per_s=0: needs a number above 0"),
     ({"scoring": {"kinds": ["rewards"]}}, r"scoring.kinds\[0\]='rewards': needs one of old_log_prob, ref, values"),
     ({"scoring": 3}, r"scoring=3: needs an object with tokens_per_s"),
-    ({"training": {"bubbles": 0.5}}, r"lockstep='none': stages of pipelines \(training.bubbles\) need 'all'"),
-    ({"scoring": {"deferred": True}}, r"scoring.deferred=true: only pipelines have bubbles to fill"),
-    ({"scoring": {"by_update": True, "kinds": ["ref"]}}, r"scoring.by_update=true: of the passes it saves"),
+    ({"training": {"bubbles": 0.5}}, r"lockstep='none': must be 'all' for pipelines \(training.bubbles\)"),
+    ({"scoring": {"deferred": True}}, r"scoring.deferred=true: requires a pipeline"),
+    (
+        {"scoring": {"by_update": True, "kinds": ["ref"]}},
+        r"scoring.by_update=true: requires 'old_log_prob' in scoring.kinds",
+    ),
     ({"lockstep": "some"}, r"lockstep='some': needs one of none, gradients, all"),
     ({"credit_samples": 0}, r"credit_samples=0: needs a whole number of at least 1"),
     ({"training": {"models": []}}, r"training.models=\[\]: a step trains at least one model"),
     ({"slot": 4}, r"slot: unknown field; did you mean slots\?"),
-    ({"xyz": 4}, r"xyz: unknown field; fields here: slots, response_tokens, seed"),
+    ({"xyz": 4}, r"xyz: unknown field; valid fields: slots, response_tokens, seed"),
     ({"engine": {"kv_token": 4}}, r"engine.kv_token: unknown field; did you mean engine.kv_tokens\?"),
-    ({"response_tokens": []}, r"response_tokens=\[\]: needs a length"),
+    ({"response_tokens": []}, r"response_tokens=\[\]: at least one length"),
     ({"response_tokens": 5}, r"response_tokens=5: needs a list"),
     ({"scoring": {"tokens_per_s": 1e300}}, r"tokens_per_s=1e\+300: needs a number above 0, at most 1e\+18"),
     ({"response_tokens": [10, 0]}, r"response_tokens\[1\]=0: needs a whole number of at least 1"),
     ({"response_tokens": {"lognormal": {"median": 5}, "count": 4}}, r"response_tokens.lognormal.sigma is missing"),
-    ({"response_tokens": [5, 6, 7], "group": 2}, r"length 3, which is no multiple of group=2"),
+    ({"response_tokens": [5, 6, 7], "group": 2}, r"length 3, not a multiple of group=2"),
     ({"slot_speed": [1.0, 0.5]}, r"slot_speed has 2 values for slots=16"),
-    ({"failures": [{"slot": 16, "at_s": 1}]}, r"failures\[0\].slot=16: slots=16 are numbered from 0"),
+    ({"failures": [{"slot": 16, "at_s": 1}]}, r"failures\[0\].slot=16: must be below slots=16"),
     (
         {"response_tokens": {"lognormal": {"median": 5, "sigma": 1}, "count": 1e9}},
         r"count=1000000000.0: .*most 1,000,000$",
@@ -101,12 +104,12 @@ WRONG = [
     ({"slots": 10**7}, r"slots=10000000: needs a whole number of at least 1, at most 10,000"),
     ({"switch_s": 1e18}, r"switch_s=1e\+18: needs a number of at least 0, at most 1,000,000,000"),
     ({"training": {"epochs": 10**9}}, r"training.epochs=1000000000: .*at most 1,000"),
-    ({"engine": {"kv_tokens": 1000}}, r"engine.kv_tokens=1000: the longest sample holds 1152 tokens"),
+    ({"engine": {"kv_tokens": 1000}}, r"engine.kv_tokens=1000: the longest sample has 1152 tokens"),
 ]
 
 
 @pytest.mark.parametrize(("change", "message"), WRONG)
-def test_what_is_wrong_is_named_with_the_value_and_the_remedy(change, message):
+def test_errors_name_the_value_and_the_remedy(change, message):
     with pytest.raises(WorkloadError, match=message):
         parse(FULL | change)
 

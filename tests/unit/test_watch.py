@@ -1,4 +1,4 @@
-"""A run that goes on elsewhere, looked at: its lines, its view, its end."""
+"""`rlfuse watch` on a run of another process: its lines, its view, its end."""
 
 import io
 import json
@@ -68,7 +68,7 @@ def wait_for(condition):
         time.sleep(0.01)
 
 
-def test_a_run_that_went_back_and_on_between_two_looks_is_read_again(tmp_path):
+def test_a_run_that_restarted_between_two_polls_is_read_again(tmp_path):
     rows(tmp_path, *range(9))
     reader, path = watch._Rows(tmp_path / "metrics.jsonl"), tmp_path / "metrics.jsonl"
     assert len([*reader.more()]) == 9
@@ -79,7 +79,7 @@ def test_a_run_that_went_back_and_on_between_two_looks_is_read_again(tmp_path):
     assert len([*reader.more()]) == 9 and [*reader.more()] == []
 
 
-def test_a_silent_run_says_when_it_was_heard_of(tmp_path):
+def test_a_silent_run_shows_its_last_update(tmp_path):
     now = running(tmp_path, host="elsewhere")
     Terminal(Config(), 10, 8, Recorder("driver"), tmp_path, Console(file=io.StringIO())).close()
     live = tmp_path / "live.json"
@@ -90,7 +90,7 @@ def test_a_silent_run_says_when_it_was_heard_of(tmp_path):
     assert watch._view(tmp_path, now) is None
 
 
-def test_what_is_over_is_told_at_once(tmp_path, capsys):
+def test_a_finished_run_is_reported_at_once(tmp_path, capsys):
     running(tmp_path)
     lock = RunLock()
     lock.acquire(tmp_path)

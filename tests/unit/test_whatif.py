@@ -1,4 +1,4 @@
-"""What uneven workers cost: replay, slowdowns and their causes, on jobs whose truth is known."""
+"""Replay, slowdowns and their causes, on synthetic jobs with known causes."""
 
 import io
 import json
@@ -23,7 +23,7 @@ JOBS = [Job(), Job(stages=1), Job(ranks=1), Job(stages=2, micro_batches=1), Job(
 
 
 def analyse(operations):
-    return slowdown.Job(operations).found()
+    return slowdown.Job(operations).slowdown()
 
 
 CHUNKED = [Job(chunks=2, noise=0.1), Job(stages=2, chunks=3, micro_batches=4, ranks=2)]
@@ -33,7 +33,7 @@ CHUNKED = [Job(chunks=2, noise=0.1), Job(stages=2, chunks=3, micro_batches=4, ra
 def test_an_unmodified_replay_takes_what_the_steps_took(job):
     rows = table(job)
     operations = operations_of(rows)
-    seconds = Replay(operations).step_seconds(operations.own_seconds())
+    seconds = Replay(operations).step_seconds(operations.durations())
     np.testing.assert_allclose(seconds, rows.attrs["step_seconds"], rtol=1e-9)
 
 
@@ -47,7 +47,7 @@ def test_a_slow_worker_is_found_among_interleaved_chunks():
     assert np.unravel_index(workers.argmax(), workers.shape) == (1, 6)
 
 
-def test_delays_of_the_host_are_told_apart():
+def test_host_delays_are_reported_separately():
     found = analyse(operations_of(table(Job(delay=0.05))))
     assert pytest.approx(1.0, abs=1e-9) == found.S and 0.01 < found.launch_delay < 0.1
     assert (found.S_t, found.workers, found.M_W, found.M_S) == (None, None, None, None)
@@ -107,7 +107,7 @@ def test_forward_and_backward_of_a_micro_batch_are_paired_by_number_or_by_order(
 def test_more_than_one_slow_worker_need_not_be_the_slowest():
     slow = {(stage, rank): 2.0 for stage in range(4) for rank in range(2)}
     found = analyse(operations_of(table(Job(ranks=8, slow=slow))))
-    assert found.S > 1.3 and found.M_W < 0.5, "one of eight slow ones explains little"
+    assert found.S > 1.3 and found.M_W < 0.5, "one of eight slow workers explains little"
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "csv"])
@@ -117,7 +117,7 @@ def test_tables_are_read_as_they_were_written(tmp_path, suffix):
     assert pytest.approx(analyse(operations_of(rows)).S) == analyse(operations_of(read(path))).S
 
 
-def test_columns_that_tell_nothing_new_may_be_absent():
+def test_redundant_columns_are_optional():
     rows = table(Job(slow={(1, 1): 2.0}))
     without = rows.drop(columns=["gmc", "mc", "mb_id", "rank", "seq_id"])
     assert analyse(operations_of(without)) == analyse(operations_of(rows))
@@ -126,26 +126,26 @@ def test_columns_that_tell_nothing_new_may_be_absent():
 @pytest.mark.parametrize(
     "change, says",
     [
-        (lambda rows: rows.drop(columns="stage"), "no column stage; it has step"),
-        (lambda rows: rows.assign(optype="sleeping"), "optype sleeping is not known; valid: forward-compute"),
-        (lambda rows: rows.assign(duration=-1.0), "duration is no number of seconds in 576 of 576 rows"),
+        (lambda rows: rows.drop(columns="stage"), "missing columns stage; the file has step"),
+        (lambda rows: rows.assign(optype="sleeping"), "optype sleeping is unknown; valid: forward-compute"),
+        (lambda rows: rows.assign(duration=-1.0), "duration is not a valid number of seconds in 576 of 576 rows"),
         (lambda rows: rows[:0], "has no rows"),
     ],
 )
-def test_what_can_not_be_read_is_told(tmp_path, change, says):
+def test_unreadable_tables_are_reported(tmp_path, change, says):
     change(table(Job(stages=2))).to_csv(tmp_path / "ops.csv", index=False)
     with pytest.raises(TraceError, match=says):
         read(tmp_path / "ops.csv")
 
 
-def test_a_transfer_without_its_partner_is_told():
+def test_an_unmatched_transfer_is_reported():
     rows = table(Job(stages=2, ranks=1, steps=1))
     lost = rows.index[(rows.optype == "forward-send") & (rows.seq_id == 3)]
-    with pytest.raises(TraceError, match="stage 0 of data rank 0 in step 0: 7 forward-send for 8 computations"):
+    with pytest.raises(TraceError, match="stage 0 of data rank 0 in step 0: 7 forward-send operations, but 8"):
         operations_of(rows.drop(lost))
 
 
-def test_the_command_tells_and_writes_what_it_found(tmp_path, capsys):
+def test_the_command_prints_and_writes_results(tmp_path, capsys):
     rows, out = table(Job(ranks=8, slow={(2, 5): 2.0})), tmp_path / "found.json"
     rows.to_csv(tmp_path / "ops.csv", index=False)
     trace = ["whatif", "--trace", str(tmp_path / "ops.csv")]
@@ -166,10 +166,10 @@ def test_a_table_gets_questions_and_a_timeline_as_a_run_does(tmp_path, capsys):
     assert main(["whatif", "--trace", str(tmp_path / "ops.parquet"), *asked]) == 0
     assert "likely cause: lengths. forward and backward durations" in capsys.readouterr().out
     answers = {each["question"]: each["change"] for each in json.loads(out.read_text())["questions"]}
-    assert answers["all micro-batches alike"] < answers["last stage like the others"] < 0
+    assert answers["all micro-batches equal"] < answers["last stage like the others"] < 0
     steps = rows.attrs["step_seconds"]
     assert answers["optimizer takes no time"] == pytest.approx(-OPTIMIZER * len(steps) / sum(steps))
-    assert {"links twice as fast", "forward-pp-comm takes no time"} <= answers.keys()
+    assert {"links 2x faster", "forward-pp-comm takes no time"} <= answers.keys()
     events = json.loads(timeline.read_text())["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert {"stage 0, data rank 0", "stage 1, data rank 7", "stage 1, data rank 7, ideal"} <= set(names.values())
@@ -182,7 +182,7 @@ def test_a_table_gets_questions_and_a_timeline_as_a_run_does(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("width", [80, 40])
-def test_names_of_workers_and_kinds_are_never_cut(width):
+def test_names_of_workers_and_kinds_are_not_truncated(width):
     names = [f"stage {stage}, data rank {rank}" for stage, rank in ((12, 1023), (7, 8))]
     ranks, stages = 1024, 13
     workers = np.ones((stages, ranks))

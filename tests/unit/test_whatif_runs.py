@@ -1,4 +1,4 @@
-"""What uneven workers cost a run: recorded runs are told right, slow slots are found, causes are told apart."""
+"""`rlfuse whatif` on runs: replays match, slow slots are found, causes are distinguished."""
 
 import json
 import re
@@ -62,12 +62,12 @@ def analysed(run):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECORDED)
 def test_an_unmodified_replay_takes_what_the_steps_took(name):
-    found = examined(name).found
+    found = examined(name).slowdown
     assert 0 <= found.launch_delay < 0.05, f"measured {found.measured}, replayed {found.seconds}"
     assert pytest.approx(found.S_machine * found.S_skew) == found.S and found.S_skew >= 1
 
 
-def test_how_passes_are_planned_is_no_ranks_work():
+def test_planning_spans_are_not_work_of_a_rank():
     spans = [span for span in read_events(RECORDED["text"] / "events.jsonl") if span.step == 2]
     step = next(span for span in spans if span.kind == "step")
     rest = [span for span in spans if span is not step]
@@ -78,7 +78,7 @@ def test_how_passes_are_planned_is_no_ranks_work():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECORDED)
-def test_nothing_waits_for_what_had_not_ended(name):
+def test_operations_depend_only_on_ended_operations(name):
     pieces = examined(name).analysis.recorded.pieces
     assert all(before.end <= piece.start + 1e-3 for piece in pieces for before in piece.waits)
     assert {piece.kind for piece in pieces} >= {
@@ -95,14 +95,14 @@ def test_stages_wait_for_one_another_and_ranks_step_together():
     pieces = examined("pipelines").analysis.recorded.pieces
     second = [each for each in pieces if each.kind == "forward" and each.stage == 1]
     waiting = [each for each in second if any(before.kind == "forward" and before.stage == 0 for before in each.waits)]
-    assert len(waiting) >= 0.9 * len(second) > 0, "a few began before the other's clock says that it had ended"
+    assert len(waiting) >= 0.9 * len(second) > 0, "a few started before the end by the other clock"
     steps = [each for each in pieces if each.kind == "optimizer"]
     assert {len([1 for other in steps if (other.step, other.group) == (each.step, each.group)]) for each in steps} == {
         2
     }
 
 
-def test_ranks_compute_a_head_that_they_share_together():
+def test_ranks_compute_a_split_head_in_lockstep():
     spans = [span for span in read_events(RECORDED["pipelines"] / "events.jsonl") if span.step == 3]
     step = next(span for span in spans if span.kind == "step")
     last = next(s for s in spans if s.kind == "backward" and s.attributes["model"] == "actor" and s.attributes["stage"])
@@ -124,7 +124,7 @@ def test_a_slow_slot_is_found_and_its_cost_is_right(workload, slower, slot):
     slowed = replace(workload, slot_speed=tuple(1 / slower if number == slot else 1.0 for number in range(4)))
     run = simulate(slowed, "serial", rates=Rates(4, measured=False))
     truth = run.result.step_s / simulate(workload, "serial").result.step_s
-    found = analysed(run).found()
+    found = analysed(run).slowdown()
     assert found.S_machine == pytest.approx(truth, rel=0.05) and next(iter(found.workers)) == f"slot {slot}"
     assert found.rates[f"slot {slot}"] == pytest.approx(slower, rel=0.05)
     assert found.M_W > 0.9 and found.cause.name == "machine" and f"slot {slot}" in found.cause.evidence
@@ -132,25 +132,25 @@ def test_a_slow_slot_is_found_and_its_cost_is_right(workload, slower, slot):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["serial", "stream"])
-def test_what_a_slow_slot_costs_is_right_where_work_is_shared_out_by_rate(workload, policy):
+def test_the_cost_of_a_slow_slot_is_right_with_measured_rates(workload, policy):
     run = simulate_later_step(replace(workload, slot_speed=(1, 1, 0.5, 1)), policy)
     truth = run.result.step_s / simulate(workload, policy).result.step_s
-    found = analysed(run).found(Simulated([workload], policy).resimulated_ratio)
+    found = analysed(run).slowdown(Simulated([workload], policy).resimulated_ratio)
     assert found.S_machine == pytest.approx(truth, rel=0.05) and found.rates["slot 2"] == pytest.approx(2, rel=0.05)
 
 
 @pytest.mark.slow
-def test_of_a_machine_that_is_fast_throughout_nobody_is_blamed(workload):
-    found = analysed(simulate(workload, "adaptive")).found()
+def test_no_cause_is_named_without_slow_machines(workload):
+    found = analysed(simulate(workload, "adaptive")).slowdown()
     assert found.S < 1.03 and (found.cause, found.S_t, found.M_W, found.M_S) == (None,) * 4
     assert found.rates == pytest.approx(dict.fromkeys(found.rates, 1.0), rel=0.02)
 
 
 @pytest.mark.slow
-def test_a_long_tail_is_no_slow_machine(workload):
+def test_a_long_tail_is_not_attributed_to_a_machine(workload):
     lengths = list(workload.lengths())
     lengths[-1] = 2000
-    found = analysed(simulate(replace(workload, response_tokens=tuple(map(int, lengths))), "serial")).found()
+    found = analysed(simulate(replace(workload, response_tokens=tuple(map(int, lengths))), "serial")).slowdown()
     assert found.cause.name == "tail" and found.S_skew > 1.2 > 1.03 > found.S_machine
 
 
@@ -158,7 +158,7 @@ def test_a_long_tail_is_no_slow_machine(workload):
 
 
 def seen(forward, backward):
-    """Of two workers in turn; a typical forward takes 1 s, a backward 2 s."""
+    """Return evidence of two alternating workers; a typical forward takes 1 s, a backward 2 s."""
     pieces = []
     for number, seconds in enumerate(np.stack([forward, backward], axis=1).ravel()):
         kind, micro_batch = ("forward", "backward")[number % 2], number // 2
@@ -178,7 +178,7 @@ def cause(forward, backward):
     return likely_cause(found, seen(forward, backward))
 
 
-def test_lengths_pauses_and_noise_are_told_apart():
+def test_lengths_pauses_and_noise_are_distinguished():
     random = np.random.default_rng(1)
     lengths, noise = random.lognormal(0, 0.4, 64), random.normal(1, 0.02, 64)
     assert cause(lengths, 2 * lengths * noise).name == "lengths"
@@ -192,7 +192,7 @@ def test_lengths_pauses_and_noise_are_told_apart():
 
 
 @pytest.mark.slow
-def test_questions_are_answered_by_what_the_simulator_would_do(workload):
+def test_questions_are_answered_by_simulation(workload):
     analysis = analysed(simulate(workload, "stream"))
     asked = {each.question: each for each in answers(analysis, Simulated([workload], "stream"), ["ref"], ["serial"])}
     truth = simulate(workload, "serial").result.step_s
@@ -204,7 +204,7 @@ def test_questions_are_answered_by_what_the_simulator_would_do(workload):
 
 
 @pytest.mark.slow
-def test_the_command_tells_writes_and_draws(tmp_path, capsys):
+def test_the_command_prints_writes_and_draws(tmp_path, capsys):
     out, timeline = tmp_path / "found.json", tmp_path / "ideal.json"
     arguments = ["whatif", str(RECORDED["text"]), "--without", "reward", "--out", str(out), "--timeline", str(timeline)]
     assert main(arguments) == 0
@@ -218,36 +218,36 @@ def test_the_command_tells_writes_and_draws(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_what_the_run_told_itself_is_told_with_when_it_began(tmp_path, capsys):
+def test_alarms_of_the_run_are_printed_with_their_start(tmp_path, capsys):
     for name in ("config.yaml", "events.jsonl"):
         (tmp_path / name).write_text((RECORDED["video"] / name).read_text())
     slow = Alarm("rollout/1", SLOWNESS, 2.0, 1.0, 0.7, 0.3, ("rollout/0",), 1.7e9, 3, 1.7e9 + 60, (1.7e9, 1.7e9 + 60))
     write_alarms(tmp_path, [slow, replace(slow, ended=1.7e9 + 90)])
     assert main(["whatif", str(tmp_path), "--out", str(tmp_path / "found.json")]) == 0
     told = capsys.readouterr().out
-    assert "slow worker: rollout/1: began at 2023-11-1" in told and "(step 3) until 2023-11-1" in told
+    assert "slow worker: rollout/1: started at 2023-11-1" in told and "(step 3), until 2023-11-1" in told
     assert [alarm["worker"] for alarm in json.loads((tmp_path / "found.json").read_text())["alarms"]] == ["rollout/1"]
 
 
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        ([], "give a run's folder, or --trace with a table of another job"),
-        (["{run}", "--trace", "ops.csv"], "one of the two"),
-        (["{run}", "--steps", "0"], "--steps 0: give 1 or more"),
-        (["--trace", "ops.csv", "--policy", "serial"], "--policy: only for a run's folder"),
+        ([], "needs either a run folder, or --trace with a table of another job"),
+        (["{run}", "--trace", "ops.csv"], "needs either a run folder, or --trace"),
+        (["{run}", "--steps", "0"], "--steps 0: must be at least 1"),
+        (["--trace", "ops.csv", "--policy", "serial"], "--policy: requires a run folder"),
         (["{run}", "--without", "forward-compute"], "unknown kind of work; valid: data, encode"),
         (["{run}", "--policy", "hasty"], "hasty"),
-        (["{empty}"], "no run folder"),
+        (["{empty}"], "is not a run folder"),
     ],
 )
-def test_wrong_arguments_are_told(arguments, says, tmp_path, capsys):
+def test_invalid_arguments_are_reported(arguments, says, tmp_path, capsys):
     named = [each.format(run=RECORDED["text"], empty=tmp_path) for each in arguments]
     assert main(["whatif", *named]) == 2 and says in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_only_steps_on_as_many_ranks_as_the_last_are_examined(tmp_path):
+def test_only_steps_on_the_ranks_of_the_last_step_are_analysed(tmp_path):
     rows = [json.loads(line) for line in (RECORDED["text"] / "events.jsonl").read_text().splitlines()]
     last = max(row["step"] for row in rows if row["kind"] == "step")
     rows += [row | {"where": "trainer/2"} for row in rows if row["where"] == "trainer/1" and row["step"] < last]
@@ -258,12 +258,12 @@ def test_only_steps_on_as_many_ranks_as_the_last_are_examined(tmp_path):
         (tmp_path / "config.yaml").write_text(text)
         run = analyse_run(open_run(tmp_path))
         assert [step.step for step, _ in run.steps] == [last]
-        assert (run.simulated is not None) == known, "of four slots no step tells"
+        assert (run.simulated is not None) == known, "no step ran on four slots"
     assert len(list(answers(run.analysis, run.simulated))) == 2
 
 
 @pytest.mark.slow
-def test_a_report_of_a_run_whose_policy_is_elsewhere_has_all_the_rest(tmp_path):
+def test_a_report_without_the_policy_file_has_everything_else(tmp_path):
     for file in RECORDED["text"].glob("*.json*"):
         (tmp_path / file.name).write_text(file.read_text())
     config = (RECORDED["text"] / "config.yaml").read_text()

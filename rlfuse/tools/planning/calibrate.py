@@ -1,4 +1,4 @@
-"""`rlfuse calibrate`: measure a device by runs or by a probe, and write the file that plans are made from."""
+"""`rlfuse calibrate`: measure a device from recorded runs or with a probe, and write `calibration.yaml`."""
 
 from __future__ import annotations
 
@@ -38,25 +38,26 @@ from rlfuse.tools.simulate.recorded import read_generating_config
 OUT, LINKS_OUT = Path("calibration.yaml"), Path("links.yaml")
 LINKS = "links between nodes"
 EXCHANGES = (
-    "links within a node: what ranks exchange is in the times of their optimizer steps; give a run of one slot, too"
+    "bandwidth within a node: communication time is included in optimizer step times; add a run with one slot to "
+    "separate them"
 )
-NO_EXCHANGES = "links within a node: no two ranks of one had anything to exchange"
-GATHERS = "what ranks take to gather a module's divided weights besides its bytes; give a run that divides them, too"
+NO_EXCHANGES = "bandwidth within a node: no two ranks on the same node communicated"
+GATHERS = "fixed cost of gathering a module's sharded weights; add a run with sharded weights (ZeRO 3)"
 ONE_MODEL = (
-    "models of other sizes: in one model reading weights can't be told from what steps take beside, or widths apart"
+    "other model sizes: runs of a single model cannot separate reading weights from the fixed cost of a decoding step"
 )
-UNSEEN_RATE = "{}: too fast to be seen in this work, and taken for free; measure a larger model, too"
+UNSEEN_RATE = "{}: too fast to measure with this workload and assumed to be free; also measure a larger model"
 CROWDING = (
-    "how much devices of a node slow one another: as many were at work all the time; give a run with fewer "
-    "(trainer.n_gpus_per_node), too"
+    "contention between devices of a node: all runs used the same number of devices per node; add a run with fewer "
+    "(trainer.n_gpus_per_node)"
 )
-NO_CONTENTION = "how much devices of a node slow one another: one was at work, and plans take as many to be as fast"
-NO_SCORING = "scoring: no passes were seen, and they are taken to be as fast as training"
-NO_RUN = "an engine's own scheduling, data, rewards, weights on their way: decoding was that of transformers"
+NO_CONTENTION = "contention between devices of a node: only one device was busy, so plans assume no contention"
+NO_SCORING = "scoring: the runs have no scoring passes, so they are assumed to run at the training rate"
+NO_RUN = "engine scheduling, data loading, rewards and weight updates: the probe decodes with transformers"
 
 
 def main(argv: Sequence[str]) -> None:
-    """Do what the arguments say. Raises CalibrationError and its like."""
+    """Run `rlfuse calibrate`. Raises CalibrationError, and ClusterError or EngineError for --links."""
     arguments = _parser().parse_args(argv)
     arguments.out = arguments.out or (LINKS_OUT if arguments.links else OUT)
     console = Console(highlight=False)
@@ -97,29 +98,43 @@ def main(argv: Sequence[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rlfuse calibrate",
-        description="What this device does, from the events of runs or from a probe of half a minute.",
+        description="Measure this device from the events of recorded runs, or with a probe that takes half a minute.",
         allow_abbrev=False,
     )
-    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN_DIR", help="runs of two steps or more on one device")
+    parser.add_argument(
+        "runs",
+        nargs="*",
+        type=Path,
+        metavar="RUN_DIR",
+        help="folders of runs with at least two steps, all on one kind of device",
+    )
     add_option(parser)
-    parser.add_argument("--probe", action="store_true", help="measure here and now instead: passes, decoding, copies")
-    parser.add_argument("--links", action="store_true", help="measure between a Ray cluster's nodes: writes links.yaml")
-    parser.add_argument("--address", default="auto", metavar="HOST:PORT", help="of that cluster; default: auto")
-    parser.add_argument("--model", metavar="FOLDER", help="with config.json; default: each run's own, or small models")
-    parser.add_argument("--device", metavar="NAME", help="the device's name; default: as this machine tells it")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: calibration.yaml, or links.yaml")
-    parser.add_argument("--picture", type=Path, metavar="out.png", help="measured against predicted seconds")
+    parser.add_argument(
+        "--probe", action="store_true", help="measure this machine instead of reading runs: passes, decoding, copies"
+    )
+    parser.add_argument(
+        "--links", action="store_true", help="measure bandwidth between the nodes of a Ray cluster: writes links.yaml"
+    )
+    parser.add_argument(
+        "--address", default="auto", metavar="HOST:PORT", help="address of the Ray cluster; default: auto"
+    )
+    parser.add_argument(
+        "--model", metavar="FOLDER", help="folder with config.json; default: the model of each run, or small models"
+    )
+    parser.add_argument("--device", metavar="NAME", help="name of the device; default: as detected")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="output file; default: calibration.yaml or links.yaml")
+    parser.add_argument("--picture", type=Path, metavar="out.png", help="plot of measured and predicted seconds")
     return parser
 
 
 def _check(arguments: argparse.Namespace) -> None:
     wrong = []
     if [arguments.probe, bool(arguments.runs), arguments.links].count(True) != 1:
-        wrong.append("rlfuse calibrate needs RUN_DIRs, --probe or --links, one of them")
+        wrong.append("rlfuse calibrate needs exactly one of RUN_DIR, --probe and --links")
     if arguments.links and arguments.picture is not None:
-        wrong.append("--picture: shows work of a device; --links measures none")
+        wrong.append("--picture: plots device measurements; --links makes none, drop --picture")
     if len(set(map(Path.resolve, arguments.runs))) < len(arguments.runs):
-        wrong.append("RUN_DIR: one run is named twice, and would be held against itself; name each once")
+        wrong.append("RUN_DIR: the same run is given twice; give each run once")
     wrong += unwritable("--out", arguments.out) + unwritable("--picture", arguments.picture, ".png")
     if wrong:
         raise CalibrationError(*wrong)
@@ -133,13 +148,13 @@ def _measure_links(arguments: argparse.Namespace, console: Console) -> None:
     try:
         found = nodes.answering_nodes()
         if len(found) < 2:
-            raise CalibrationError(f"--links: {len(found)} node answers, two at least are needed; start more")
+            raise CalibrationError(f"--links: {len(found)} node responded, at least two are needed; start more nodes")
         device, _ = nodes.device_of("auto", found)
         measured = link_probe.measure(found, device, lambda line: console.print(line, soft_wrap=True))
     finally:
         placement.stop()
-    alike = len({node.address for node in found}) < len(found)
-    names = [node.id[: nodes.MIN_ID_PREFIX] if alike else node.address for node in found]
+    share_address = len({node.address for node in found}) < len(found)
+    names = [node.id[: nodes.MIN_ID_PREFIX] if share_address else node.address for node in found]
     pairs = [
         Pair(names[a], names[b], float(f"{rate / 1e9:.4g}"), round(wait * 1e6, 1))
         for (a, b), (wait, rate) in sorted(measured.items())
@@ -148,11 +163,11 @@ def _measure_links(arguments: argparse.Namespace, console: Console) -> None:
     slowest, fastest = (pick(pairs, key=lambda pair: pair.gbs) for pick in (min, max))
     for words, pair in (("fastest", fastest), ("slowest", slowest)):
         console.print(f"{words}: {pair.first} and {pair.second}, {pair.gbs:g} GB/s, {pair.us:g} us", soft_wrap=True)
-    console.print(f"wrote {escape(str(arguments.out))}; name it as `links: {{measured: ...}}` in a cluster file")
+    console.print(f"wrote {escape(str(arguments.out))}; use it in a cluster file as `links: {{measured: FILE}}`")
 
 
 Measured = tuple[list[Work], list[Source], list[str], dict[str, float]]
-"""Work, where it comes from, what is missing, and speeds of the device by themselves."""
+"""Measured work, its sources, what was not measured, and the device speeds measured directly."""
 
 
 def _recorded(folders: Sequence[Path], model: str | None, run_code: bool) -> Measured:
@@ -172,16 +187,16 @@ def _recorded(folders: Sequence[Path], model: str | None, run_code: bool) -> Mea
 
 
 def read_work(folder: Path, name: str, model: str | None = None, run_code: bool = False) -> tuple[list[Work], Source]:
-    """The work of one run. Raises CalibrationError where it can't be told."""
+    """Return the work of one run and its description. Raises CalibrationError if the run is not usable."""
     config = read_generating_config(folder)
     if model is None and config.model.trust_remote_code:
-        what = f"model.trust_remote_code=true for model.path={config.model.path}"
-        refuse_code(folder / "config.yaml", [what], run_code)
+        setting = f"model.trust_remote_code=true for model.path={config.model.path}"
+        refuse_code(folder / "config.yaml", [setting], run_code)
     config.model.trust_remote_code &= run_code
     if (stages := config.training.pipeline_parallel_size) > 1:
         raise CalibrationError(
-            f"{folder}: a run with pipelines (training.pipeline_parallel_size={stages}); its spans are of stages, and "
-            "tell no whole pass; give a run with training.pipeline_parallel_size=1"
+            f"{folder}: pipeline-parallel run (training.pipeline_parallel_size={stages}), whose spans show no complete "
+            "pass; use a run with training.pipeline_parallel_size=1"
         )
     if model is not None:
         config.model.path = model
@@ -189,7 +204,9 @@ def read_work(folder: Path, name: str, model: str | None = None, run_code: bool 
     shapes, spans = shapes_of(config), read_events(folder / "events.jsonl")
     works = work_of_run(name, config, shapes, spans)
     if not works:
-        raise CalibrationError(f"{folder / 'events.jsonl'}: no complete step after the first; let the run finish three")
+        raise CalibrationError(
+            f"{folder / 'events.jsonl'}: no complete step after the first; use a run with three or more steps"
+        )
     return works, _source(name, config, shapes["actor"], works, list(lengths_of(spans).values()))
 
 
@@ -214,7 +231,7 @@ def _probed(model: str | None, console: Console) -> Measured:
     from rlfuse.tools.planning.probe import CONTEXTS, STEPS, Probe  # imports torch
 
     if model is not None and not (Path(model) / "config.json").is_file():
-        raise CalibrationError(f"--model {model}: no config.json there; give the folder of a model")
+        raise CalibrationError(f"--model {model}: no config.json in this folder; give the folder of a model")
     probe = Probe(lambda line: console.print(escape(line), soft_wrap=True))
     probe.measure(model)
     sources = [
@@ -231,7 +248,7 @@ def _probed(model: str | None, console: Console) -> Measured:
 
 
 def _unseen(hardware: Hardware) -> list[str]:
-    names = {"bytes_per_s": "the memory's bandwidth", "pass_flops": "products in passes", "train_flops": "in training"}
+    names = {"bytes_per_s": "memory bandwidth", "pass_flops": "FLOP/s of scoring", "train_flops": "FLOP/s of training"}
     return [UNSEEN_RATE.format(words) for name, words in names.items() if getattr(hardware, name) == UNMEASURED_RATE]
 
 
@@ -257,19 +274,19 @@ def _device() -> str:
 
 def _table(calibration: Calibration) -> Table:
     title = escape(f"{calibration.device}: {calibration.held_out}")
-    table = table_of(title, "kind of work", numbers=("off by, in the mean",))
+    table = table_of(title, "kind of work", numbers=("mean error",))
     for kind in KINDS:
         error = getattr(calibration.errors, kind)
-        table.add_row(kind, "none seen" if error is None else f"{error:.1%}")
+        table.add_row(kind, "not measured" if error is None else f"{error:.1%}")
     table.add_section()
     hardware = calibration.hardware
-    for words, rate in (("passes", hardware.pass_flops), ("training", hardware.train_flops)):
+    for words, rate in (("scoring and prefill", hardware.pass_flops), ("training", hardware.train_flops)):
         table.add_row(words, f"{rate / 1e9:,.1f} GFLOP/s")
-    when, read = "while" if hardware.decode_overlaps else "after", hardware.bytes_per_s / 1e9
-    table.add_row("decoding", f"{hardware.decode_flops / 1e9:,.1f} GFLOP/s {when} it reads {read:,.2f} GB/s")
-    table.add_row("a decoding step, beside", f"{1e3 * hardware.decode_step_s:,.2f} ms")
+    when, read = "overlapping" if hardware.decode_overlaps else "after", hardware.bytes_per_s / 1e9
+    table.add_row("decoding", f"{hardware.decode_flops / 1e9:,.1f} GFLOP/s, {when} reads at {read:,.2f} GB/s")
+    table.add_row("fixed cost of a decoding step", f"{1e3 * hardware.decode_step_s:,.2f} ms")
     if hardware.sent_bytes_per_s:
-        table.add_row("exchanged with ranks of the node", f"{hardware.sent_bytes_per_s / 1e9:,.2f} GB/s")
+        table.add_row("bandwidth within a node", f"{hardware.sent_bytes_per_s / 1e9:,.2f} GB/s")
     if hardware.crowding:
-        table.add_row("longer, for each other device of the node", f"{hardware.crowding:.1%}")
+        table.add_row("slowdown per other busy device of the node", f"{hardware.crowding:.1%}")
     return table

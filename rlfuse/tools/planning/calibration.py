@@ -1,7 +1,8 @@
-"""Fit a device's `Hardware` to measured work, and measure the error on work that was held out.
+"""Fit a device's `Hardware` to measured work, and measure the error on held-out work.
 
-Non-negative least squares on the amounts of `features`. Decoding has a roof (reading weights or computing), whose shape
-is searched, and so is the slowdown by other devices of the node. Held out are whole runs, or a fifth of a run's steps.
+The fit is non-negative least squares on the amounts of `features`. The roofline of decoding (reading weights or
+computing) and the contention between devices of a node are found by search. Held out are whole runs, or a fifth of a
+run's steps.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from rlfuse.costs.fit import MIN_SPANS, fit_robust
 from rlfuse.tools.planning.features import Work, predicted_seconds
 from rlfuse.tools.planning.hardware import KINDS, CalibrationError, Errors, Hardware
 
-UNMEASURED_RATE = 1e18  # a rate so high that nothing of it could be seen
+UNMEASURED_RATE = 1e18  # used for rates too high to measure
 ROOFLINE_RATIOS = tuple(2.0**power for power in range(13))
-"""FLOP for each byte read at which decoding begins to be bound by computing: those that are tried."""
-MAX_CROWDING, CROWDING_ROUNDS = 1.0, 6  # where `Hardware.crowding` is looked for, and how often that is halved
+"""Candidate FLOP per byte read at which decoding becomes compute-bound."""
+MAX_CROWDING, CROWDING_ROUNDS = 1.0, 6  # search range of `Hardware.crowding`, and how often it is halved
 FOLDS = 5
-CROSS_DEVICE_ERROR = 0.1085  # error of CDMPP's forecasts on devices that it was not fitted to (arXiv 2311.09690)
+CROSS_DEVICE_ERROR = 0.1085  # error of CDMPP's forecasts on unseen devices (arXiv 2311.09690)
 
 Fields = dict[str, float | bool]
 
 
 def fit_hardware(works: Sequence[Work]) -> Hardware:
-    """The device that these pieces of work tell. Raises CalibrationError where they tell of no decoding or training."""
-    seen = {kind: sum(work.kind == kind for work in works) for kind in ("generating", "training")}
-    if missing := [f"{kind} ({count})" for kind, count in seen.items() if count < MIN_SPANS]:
+    """Return the hardware fitted to `works`. Raises CalibrationError for too little decoding or training work."""
+    counts = {kind: sum(work.kind == kind for work in works) for kind in ("generating", "training")}
+    if missing := [f"{kind} ({count})" for kind, count in counts.items() if count < MIN_SPANS]:
         raise CalibrationError(
-            f"too few pieces of work after the first step, {MIN_SPANS} of each kind are needed: {', '.join(missing)}; "
-            "give a run of more steps"
+            f"too few measurements after the first step: {', '.join(missing)}; at least {MIN_SPANS} of each kind are "
+            "needed, use a run with more steps"
         )
     crowding = _crowding(works) if len({work.busy_peers for work in works}) > 1 else 0.0
     return _fitted(works, crowding)
@@ -67,13 +68,13 @@ def _fitted(works: Sequence[Work], crowding: float) -> Hardware:
 
 
 def _alone(work: Work, longer: float) -> Work:
-    """Return the work without slowdown by other devices; exchanges stay as measured."""
+    """Return the work without contention; communication stays as measured."""
     return replace(work, seconds=work.seconds / longer, sent=work.sent / longer, gathers=work.gathers / longer)
 
 
 def _fit_passes(works: Sequence[Work], widths: bool, known: Fields) -> Fields:
-    """Fit passes and gradients together, as a layer starts alike in both. With models of one width the time of tokens
-    is all computing; sending and copying take what optimizer steps measured (`known`)."""
+    """Fit scoring and training jointly, since launching a layer costs the same in both. With models of one width, all
+    time per token counts as compute; communication and copies use the rates of optimizer steps (`known`)."""
     weights = _weights(works)
     rows = []
     for work in works:
@@ -82,8 +83,8 @@ def _fit_passes(works: Sequence[Work], widths: bool, known: Fields) -> Fields:
         rows[-1] += [widths * work.hidden, scores * work.flops, (not scores) * work.flops, work.gathers]
     update_rate, sending = (known.get(name, UNMEASURED_RATE) for name in ("update_bytes_per_s", "sent_bytes_per_s"))
     copy_rate = known.get("copied_bytes_per_s", update_rate)
-    busy_peers = [work.moved / update_rate + work.copied / copy_rate + work.sent / sending for work in works]
-    seconds = np.maximum(_seconds(works) - busy_peers, 0.0)
+    other_s = [work.moved / update_rate + work.copied / copy_rate + work.sent / sending for work in works]
+    seconds = np.maximum(_seconds(works) - other_s, 0.0)
     columns = np.array(rows, float)[:, : None if any(work.gathers for work in works) else -1]
     factors, _ = fit_robust(columns * weights[:, None], seconds * weights)
     pass_call, train_call, layer, hidden, passed, trained = map(float, factors[:6])
@@ -101,13 +102,13 @@ def _fit_passes(works: Sequence[Work], widths: bool, known: Fields) -> Fields:
 
 
 def _fit_copying(works: Sequence[Work]) -> Fields:
-    """Fit copies from work that was nothing else; steps cannot separate them from updates in place."""
+    """Fit the copy rate from pure copies; optimizer steps cannot separate copies from in-place updates."""
     copied = sum(work.copied for work in works)
     return {"copied_bytes_per_s": _rate(sum(work.seconds for work in works) / copied)} if works else {}
 
 
 def _fit_optimizer(works: Sequence[Work], known: Fields) -> Fields:
-    """Fit the bytes moved in memory and, if the steps differ enough, the bytes exchanged and a fixed time per step."""
+    """Fit the update rate and, if the steps differ enough, the communication rate and a fixed time per step."""
     if not works:
         return {}
     moved, copied, sent = np.array([[work.moved, work.copied, work.sent] for work in works], float).T
@@ -115,13 +116,13 @@ def _fit_optimizer(works: Sequence[Work], known: Fields) -> Fields:
     if copy_rate:
         seconds = np.maximum(seconds - copied / copy_rate, 0.0)
     amounts = np.stack([moved if copy_rate else moved + copied, sent, np.ones_like(sent)], axis=1)
-    told = [0]
+    columns_used = [0]
     for column in (1, 2):
-        if np.linalg.matrix_rank(_unit(amounts[:, [*told, column]])) > len(told):
-            told.append(column)
+        if np.linalg.matrix_rank(_unit(amounts[:, [*columns_used, column]])) > len(columns_used):
+            columns_used.append(column)
     weights = _weights(works)
-    factors, _ = fit_robust(amounts[:, told] * weights[:, None], seconds * weights)
-    of = dict(zip(told, map(float, factors), strict=True))
+    factors, _ = fit_robust(amounts[:, columns_used] * weights[:, None], seconds * weights)
+    of = dict(zip(columns_used, map(float, factors), strict=True))
     sending = {"sent_bytes_per_s": _rate(of[1])} if of.get(1) else {}
     return sending | {"update_bytes_per_s": _rate(of[0]), "optimizer_s": of.get(2, 0.0)}
 
@@ -144,17 +145,17 @@ def _fit_decoding(works: Sequence[Work], pass_flops: float) -> Fields:
         roof = (np.maximum(read, computed / ratio) if overlaps else read + computed / ratio) + cached
         factors, loss = fit_robust(np.column_stack([roof, own]) * weights[:, None], seconds * weights)
         fits.append((loss, not overlaps, -ratio, factors))
-    _, apart, ratio, (byte, step, sequence, *attention) = min(fits, key=lambda each: each[:3])
+    _, not_overlapped, ratio, (byte, step, sequence, *attention) = min(fits, key=lambda each: each[:3])
     bytes_per_s = _rate(float(byte))
-    # Less than was seen would slow work that did not show it.
-    seen = bytes_per_s * (-ratio if apart else min(-ratio, float((computed / read).max())))
+    # A lower value than observed would slow down work that was not compute-bound.
+    observed_flops = bytes_per_s * (-ratio if not_overlapped else min(-ratio, float((computed / read).max())))
     return {
         "decode_step_s": float(step),
         "decode_sequence_s": float(sequence),
         "decode_attention_s": float(sum(attention)),
-        "decode_overlaps": not apart,
+        "decode_overlaps": not not_overlapped,
         "bytes_per_s": bytes_per_s,
-        "decode_flops": min(max(seen, min(-ratio * bytes_per_s, pass_flops)), UNMEASURED_RATE),
+        "decode_flops": min(max(observed_flops, min(-ratio * bytes_per_s, pass_flops)), UNMEASURED_RATE),
     }
 
 
@@ -175,7 +176,7 @@ def _rate(factor: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """Seconds of one kind of work in a step that a fit did not see."""
+    """Measured and predicted seconds of one kind of work in a held-out step."""
 
     kind: str
     source: str
@@ -188,19 +189,19 @@ class Total:
 
 
 def held_out(works: Sequence[Work]) -> tuple[list[Total], str]:
-    """Totals of all steps, each predicted by a fit to others; and in words, to which."""
+    """Return the totals of all steps, each predicted by a fit to the other folds, and a description of the folds."""
     sources = list(dict.fromkeys(work.source for work in works))
     parts = list(dict.fromkeys((work.source, work.part) for work in works))
     if len(sources) > 1:
         places = {part: sources.index(part[0]) for part in parts}
-        words = f"each of {len(sources)} in turn, predicted from the others"
+        words = f"each of {len(sources)} runs predicted from the others"
     else:
         if len(parts) < 2:
             raise CalibrationError(
-                "one step after the first: nothing can be held out; give a run of three steps or more"
+                "only one step after the first, none can be held out; use a run with three or more steps"
             )
         places = {part: place % FOLDS for place, part in enumerate(parts)}
-        words = f"each of {min(FOLDS, len(parts))} shares of the steps in turn, predicted from the others"
+        words = f"each of {min(FOLDS, len(parts))} folds of the steps predicted from the others"
     found = []
     for fold in sorted(set(places.values())):
         inside = [work for work in works if places[work.source, work.part] != fold]
@@ -210,7 +211,7 @@ def held_out(works: Sequence[Work]) -> tuple[list[Total], str]:
 
 
 def totals(works: Iterable[Work], hardware: Hardware) -> list[Total]:
-    """Of each kind in each step."""
+    """Return the total of each kind of work in each step."""
     sums: dict[tuple[str, str, int], np.ndarray] = {}
     for work in works:
         if work.kind in KINDS:
@@ -220,17 +221,19 @@ def totals(works: Iterable[Work], hardware: Hardware) -> list[Total]:
 
 
 def mean_errors(found: Sequence[Total]) -> Errors:
-    """The mean of each kind's."""
+    """Return the mean relative error of each kind of work."""
     each = {kind: [total.error for total in found if total.kind == kind] for kind in KINDS}
     return Errors(**{kind: float(np.mean(shares)) for kind, shares in each.items() if shares})
 
 
 def scaled(hardware: Hardware, flops_ratio: float, bandwidth_ratio: float) -> Hardware:
-    """Return another device, with matrix products and copies faster by these ratios; host times stay, link rates are
-    dropped. Errors grow by CDMPP's for unseen devices, in quadrature."""
+    """Return the hardware of another device, with FLOP/s and bandwidths scaled by these ratios. Host times are kept,
+    link rates are dropped. CROSS_DEVICE_ERROR is added to the errors in quadrature."""
     for name, ratio in (("flops_ratio", flops_ratio), ("bandwidth_ratio", bandwidth_ratio)):
         if not (ratio > 0 and math.isfinite(ratio)):
-            raise CalibrationError(f"{name}={ratio:g}: needs a number above 0: measured speeds of the two devices")
+            raise CalibrationError(
+                f"{name}={ratio:g}: needs a number above 0: the ratio of the measured speeds of both devices"
+            )
     faster = {name: getattr(hardware, name) * flops_ratio for name in ("pass_flops", "train_flops", "decode_flops")}
     errors = {kind: math.hypot(error, CROSS_DEVICE_ERROR) for kind, error in hardware.errors.items()}
     copies = ("bytes_per_s", "hidden_bytes_per_s", "update_bytes_per_s", "copied_bytes_per_s")

@@ -1,4 +1,4 @@
-"""Read a cluster file: the machines that `rlfuse plan` plans for."""
+"""Read a cluster file, which describes the machines that `rlfuse plan` plans for."""
 
 from __future__ import annotations
 
@@ -14,53 +14,51 @@ from rlfuse.tools.planning.hardware import KINDS, Hardware, Links, NodeSpeed
 from rlfuse.tools.planning.node_order import NodeLinks, NodeTraffic, best_order, read_links
 
 MAX_UTILIZATION = 0.547
-"""Of a device's peak, in training: what DistTrain (arXiv 2408.04275) measured of a 72B model, the most published."""
-MAX_EXPERT_UTILIZATION = 0.493  # of mixtures of experts: MoE Parallel Folding (arXiv 2504.14960), likewise
-UNCALIBRATED_ERRORS = dict.fromkeys(KINDS, 0.3)  # assumed relative error of each kind of work without a calibration
+"""Highest published MFU in training: DistTrain (arXiv 2408.04275), a 72B model."""
+MAX_EXPERT_UTILIZATION = 0.493  # the same for mixture-of-experts models: MoE Parallel Folding (arXiv 2504.14960)
+UNCALIBRATED_ERRORS = dict.fromkeys(KINDS, 0.3)  # relative error assumed without a calibration
 LAYER_S = 1e-4
-"""Until the kernels of a layer's forward pass have been started, on a GPU. An allowance; a calibration measures it."""
-DECODE_STEP_S = 2e-3  # of a decoding step on a GPU, for scheduling and sampling; likewise
-DEFAULT_WITHIN_BYTES_PER_S = (
-    200e9  # bytes per second between devices of a node, where neither the file nor a calibration says
-)
-MEMORY_BANDWIDTH_GBS = {"cuda": 2000.0, "cpu": 20.0}  # where neither the file nor an option gives it
+"""Seconds to launch the kernels of a layer's forward pass on a GPU: an assumption; a calibration measures it."""
+DECODE_STEP_S = 2e-3  # scheduling and sampling of a decoding step on a GPU; assumed likewise
+DEFAULT_WITHIN_BYTES_PER_S = 200e9  # if neither the cluster file nor a calibration gives it
+MEMORY_BANDWIDTH_GBS = {"cuda": 2000.0, "cpu": 20.0}  # default of Cluster.memory_bandwidth_gbs
 Share = Annotated[float, number(above=True, most=1)]
 
 
 class ClusterError(InputError):
-    """A cluster file that can't be used; a line for each problem."""
+    """Invalid cluster file; the message has a line for each problem."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSpecs:
-    """What a device sends while it receives as much, and how long until the first byte is there."""
+    """Full-duplex bandwidth and latency of a device's links."""
 
     within_gbs: Positive | None = None
     """GB/s between devices of a node (NVLink 3: 300, PCIe 4: 25); default: the calibration's, or 200."""
     between_gbs: Positive = 25.0
-    """GB/s of a device between nodes, while all of its node send; 200 Gb/s for each device are 25."""
+    """GB/s per device between nodes while all devices of the node send; 200 Gb/s per device is 25."""
     within_us: AtLeastZero = 10.0
-    """Microseconds."""
+    """Latency within a node in microseconds."""
     between_us: AtLeastZero = 25.0
-    """Microseconds."""
+    """Latency between nodes in microseconds."""
     host_gbs: Positive = 20.0
-    """GB/s of a device from and to its host's memory."""
+    """GB/s between a device and its host's memory."""
     measured: Annotated[str, Schema(type="string", minLength=1)] | None = None
-    """A file from `rlfuse calibrate --links`, relative to this one: `between_gbs` then belongs to the fastest pair,
-    others are in proportion, and plans order the nodes."""
+    """File written by `rlfuse calibrate --links`, relative to this file. `between_gbs` is then the bandwidth of the
+    fastest pair of nodes, other pairs are scaled in proportion, and plans choose an order of the nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Nodes that differ from the others; a field that a group leaves out has the cluster's value."""
+    """Nodes that differ from the others; omitted fields default to the values of the cluster."""
 
     nodes: Count
     devices_per_node: Count | None = None
     device_memory_gb: Positive | None = None
     peak_tflops: Positive | None = None
-    """Scoring, training and prefill on these nodes are faster or slower by its ratio to the cluster's."""
+    """Scales scoring, training and prefill on these nodes by its ratio to the value of the cluster."""
     memory_bandwidth_gbs: Positive | None = None
-    """Decoding on these nodes is faster or slower by its ratio to the cluster's."""
+    """Scales decoding on these nodes by its ratio to the value of the cluster."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -72,35 +70,35 @@ class _Node:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Machines. A run uses the same number of devices on each of its nodes; of these nodes the smallest memory counts.
-    Computing speed has one definition: a device achieves `utilization` of its `peak_tflops` in passes and training."""
+    """The machines to plan for. A run uses the same number of devices on each of its nodes, and the smallest device
+    memory among them is the limit. A device achieves `peak_tflops` x `utilization` (MFU) in scoring and training."""
 
     nodes: Count
     devices_per_node: Count
     device_memory_gb: Positive
-    """GiB of a device; for `device: cpu` of a slot."""
+    """Memory of a device in GiB; with `device: cpu`, memory per slot."""
     peak_tflops: Positive | None = None
-    """Peak TFLOP/s of a device in the job's precision, dense, as its data sheet says; required without `calibration`.
-    With one, only the ratios of groups and the plausibility check use it."""
+    """Dense peak TFLOP/s of a device in the job's precision, from its data sheet; required without `calibration`. With
+    a calibration it is used only for the ratios of groups and a plausibility check."""
     utilization: Annotated[float, number(above=True, most=MAX_UTILIZATION)] = 0.4
-    """Share of the peak that passes and training achieve (MFU)."""
+    """MFU: share of the peak that scoring and training achieve."""
     memory_bandwidth_gbs: Positive | None = None
-    """GB/s that a device reads from its memory; default: 2000 (`device: cpu`: 20)."""
+    """Memory bandwidth of a device in GB/s; default: 2000 (`device: cpu`: 20)."""
     memory_margin: Annotated[float, number(most=0.5)] = 0.05
-    """Share of the memory that a plan leaves free, as what it needs is told to some percent."""
+    """Share of device memory that plans leave free, since memory estimates are accurate to a few percent."""
     host_memory_gb: Positive | None = None
-    """GiB of a node's memory for what is moved off its GPUs; default: enough. `memory_margin` applies."""
+    """Host memory of a node in GiB for state offloaded from its GPUs; default: unlimited. `memory_margin` applies."""
     device: Annotated[str, one_of("cuda", "cpu")] = "cuda"
     links: LinkSpecs = field(default_factory=LinkSpecs)
     calibration: Annotated[str, Schema(type="string", minLength=1)] | None = None
-    """A file from `rlfuse calibrate`, relative to the working folder, that replaces `utilization` and
-    `memory_bandwidth_gbs`. If it is of another device, the two ratios below scale it."""
+    """File written by `rlfuse calibrate`, relative to the working folder. It replaces `utilization` and
+    `memory_bandwidth_gbs`. For a calibration of another device, the two ratios below scale it."""
     product_ratio: Positive | None = None
-    """This device's matrix products over those of the calibrated one, as `product_flops` of two probes tell."""
+    """`product_flops` of this device over that of the calibrated device, both measured with --probe."""
     copy_ratio: Positive | None = None
-    """Its copies, as `copy_bytes_per_s` of two probes tell."""
+    """`copy_bytes_per_s` of this device over that of the calibrated device, both measured with --probe."""
     groups: tuple[Group, ...] = ()
-    """Nodes, among `nodes`, that have other devices, or another number of them, than the others."""
+    """Those of the `nodes` with other devices, or another number of devices, than the rest."""
 
     def __post_init__(self) -> None:
         if problems := tuple(self._problems()):
@@ -108,15 +106,15 @@ class Cluster:
 
     def _problems(self) -> Iterator[str]:
         if self.peak_tflops is None and self.calibration is None:
-            yield "peak_tflops, calibration: neither is given; a device's speed is told by one of them"
+            yield "peak_tflops, calibration: neither is given; set one of them"
         ratios = [self.product_ratio, self.copy_ratio]
         if any(ratios) and (self.calibration is None or not all(ratios)):
-            yield "product_ratio, copy_ratio: need each other and a calibration, which they carry to another device"
+            yield "product_ratio, copy_ratio: they scale a calibration to another device; set both, and calibration"
         for name in ("peak_tflops", "memory_bandwidth_gbs"):
             if getattr(self, name) is None and any(getattr(group, name) for group in self.groups):
-                yield f"groups: {name} of a group needs the cluster's own {name}, to which it is compared; add it"
+                yield f"groups: {name} of a group is relative to {name} of the cluster; set {name} of the cluster too"
         if (count := sum(group.nodes for group in self.groups)) > self.nodes:
-            yield f"groups have {count} nodes: nodes={self.nodes} are all there are; raise it, or leave some out"
+            yield f"groups have {count} nodes, but nodes={self.nodes}; raise nodes, or remove nodes from the groups"
 
     @property
     def devices(self) -> int:
@@ -131,8 +129,8 @@ class Cluster:
 
     @property
     def _nodes(self) -> list[_Node]:
-        alike = self.nodes - sum(group.nodes for group in self.groups)
-        found = [_Node(NodeSpeed(), self.device_memory_gb, self.devices_per_node)] * alike
+        ungrouped = self.nodes - sum(group.nodes for group in self.groups)
+        found = [_Node(NodeSpeed(), self.device_memory_gb, self.devices_per_node)] * ungrouped
         for group in self.groups:
             compute = group.peak_tflops / self.peak_tflops if group.peak_tflops else 1.0
             memory = group.memory_bandwidth_gbs / self.memory_bandwidth_gbs if group.memory_bandwidth_gbs else 1.0
@@ -145,7 +143,7 @@ class Cluster:
         return enough[: config.trainer.nnodes]
 
     def missing_for(self, config: Config) -> Iterator[str]:
-        """Yield what the job needs and the cluster does not have."""
+        """Yield an error for each resource that the job needs and the cluster does not have."""
         nodes, each = config.trainer.nnodes, config.trainer.n_gpus_per_node
         if each > max(self.sizes):
             most = f"the cluster file has devices_per_node={max(self.sizes)}"
@@ -155,33 +153,33 @@ class Cluster:
             yield f"trainer.nnodes={nodes}: the cluster file has nodes={there}{least}; change one of the two"
 
     def budget(self, config: Config) -> Budget:
-        """Return the usable memory of a device and of a node: the smallest that the plan uses."""
+        """Return the usable memory of a device and of a host: the smallest among the nodes that the plan uses."""
         smallest = min(node.memory_gb for node in self._used(config))
         taken = (1 - self.memory_margin) * GIB
         host = None if self.host_memory_gb is None else int(self.host_memory_gb * taken)
         return Budget(self.device, int(smallest * taken), host)
 
     def speeds(self, config: Config) -> tuple[NodeSpeed, ...]:
-        """Return the speed of each node that a plan uses, the fastest first; empty without groups."""
+        """Return the relative speed of each node that a plan uses, fastest first; empty without groups."""
         return tuple(node.speed for node in self._used(config)) if self.groups else ()
 
     def throughput_note(self) -> str:
         if self.calibration is not None:
-            return f"computing speed as measured (calibration={self.calibration})"
+            return f"compute speed from calibration={self.calibration}"
         done = self.peak_tflops * self.utilization
         return (
-            f"a device achieves {done:g} TFLOP/s in passes and training (peak_tflops={self.peak_tflops:g} x "
+            f"a device achieves {done:g} TFLOP/s in scoring and training (peak_tflops={self.peak_tflops:g} x "
             f"utilization={self.utilization:g})"
         )
 
     def hardware(self, experts: bool = False) -> Hardware:
-        """Return what a device and its links do; `experts`: for mixtures of experts. Raises as `read_calibration`, and
-        ClusterError for a measured speed that is not plausible."""
+        """Return the speeds of a device and its links; `experts`: for a mixture-of-experts model. Raises
+        CalibrationError, and ClusterError for an implausible measured speed."""
         most, given = MAX_EXPERT_UTILIZATION if experts else MAX_UTILIZATION, self.links
         between, wait = self._between()
         measured = None if self.calibration is None else self._measured(most)
-        told = measured.sent_bytes_per_s if measured else None
-        within = given.within_gbs * 1e9 if given.within_gbs else told or DEFAULT_WITHIN_BYTES_PER_S
+        measured_within = measured.sent_bytes_per_s if measured else None
+        within = given.within_gbs * 1e9 if given.within_gbs else measured_within or DEFAULT_WITHIN_BYTES_PER_S
         links = Links(within, between, given.within_us * 1e-6, wait, max(self.sizes))
         if measured is not None:
             return replace(measured, links=links, host_bytes_per_s=given.host_gbs * 1e9)
@@ -199,19 +197,20 @@ class Cluster:
         )
 
     def node_links(self) -> NodeLinks | None:
-        """Return the measured links of every two nodes, if any. Raises LinksError, and ClusterError for other nodes."""
+        """Return the measured links between all nodes, or None. Raises LinksError, and ClusterError if the number of
+        nodes differs."""
         if self.links.measured is None:
             return None
         found = read_links(Path(self.links.measured))
         if len(found.nodes) != self.nodes:
             raise ClusterError(
-                f"links.measured={self.links.measured}: of {len(found.nodes)} nodes, nodes={self.nodes}; measure those "
-                "that are planned for"
+                f"links.measured={self.links.measured} has {len(found.nodes)} nodes, but nodes={self.nodes}; measure "
+                "the nodes that you plan for"
             )
         return found.scaled(self.links.between_gbs * 1e9)
 
     def _between(self) -> tuple[float, float]:
-        """Return bytes per second and latency between nodes; if measured, of the best ring's slowest link."""
+        """Return bytes per second and latency between nodes: if measured, of the slowest link of the best ring."""
         if self.nodes == 1 or (links := self.node_links()) is None:
             return self.links.between_gbs * 1e9, self.links.between_us * 1e-6
         order = best_order(
@@ -231,16 +230,16 @@ class Cluster:
             share = found.train_flops / self.peak_tflops / 1e12
             raise ClusterError(
                 f"calibration={self.calibration}: training at {found.train_flops / 1e12:,.4g} TFLOP/s is {share:.0%} "
-                f"of peak_tflops={self.peak_tflops:g}, more than {most:.1%}, the most that anybody published; it is of "
-                "a faster device (product_ratio, copy_ratio), or its work was too small to show the speed: measure "
-                "larger models"
+                f"of peak_tflops={self.peak_tflops:g}, above the highest published MFU of {most:.1%}. If the "
+                "calibrated device is a faster one, set product_ratio and copy_ratio; otherwise calibrate with larger "
+                "models"
             )
         return found
 
 
 def read_cluster(path: Path) -> Cluster:
-    """Raises ClusterError, naming the file and each field that is wrong."""
-    found = read_yaml(path, Cluster, ClusterError, "give the file of a cluster", "--cluster ")
+    """Read and validate a cluster file. Raises ClusterError, naming the file and each invalid field."""
+    found = read_yaml(path, Cluster, ClusterError, "give a cluster file", "--cluster ")
     if found.links.measured is None:
         return found
     return replace(found, links=replace(found.links, measured=str(path.parent / found.links.measured)))

@@ -1,6 +1,6 @@
 """Describe the work of a recorded run in units that carry over to other models: FLOP, bytes, layers, calls.
 
-`predicted_seconds` has the form that `costs` gives to a plan. The first step (warm-up) and validation do not count.
+`predicted_seconds` uses the same cost model as `costs`. The first step (warm-up) and validation are ignored.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ ROLES = {"actor": "actor", "critic": "critic", "ref": "reference"}  # a model's 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One piece of work of one device; amounts of all that it did, of which most are 0."""
+    """One measured piece of work of one device, with its amounts; most of them are 0."""
 
     kind: str  # `generating scoring training`, `step` (everything else) or `copy_rate`
-    source: str  # the run, or the part of a probe
-    part: int  # step of the run, or place in the probe: what is held out together
+    source: str  # name of the run or probe
+    part: int  # step of the run or index in the probe; held out as a unit
     seconds: float
     calls: int = 0
-    layers: int = 0  # of micro-batches, with their ENDS: in each forward pass; backward counts as two
-    hidden: float = 0.0  # bytes of hidden states, of every layer, forward
-    flops: float = 0.0  # of passes, prefills, updates
-    steps: int = 0  # of decoding
-    batch: int = 0  # sequences in each of them
-    attended: float = 0.0  # sequences, in each layer of each of them
-    read: float = 0.0  # bytes of weights that decoding reads
+    layers: int = 0  # layers run by micro-batches, plus END_LAYERS; a backward pass counts twice
+    hidden: float = 0.0  # bytes of hidden states of all layers, forward
+    flops: float = 0.0  # FLOP of passes, prefills and updates
+    steps: int = 0  # decoding steps
+    batch: int = 0  # sequences per decoding step
+    attended: float = 0.0  # sequences x layers x decoding steps
+    read: float = 0.0  # bytes of weights read by decoding
     computed: float = 0.0  # FLOP of decoding
-    moved: float = 0.0  # bytes of caches read, of gradients and states in place, of pushed weights
-    copied: float = 0.0  # bytes of gradients into new memory
+    moved: float = 0.0  # bytes of KV cache reads, in-place gradients and states, weight updates
+    copied: float = 0.0  # bytes copied into new memory
     optimizer_steps: int = 0
-    sent: float = 0.0  # bytes to other ranks of its node
-    gathers: float = 0  # modules that ZeRO 3 looks after, in each pass
-    busy_peers: int = 0  # other devices of its node that were at work at the same time
+    sent: float = 0.0  # bytes sent to other ranks of the node
+    gathers: float = 0  # modules gathered by ZeRO 3, per pass
+    busy_peers: int = 0  # other busy devices of the node
 
 
 def predicted_seconds(work: Work, hardware: Hardware) -> float:
-    """What a device takes for it."""
+    """Return the seconds that this hardware takes for the work."""
     hardware = hardware.with_busy_peers(work.busy_peers)
     if work.kind == "step":
         return hardware.step_s + work.moved / hardware.bytes_per_s
@@ -76,14 +76,14 @@ def predicted_seconds(work: Work, hardware: Hardware) -> float:
 
 
 def forward_flops(shape: Shape, prompts: Sequence[float], responses: Sequence[float]) -> float:
-    """Of a pass over samples of these lengths; only tokens that predict a response pass the head."""
-    whole = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
-    attention = 2 * len(shape.layers) * shape.heads * shape.head_width * sum(length**2 for length in whole)
-    return 2 * (shape.passed * sum(whole) + shape.head * sum(responses)) + attention
+    """Return the FLOP of a forward pass over samples of these lengths; only response positions use the LM head."""
+    lengths = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+    attention = 2 * len(shape.layers) * shape.heads * shape.head_width * sum(length**2 for length in lengths)
+    return 2 * (shape.passed * sum(lengths) + shape.head * sum(responses)) + attention
 
 
 def work_of_run(source: str, config: Config, shapes: Mapping[str, Shape], spans: Sequence[Span]) -> list[Work]:
-    """All work of a run's steps but the first; nothing where it has no second one."""
+    """Return the work of all steps of a run except the first."""
     lengths = lengths_of(spans)
     steps = [span for span in spans if span.kind == "step" and spans_within(spans, span)][1:]
     found = []
@@ -121,7 +121,7 @@ def _calls(
     spans: Sequence[Span],
     lengths: Mapping[str, tuple[int, int]],
 ) -> Iterator[Work]:
-    within = config.trainer.nnodes == 1  # what goes between nodes tells nothing of the links within one
+    within = config.trainer.nnodes == 1  # traffic between nodes does not measure links within a node
     copies = config.mesh.copies
     share = (copies - 1) / copies if within else 0.0
     learn = 4 if config.model.enable_gradient_checkpointing else 3
@@ -138,11 +138,11 @@ def _calls(
                 own = gradient_traffic(config, parameters_per_rank(config, shape), copies)
             own += each.copies if copies > 1 else Traffic()
             layers = passes * len(shape.layers)
-            begun = layers + passes * END_LAYERS
+            launched = layers + passes * END_LAYERS
             for span in done:
                 hidden = layers * shape.hidden * ITEM[config.model.dtype] * span.tokens
                 flops = passes * _flops(config, shape, span, lengths)
-                work = Work(kind, *part, span.seconds, 0, begun, hidden, flops, gathers=each.modules)
+                work = Work(kind, *part, span.seconds, 0, launched, hidden, flops, gathers=each.modules)
                 yield replace(work, sent=share * each.bytes, moved=own.in_place, copied=own.copied)
             yield Work(kind, *part, call.seconds - sum(span.seconds for span in done), calls=1)
     for span in filter(is_optimizer_step, spans):
@@ -156,7 +156,7 @@ def _calls(
 
 
 def _with_forwards(spans: Sequence[Span]) -> Iterator[Span]:
-    """Yield the spans, each backward starting where its forward did: micro-batches run one after the other."""
+    """Yield the spans, with each backward extended to start with its forward; micro-batches run one at a time."""
     begun: dict[str, float] = {}
     for span in sorted(spans, key=lambda span: span.start):
         if span.kind == "forward":
@@ -171,11 +171,11 @@ def _learning(kind: str) -> str:
 
 def _flops(config: Config, shape: Shape, span: Span, lengths: Mapping[str, tuple[int, int]]) -> float:
     known = [lengths[name] for name in span.samples if name in lengths]
-    whole = sum(map(sum, known))
+    total = sum(map(sum, known))
     if not known:
         count, limits = max(1, len(span.samples)), config.data
         kept = limits.max_response_length / (limits.max_prompt_length + limits.max_response_length)
-        each, whole = span.tokens / count, span.tokens
+        each, total = span.tokens / count, span.tokens
         known = [((1 - kept) * each, kept * each)] * count
     prompts, responses = zip(*known, strict=True)
-    return forward_flops(shape, prompts, responses) * span.tokens / max(whole, 1)
+    return forward_flops(shape, prompts, responses) * span.tokens / max(total, 1)

@@ -1,6 +1,6 @@
-"""Forecast a step by simulation, on costs from a model's shape and stated rates, or from a recorded run.
+"""Forecast the time of a step by simulation, with costs predicted from hardware rates or fitted to a recorded run.
 
-The finalists of a plan search are compared by it, with their thresholds tuned.
+A plan search also uses it to compare its best plans, with tuned thresholds.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from rlfuse.tools.planning.space import POLICY, with_setting
 from rlfuse.tools.planning.step_time import MIN_GAIN, Seconds, StepTimes, simulated_seconds, slowest_node_costs
 from rlfuse.tools.simulate.recorded import Recording
 
-LENGTH_SIGMA = 0.6  # sigma of log-lengths where no run tells them
-HALVINGS = 20  # until lengths have the mean that is asked for, to a ten-thousandth
-UNLIMITED_BANDWIDTH = 1e18  # bytes per second of a link that nothing tells of
-REQUIRED_WORK = {"decoding": "generates", "scoring": "scores", "training": "trains"}
+LENGTH_SIGMA = 0.6  # sigma of log-lengths if no run is given
+HALVINGS = 20  # bisection steps: the mean of the lengths is then exact to 1e-4
+UNLIMITED_BANDWIDTH = 1e18  # bytes per second of a link of unknown speed
+REQUIRED_WORK = {"decoding": "generation", "scoring": "scoring", "training": "training"}
 
 
 class ForecastError(UserError):
-    """Nothing to forecast from; the message says what is missing."""
+    """Insufficient input for a forecast."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """How long a step takes under each policy."""
+    """Predicted seconds of a step under each policy."""
 
-    steps: Mapping[str, Seconds]  # of each policy; the job's comes first
-    errors: Mapping[str, float]  # kind of work -> part of it that they may be wrong by
-    bound: Bound | None = None  # that no schedule beats, where the job has no pipelines
-    schedule: Problem | None = None  # of one mini-batch, where it has
-    disaggregate: str = ""  # what `rollout.disaggregate` comes to, and why
+    steps: Mapping[str, Seconds]  # by policy; that of the job comes first
+    errors: Mapping[str, float]  # kind of work -> relative error
+    bound: Bound | None = None  # lower bound for any schedule; jobs without pipelines only
+    schedule: Problem | None = None  # schedule of one mini-batch; jobs with pipelines only
+    disaggregate: str = ""  # effect of `rollout.disaggregate`, with the reason
     lost_overlap: float = 0.0  # seconds lost because training reads the whole batch
 
     @property
@@ -59,31 +59,35 @@ class Forecast:
 
 
 def recorded_costs(config: Config, recording: Recording, folder: str) -> Costs:
-    """What a run measured, under this job's limits. Raises ForecastError for work of the job's that it did not do."""
+    """Return the costs fitted to a run, with this job's limits. Raises ForecastError for missing kinds of work."""
     passes = set(Experience(config).kinds) & PASSES.keys()
     unknown = {kind: words for kind, words in REQUIRED_WORK.items() if kind not in recording.fit.accuracy}
     if missing := [words for kind, words in unknown.items() if passes or kind != "scoring"]:
         raise ForecastError(
-            f"--from {folder}: the run's events don't tell how long it {' and '.join(missing)}; record a run without "
-            "pipelines that finishes two steps, or give --peak-tflops"
+            f"--from {folder}: the run has no measurements of {' and '.join(missing)}; record a run without pipelines "
+            "that finishes two steps, or give --peak-tflops"
         )
     rollout, longest = config.rollout, config.data.max_response_length
     return replace(recording.fit.costs, max_sequences=rollout.max_num_seqs, max_tokens=longest)
 
 
 def lengths_of(config: Config, mean: float | None, recording: Recording | None = None) -> tuple[int, ...]:
-    """Response tokens of a step's samples: as the run's, else lognormal with this mean, none above the limit."""
+    """Return the response tokens of a step's samples: resampled from the run, else lognormal with this mean, capped at
+    data.max_response_length."""
     group, limit = config.rollout.n, config.data.max_response_length
     samples = config.data.train_batch_size * group
     if recording is not None and mean is None:
         seen = [length for step in recording.steps for length in step.workload.lengths().tolist()]
         return tuple(min(limit, length) for length in resample(seen, group, samples, seed=1))
-    return tuple(_around(mean or limit / 2, samples, group, limit).tolist())
+    return tuple(_lengths_with_mean(mean or limit / 2, samples, group, limit).tolist())
 
 
-def _around(mean: float, samples: int, group: int, limit: int) -> np.ndarray:
-    """Return int64 [samples]: lengths with this mean, although the limit cuts some."""
-    low, high = 0.0, log(limit) + 6 * LENGTH_SIGMA  # of the log of the median: all are cut at the limit by the latter
+def _lengths_with_mean(mean: float, samples: int, group: int, limit: int) -> np.ndarray:
+    """Return int64 [samples]: capped lengths whose mean after capping is `mean`."""
+    low, high = (
+        0.0,
+        log(limit) + 6 * LENGTH_SIGMA,
+    )  # log of the median; at `high` all are capped
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         longer = Drawn(Lognormal(exp(middle), LENGTH_SIGMA), samples, limit).draw(group, 1).mean() >= mean
@@ -98,39 +102,39 @@ def forecast(
     errors: Mapping[str, float] = UNCALIBRATED_ERRORS,
     speeds: Sequence[WorkSpeed] = (),
 ) -> Forecast:
-    """Forecast a step with tuned thresholds, of pipelines with their first schedule. `errors`: relative, by kind of
-    work; `speeds`: of the nodes, if they differ."""
+    """Forecast a step with tuned thresholds; pipelines use their initial schedule. `errors`: relative, by kind of work;
+    `speeds`: of the nodes, if they differ."""
     workload, training = times.workload(config, costs, speeds)
     steps, whys = {}, list[str]()
     for policy in dict.fromkeys((config.fusion.policy, *POLICIES)):
         steps[policy] = times.simulated(config, costs, speeds, policy, tuned=True)
         settings = times.tuned(workload, policy)
-        linked, share, why = _disaggregated(config, workload, policy, settings, max(errors.values()))
+        linked, share, why = _with_disaggregation(config, workload, policy, settings, max(errors.values()))
         if share:
             steps[policy] = simulated_seconds(linked, training, policy, replace(settings, prefill_share=share))
         whys.append(why)
     if config.training.pipeline_parallel_size == 1:
-        lost = steps[config.fusion.policy].step - _overlapped(times, workload, config.fusion.policy).step
+        lost = steps[config.fusion.policy].step - _without_batch_wait(times, workload, config.fusion.policy).step
         return Forecast(steps, errors, bound=lower_bound(workload), disaggregate=whys[0], lost_overlap=lost)
     counts, forward = times.mini_batch(config, slowest_node_costs(costs, speeds))
     schedule = times.planner(config, counts, forward).problem(counts)
     return Forecast(steps, errors, schedule=schedule, disaggregate=whys[0])
 
 
-def _overlapped(times: StepTimes, workload: Workload, policy: str) -> Seconds:
+def _without_batch_wait(times: StepTimes, workload: Workload, policy: str) -> Seconds:
     training = replace(workload.training, early=True, critic_early=True)
     overlapped = replace(workload, training=training)
     return simulated_seconds(overlapped, 0.0, policy, times.tuned(overlapped, policy))
 
 
-def _disaggregated(
+def _with_disaggregation(
     config: Config, workload: Workload, policy: str, settings: Settings, error: float
 ) -> tuple[Workload, float, str]:
-    """Return the step with links, the share of engines that only prefill, and why."""
+    """Return the workload with links, the share of prefill-only engines, and the reason for that share."""
     free = not workload.link_bytes_per_s and config.trainer.nnodes == 1
     linked = replace(workload, link_bytes_per_s=UNLIMITED_BANDWIDTH) if free else workload
     found = choose_prefill_share(linked, policy, settings, config.rollout.disaggregate, error)
-    why = found.why + ("; copying KV caches is not counted" if free and "simulated" in found.why else "")
+    why = found.why + ("; copies of KV caches are not counted" if free and "simulated" in found.why else "")
     return linked, found.share, why
 
 
@@ -142,41 +146,41 @@ def assumptions(
     prompt_tokens: int,
     recording: Recording | None = None,
 ) -> list[str]:
-    """Return what the forecast rests on, a line each; `machines` and their `hardware`: None for the costs of a run."""
-    known = f"responses of {sum(lengths) / len(lengths):.0f} tokens in the mean, {max(lengths)} at most; "
-    found = [known + f"prompts of {prompt_tokens}"]
+    """Return a line for each assumption; `machines` and `hardware` are None for the costs of a run."""
+    responses = f"responses of {sum(lengths) / len(lengths):.0f} tokens on average, {max(lengths)} at most"
+    found = [f"{responses}; prompts of {prompt_tokens} tokens"]
     if recording is not None and recording.rates:
-        slowest = f"its slowest took {max(recording.rates):.2f} times as long"
-        found.append(f"all slots are like the run's typical ones; {slowest}")
+        slowest = f"the slowest took {max(recording.rates):.2f}x the typical time"
+        found.append(f"all slots run at the speed of a typical slot of the run; {slowest}")
     if machines is not None and hardware is not None:
-        found.append(f"{machines.throughput_note()}; 2 FLOP per parameter and token forward, twice that backward")
+        found.append(f"{machines.throughput_note()}; 2 FLOP per parameter and token forward, 4 backward")
         links = hardware.links
         found.append(
-            f"GB/s of a device: {hardware.bytes_per_s / 1e9:g} of its memory while decoding, "
+            f"bandwidth of a device in GB/s: {hardware.bytes_per_s / 1e9:g} memory (decoding), "
             f"{links.within_bytes_per_s / 1e9:g} within a node, {links.between_bytes_per_s / 1e9:g} between nodes, "
             f"{hardware.host_bytes_per_s / 1e9:g} to the host"
         )
-        found.append("not counted: rewards, calls of Ray")
+        found.append("reward functions and Ray calls take no time")
     if Experience(config).kinds and config.fusion.data != "exact":
-        found.append(f"fusion.data={config.fusion.data} is forecast as if it were exact")
+        found.append(f"fusion.data={config.fusion.data} is treated as exact")
     if config.algorithm.filter_groups.enable:
-        found.append("dynamic sampling: a step of one batch of prompts")
+        found.append("dynamic sampling: each step uses one batch of prompts")
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class Finalists:
-    """Plans, the fastest first, with tuned thresholds."""
+    """The best plans with tuned thresholds, fastest first."""
 
-    plans: tuple[Plan, ...]  # the first one with the policy that is best for it
-    policies: Mapping[str, Seconds]  # steps of the first under each policy that may be chosen
-    untuned_plans: int  # plans that could not be tuned in time
+    plans: tuple[Plan, ...]  # the first one under its best policy
+    policies: Mapping[str, Seconds]  # steps of the first plan under each searched policy
+    untuned_plans: int  # number of plans not tuned in time
 
 
 def finalists(
     job: Job, plans: Sequence[Plan], seconds: float, clock: Callable[[], float] = time.monotonic
 ) -> Finalists:
-    """Tune the first plan, and of the others as many as `seconds` allow."""
+    """Tune the first plan, and as many of the others as `seconds` allow."""
     until, tuned = clock() + seconds, list[Plan]()
     best, policies = _under_best_policy(job, plans[0])
     for plan in plans[1:]:
@@ -194,12 +198,12 @@ def finalists(
 
 
 def with_untuned_step(job: Job, plan: Plan) -> Plan:
-    """Return the plan with the step that a run starts with, which the search compares."""
+    """Return the plan with the step time under initial settings, which the search compares."""
     return replace(plan, seconds=job.simulated(changed(job.config, plan.settings), plan.memory))
 
 
 def _under_best_policy(job: Job, plan: Plan) -> tuple[Plan, dict[str, Seconds]]:
-    """Return the plan with its fastest policy (the job's, if the gain is below NOTHING), and all policies."""
+    """Return the plan with its fastest policy (the job's, unless another gains MIN_GAIN), and the steps of all."""
     config = changed(job.config, plan.settings)
     errors = job.hardware.errors or UNCALIBRATED_ERRORS
     steps = forecast(config, job.times, job.costs(config, plan.memory), errors, job.speeds(config)).steps

@@ -1,7 +1,7 @@
-"""What a device and its links do: the numbers from which the costs of any model follow.
+"""Rates and latencies of a device and its links, from which the costs of any model are derived.
 
-Collective operations are rings, within nodes and between them (Megatron; Pipette, arXiv 2405.18093). A calibration
-file holds the measured ones.
+Collectives are modelled as rings within and between nodes (Megatron; Pipette, arXiv 2405.18093). A calibration file
+stores measured values.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from rlfuse.config.input_files import (
 )
 from rlfuse.files import write_atomically
 
-ADAM_BYTES = 32  # bytes of a parameter that an optimizer step reads and writes: weights and moments
+ADAM_BYTES = 32  # bytes per parameter read and written by an optimizer step: weights and moments
 RATES = ["pass_flops", "train_flops", "decode_flops", "bytes_per_s", "hidden_bytes_per_s", "update_bytes_per_s"]
 RATES += ["copied_bytes_per_s"]
 LATENCIES = ["pass_call_s", "train_call_s", "decode_step_s", "decode_sequence_s", "decode_attention_s", "layer_s"]
 LATENCIES += ["optimizer_s"]
-"""Of a device's own work: what other devices of its node slow."""
-END_LAYERS = 2  # embedding and head of a micro-batch count as so many layers until their kernels run
-KINDS = ("generating", "scoring", "training")  # kinds of work whose forecasts have errors of their own
+"""Coefficients of local work, which other busy devices of the node slow down."""
+END_LAYERS = 2  # embedding and head of a micro-batch, in layers of launch latency
+KINDS = ("generating", "scoring", "training")  # kinds of work with separate forecast errors
 
 
 class NodeSpeed(NamedTuple):
-    """How many times as fast as the cluster's own devices those of a node are."""
+    """Speed of a node's devices relative to the default device of the cluster."""
 
     compute: float = 1.0
-    memory: float = 1.0  # of reading it
+    memory: float = 1.0  # memory bandwidth
 
 
 class WorkSpeed(NamedTuple):
-    """How many times as fast as by the costs of a plan its work is done on a node, or by an engine."""
+    """Speed of a node or engine relative to the costs of a plan."""
 
     compute: float = 1.0  # scoring, training and prefill
     decode: float = 1.0
@@ -53,13 +53,13 @@ class WorkSpeed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Bytes per second that a device sends while it receives as many, and seconds until the first arrives."""
+    """Full-duplex bandwidth (bytes per second) and latency (seconds) of a device's links."""
 
     within_bytes_per_s: float = inf
-    between_bytes_per_s: float = inf  # of one device, while all devices of its node send to others
+    between_bytes_per_s: float = inf  # per device while all devices of the node send
     within_s: float = 0.0
     between_s: float = 0.0
-    per_node: int = 1 << 30  # devices of a node
+    per_node: int = 1 << 30  # devices per node
 
     def send(self, size: float, far: bool) -> float:
         if far:
@@ -67,8 +67,8 @@ class Links:
         return self.within_s + size / self.within_bytes_per_s
 
     def all_gather(self, size: float, ranks: int, stride: int = 1) -> float:
-        """Seconds until each of `ranks` has all `size` bytes, of which each began with a part; so for reduce-scatter.
-        `stride`: devices from one rank to the next, which is how many such rings share a node's links."""
+        """Return the seconds of an all-gather (or reduce-scatter) of `size` bytes in total over `ranks`. `stride`:
+        devices from one rank to the next, hence the number of rings that share a node's links."""
         here = min(ranks, max(1, self.per_node // stride))
         nodes = -(-ranks // here)
         within = (here - 1) * (self.within_s + size / ranks * nodes / self.within_bytes_per_s)
@@ -80,40 +80,40 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """What is measured of one kind of device, as far as models make use of it."""
+    """Measured coefficients of one kind of device. Rates are per second, times in seconds."""
 
-    pass_flops: Positive  # per second, in passes without gradients and in prefills
-    train_flops: Positive  # per second, forward and backward
+    pass_flops: Positive  # FLOP/s of scoring passes and prefill
+    train_flops: Positive  # FLOP/s of forward and backward
     decode_flops: Positive
-    bytes_per_s: Positive  # from the device's memory, while decoding
+    bytes_per_s: Positive  # memory bandwidth while decoding
     pass_call_s: AtLeastZero = 0.0  # fixed cost of each scoring call
     train_call_s: AtLeastZero = 0.0
     decode_step_s: AtLeastZero = 0.0  # fixed cost of each decoding step: scheduling, sampling
-    decode_sequence_s: AtLeastZero = 0.0  # the same of each sequence of a decoding step
-    decode_attention_s: AtLeastZero = 0.0  # per sequence and layer of a decoding step, besides its cache
-    decode_overlaps: Annotated[bool, FLAG] = True  # whether decoding computes while it reads weights
-    layer_s: AtLeastZero = 0.0  # per layer (and ENDS) of a micro-batch's forward pass, until kernels run
+    decode_sequence_s: AtLeastZero = 0.0  # fixed cost per sequence of a decoding step
+    decode_attention_s: AtLeastZero = 0.0  # per sequence and layer of a decoding step, without reading the cache
+    decode_overlaps: Annotated[bool, FLAG] = True  # True if decoding overlaps compute with reading weights
+    layer_s: AtLeastZero = 0.0  # launch latency per layer of a micro-batch's forward pass (plus END_LAYERS)
     optimizer_s: AtLeastZero = 0.0  # fixed cost of each optimizer step
-    gather_s: AtLeastZero = 0.0  # per module that ZeRO 3 gathers, in each pass, besides its bytes
-    step_s: AtLeastZero = 0.0  # per step of the job, besides its work and new weights
-    crowding: AtLeastZero = 0.0  # share by which each other busy device of the node slows its work
-    hidden_bytes_per_s: Positive = inf  # of a layer's hidden states in a forward pass
-    update_bytes_per_s: Positive | None = None  # of optimizer steps, in place; None: as `bytes_per_s`
-    copied_bytes_per_s: Positive | None = None  # into new memory, on hosts; None: as in updates
-    sent_bytes_per_s: Positive | None = None  # between ranks of a node, as runs measured it
-    host_bytes_per_s: Positive = inf  # between a device and its host's memory
+    gather_s: AtLeastZero = 0.0  # fixed cost per module gathered by ZeRO 3, in each pass
+    step_s: AtLeastZero = 0.0  # fixed cost per training step of the job
+    crowding: AtLeastZero = 0.0  # relative slowdown per other busy device of the node
+    hidden_bytes_per_s: Positive = inf  # hidden states of a layer in a forward pass
+    update_bytes_per_s: Positive | None = None  # in-place optimizer updates; None: `bytes_per_s`
+    copied_bytes_per_s: Positive | None = None  # copies into new memory on CPUs; None: the update rate
+    sent_bytes_per_s: Positive | None = None  # measured bandwidth between ranks of a node
+    host_bytes_per_s: Positive = inf  # bandwidth between a device and host memory
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware(Coefficients):
-    """One kind of device, its links and the errors of forecasts for it."""
+    """One kind of device with its links and forecast errors."""
 
     links: Links = Links()
     errors: Mapping[str, float] = field(default_factory=dict)  # kind of work -> relative error of forecasts
 
     @property
     def is_host(self) -> bool:
-        """Whether its ranks exchange through gloo and allocate from the system."""
+        """True if ranks run on CPUs: they communicate over gloo and allocate from system memory."""
         return bool(self.copied_bytes_per_s)
 
     @property
@@ -142,12 +142,12 @@ Text = Annotated[str, Schema(type="string", minLength=1)]
 
 
 class CalibrationError(InputError):
-    """Nothing to calibrate by, or a file that is no calibration. The message says what to change."""
+    """Insufficient input for a calibration, or an invalid calibration file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Of the totals of steps that were held out, as shares; None where too little of a kind was seen."""
+    """Mean relative errors on held-out steps; None if too little of a kind was measured."""
 
     generating: AtLeastZero | None = None
     scoring: AtLeastZero | None = None
@@ -156,28 +156,28 @@ class Errors:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What was measured: a run, or the part of a probe with one model."""
+    """Origin of measurements: a run, or one model of a probe."""
 
     name: Text
     parameters: Index
     layers: Index
     hidden: Index
-    prompt_tokens: AtLeastZero  # in the mean
+    prompt_tokens: AtLeastZero  # mean
     response_tokens: AtLeastZero
     longest: Index  # tokens of the longest sample
     slots: Count
-    generating: Index = 0  # pieces of work of a run, as of the kinds below
+    generating: Index = 0  # number of measurements of each kind, for runs
     scoring: Index = 0
     training: Index = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What `calibration.yaml` holds."""
+    """Contents of `calibration.yaml`."""
 
     measured: Annotated[str, one_of("runs", "probe")]
     device: Text
-    count: Count  # devices that were at work at the same time; cores of a machine without GPUs
+    count: Count  # devices busy at the same time; on CPUs, cores
     rlfuse: Text
     hardware: Coefficients
     errors: Errors
@@ -185,24 +185,25 @@ class Calibration:
     fitted_on: tuple[Source, ...]
     not_measured: tuple[Text, ...] = ()
     product_flops: Positive | None = None
-    """Of matrix products alone, and of copies alone below: by whose ratios to another device's `scaled` goes."""
+    """FLOP/s of matrix products alone; its ratio to that of another device is `product_ratio` of a cluster file."""
     copy_bytes_per_s: Positive | None = None
+    """Bytes per second of copies alone; likewise for `copy_ratio`."""
 
     def as_hardware(self) -> Hardware:
-        """Return the device, with links that cost nothing until the caller sets them."""
+        """Return the device with infinitely fast links; the caller replaces them."""
         errors = {kind: error for kind, error in asdict(self.errors).items() if error is not None}
         return Hardware(**asdict(self.hardware), errors=errors)
 
 
 def rounded_coefficients(hardware: Hardware) -> Coefficients:
-    """Return the measured numbers for a file, to six digits."""
+    """Return the coefficients rounded to six digits."""
     given = {entry.name: getattr(hardware, entry.name) for entry in fields(Coefficients)}
     known = {name: float(f"{each:.6g}") for name, each in given.items() if each is not None}
     return Coefficients(**known | {"decode_overlaps": hardware.decode_overlaps})
 
 
 def write(calibration: Calibration, path: Path) -> None:
-    """Write it as YAML. NotWritable where no file can be made there."""
+    """Write a calibration as YAML. Raises NotWritable."""
     write_atomically(path, yaml.safe_dump(_plain(asdict(calibration)), sort_keys=False, width=100))
 
 
@@ -213,7 +214,7 @@ def _plain(value: object) -> object:
 
 
 def read_calibration_file(path: Path) -> Calibration:
-    """Raises CalibrationError, naming file, line, field, value and what it may be."""
+    """Read and validate a calibration file. Raises CalibrationError, naming line, field and value."""
     return read_yaml(path, Calibration, CalibrationError, "`rlfuse calibrate` writes such a file")
 
 

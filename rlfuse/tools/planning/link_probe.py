@@ -1,6 +1,6 @@
-"""Measure the bandwidth between all nodes of a Ray cluster (`rlfuse calibrate --links`).
+"""Measure latency and bandwidth between all nodes of a Ray cluster (`rlfuse calibrate --links`).
 
-Pairs are measured in rounds in which no node occurs twice; over gloo, or nccl on GPUs.
+Pairs are measured in rounds in which each node occurs once at most, over gloo, or NCCL on GPUs.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from rlfuse.cluster.rank_store import STORE, StoreServer
 from rlfuse.errors import EngineError
 
 SIZES = (1 << 10, 1 << 18, 1 << 22, 1 << 25)
-REPEATS = 5  # of each, of which the median counts; one more comes before
+REPEATS = 5  # measurements per size, after one warm-up; the median counts
 ROUND_S = 180.0
-Link = tuple[float, float]  # seconds until the first byte, bytes per second
+Link = tuple[float, float]  # (latency in seconds, bytes per second)
 
 
 def rounds_of(count: int) -> list[list[tuple[int, int]]]:
-    """Every two of so many once, such that none is in two pairs of a round (the circle method of tournaments)."""
+    """Return rounds of disjoint pairs that cover all pairs of `count` nodes (circle method for round-robin)."""
     ring = [*range(count), *([-1] if count % 2 else [])]
     found = []
     for _ in range(len(ring) - 1):
@@ -39,7 +39,7 @@ def rounds_of(count: int) -> list[list[tuple[int, int]]]:
 
 
 def measure(nodes: Sequence[Node], device: str, print_line: Callable[[str], None]) -> dict[tuple[int, int], Link]:
-    """Of every two nodes. Raises EngineError that names the pair that did not answer."""
+    """Return the links by pair of node indices. Raises EngineError, naming pairs that did not respond."""
     options = {"num_cpus": 0, "num_gpus": 1 if device == "cuda" else 0}
     remote = ray.remote(concurrency_groups={STORE: 1})(_End)
     ends = [
@@ -71,8 +71,8 @@ def _round(ends: Sequence, nodes: Sequence[Node], pairs: Sequence[tuple[int, int
     except (RayError, TimeoutError) as error:
         why = str(error).strip().splitlines()
         raise EngineError(
-            f"links between {names}: no answer in {ROUND_S:g} s ({why[-1] if why else type(error).__name__}); see "
-            "whether these nodes reach each other on all ports"
+            f"links between {names}: no response within {ROUND_S:g} s ({why[-1] if why else type(error).__name__}); "
+            "check that these nodes can reach each other on all ports"
         ) from error
 
 

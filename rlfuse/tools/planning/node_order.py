@@ -1,4 +1,4 @@
-"""Order nodes so that a plan's exchanges take least time over links that differ (Pipette, arXiv 2405.18093)."""
+"""Order nodes to minimize the communication time of a plan over unequal links (Pipette, arXiv 2405.18093)."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from rlfuse.engines.memory.model_sizes import Shape
 from rlfuse.files import write_atomically
 from rlfuse.tools.planning.exchanges import parameters_per_rank
 
-MAX_EXHAUSTIVE_NODES = 7  # nodes of which every order is tried
-TRIES, STARTS = 4000, 4  # changes of an order, and orders that are begun from
-FINAL_TEMPERATURE = 1e-3  # share of the first order's seconds at which annealing ends
+MAX_EXHAUSTIVE_NODES = 7  # up to this many nodes, all orders are tried
+TRIES, STARTS = 4000, 4  # steps of simulated annealing, and initial orders
+FINAL_TEMPERATURE = 1e-3  # final temperature, as a share of the seconds of an order
 
 
 @dataclass(frozen=True, slots=True)
 class NodeLinks:
-    """Between every two nodes, either way."""
+    """Bandwidth and latency between every two nodes, symmetric."""
 
     names: tuple[str, ...]
     bytes_per_s: tuple[tuple[float, ...], ...]
-    seconds: tuple[tuple[float, ...], ...]  # until the first byte is there
+    seconds: tuple[tuple[float, ...], ...]  # latency
 
 
 @dataclass(frozen=True, slots=True)
 class NodeTraffic:
-    """What a step sends between nodes: bytes, and how many messages wait for one another."""
+    """Inter-node traffic of a step: bytes, and numbers of sequential messages."""
 
-    ring_bytes: float  # of a device on each link of a ring of ranks that have the same stage
+    ring_bytes: float  # per device on each link of a data-parallel ring
     ring_hops: int
-    stage_bytes: float  # from stage to stage of a pipeline
+    stage_bytes: float  # between consecutive pipeline stages
     stage_messages: int
-    nodes: int  # that are used, the first of an order
+    nodes: int  # number of nodes used: the first of an order
     nodes_per_pipeline: int = 1
 
 
 def node_traffic(config: Config, shape: Shape, tokens: int) -> NodeTraffic:
-    """Return what a step over `tokens` sends of one model. Each micro-batch scatters sharded gradients and gathers
-    sharded weights twice; otherwise it is once per mini-batch."""
+    """Return the inter-node traffic of one model in a step over `tokens`. Each micro-batch reduces sharded gradients
+    and gathers sharded weights twice; otherwise ranks communicate once per mini-batch."""
     training, actor, item = config.training, config.actor, ITEM[config.model.dtype]
     stages, each = training.pipeline_parallel_size, config.trainer.n_gpus_per_node
     pipeline = config.slots // config.mesh.copies  # its devices
@@ -70,7 +70,7 @@ def node_traffic(config: Config, shape: Shape, tokens: int) -> NodeTraffic:
 
 
 def exchange_seconds(order: Sequence[int], links: NodeLinks, sent: NodeTraffic) -> float:
-    """Of the slowest ring and the slowest pipeline, over nodes in this order."""
+    """Return the seconds of the slowest ring plus the slowest pipeline, with the nodes in this order."""
     used, wide = order[: sent.nodes], sent.nodes_per_pipeline
     rings = [_slowest(path, links, sent.ring_bytes, sent.ring_hops) for path in _rings(used, wide)]
     lines = [_slowest(path, links, sent.stage_bytes, sent.stage_messages) for path in _pipelines(used, wide)]
@@ -96,7 +96,7 @@ def _pipelines(order: Sequence[int], wide: int) -> Iterator[Sequence[int]]:
 
 
 def best_order(links: NodeLinks, sent: NodeTraffic, seed: int = 0) -> tuple[int, ...]:
-    """Nodes by their places in `links`, the order that takes least."""
+    """Return the fastest order of the nodes, as indices into `links`."""
     given = tuple(range(len(links.names)))
     if len(given) <= MAX_EXHAUSTIVE_NODES:
         return min(permutations(given), key=lambda order: exchange_seconds(order, links, sent))
@@ -107,7 +107,7 @@ def best_order(links: NodeLinks, sent: NodeTraffic, seed: int = 0) -> tuple[int,
 
 
 def _annealed(start: Sequence[int], links: NodeLinks, sent: NodeTraffic, draw: random.Random) -> tuple[int, ...]:
-    """Reverse stretches or swap nodes; accept slower orders with falling probability."""
+    """Anneal an order by reversing segments or swapping nodes; slower orders are accepted with falling probability."""
     now = best = list(start)
     taken = least = exchange_seconds(now, links, sent)
     for tried in range(TRIES):
@@ -135,25 +135,25 @@ Text = Annotated[str, Schema(type="string", minLength=1)]
 
 
 class LinksError(InputError):
-    """A file of links that can't be used, or links that can't be measured."""
+    """Invalid file of links."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two nodes, of which each sends as much as it receives."""
+    """Measured full-duplex link between two nodes."""
 
     first: Text
     second: Text
-    gbs: Positive  # gB/s of one process on each, while no other sends
-    us: AtLeastZero  # microseconds of an empty message
+    gbs: Positive  # GB/s of one process per node, without other traffic
+    us: AtLeastZero  # latency in microseconds
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLinks:
-    """What the file holds."""
+    """Contents of `links.yaml`."""
 
     over: Text  # `gloo` or `nccl`
-    nodes: tuple[Text, ...]  # addresses, or ids where they share one: names for cluster.node_order
+    nodes: tuple[Text, ...]  # addresses, or node ids if nodes share one; as in cluster.node_order
     pairs: tuple[Pair, ...]
 
     def __post_init__(self) -> None:
@@ -161,16 +161,16 @@ class MeasuredLinks:
             raise LinksError(*problems)
 
     def _problems(self) -> Iterator[str]:
-        wanted = {frozenset(pair) for pair in combinations(self.nodes, 2)}
+        expected = {frozenset(pair) for pair in combinations(self.nodes, 2)}
         given = [frozenset((pair.first, pair.second)) for pair in self.pairs]
         if len(set(self.nodes)) < len(self.nodes):
-            yield "nodes: a name stands there twice; name each node once"
-        if strange := set(given) - wanted:
-            yield f"pairs: {_named(strange)} are no two of the nodes; name nodes as in the list"
-        if missing := wanted - set(given):
-            yield f"pairs: {_named(missing)} were not measured; `rlfuse calibrate --links` measures all"
+            yield "nodes: a node is listed twice; list each node once"
+        if unknown := set(given) - expected:
+            yield f"pairs: {_named(unknown)} have nodes that are not in `nodes`; use the names listed there"
+        if missing := expected - set(given):
+            yield f"pairs: {_named(missing)} are missing; measure all pairs with `rlfuse calibrate --links`"
         if len(set(given)) < len(given):
-            yield "pairs: one stands there twice; name each once"
+            yield "pairs: a pair is listed twice; list each pair once"
 
     def scaled(self, fastest_bytes_per_s: float) -> NodeLinks:
         most = max(pair.gbs for pair in self.pairs)
@@ -188,11 +188,11 @@ def _named(pairs: Iterable[frozenset[str]]) -> str:
 
 
 def write_links(links: MeasuredLinks, path: Path) -> None:
-    """Write them as YAML. NotWritable where no file can be made there."""
+    """Write measured links as YAML. Raises NotWritable."""
     given = asdict(links) | {"nodes": list(links.nodes), "pairs": [asdict(pair) for pair in links.pairs]}
     write_atomically(path, yaml.safe_dump(given, sort_keys=False, default_flow_style=None, width=100))
 
 
 def read_links(path: Path) -> MeasuredLinks:
-    """Raises LinksError, naming the file and each field that is wrong."""
+    """Read and validate a file of links. Raises LinksError, naming each invalid field."""
     return read_yaml(path, MeasuredLinks, LinksError, "`rlfuse calibrate --links` writes such a file")

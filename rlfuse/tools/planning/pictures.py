@@ -1,4 +1,4 @@
-"""The pictures of `rlfuse plan`, its search and `rlfuse calibrate`, as PNG files."""
+"""Plots of `rlfuse plan`, `rlfuse plan --search` and `rlfuse calibrate`, as PNG files."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ ROLE_HUES = {"engine": "#6aa3d8", "actor": "#7fbf9b", "critic": "#f0b45c", "refe
 OTHER = "#c8c8c8"
 RUN_HUES = ("#6aa3d8", "#f0b45c", "#7fbf9b", "#b39ad6", "#d98880", "#8c8c8c")
 KIND_HUES = {"generating": "#4c78a8", "scoring": "#f2b54b", "training": "#54a24b"}
-NAMED = 0.035  # share of the device from which a part is named
+NAMED = 0.035  # parts above this share of device memory are labelled
 LIMIT, BAND = "#b03a2e", "#e4e4e4"
 
 
 def draw_memory(memory: Memory, title: str, path: Path) -> None:
-    """Draw what a device holds in each phase, in GiB, below the device's limit."""
+    """Plot the memory of a device in each phase, in GiB, with the limit of the device."""
     figure = Figure(figsize=(10.5, 6.0), layout="constrained")
     axes, limit = figure.subplots(), memory.budget.bytes / GIB
     for place, phase in enumerate(memory.phases):
@@ -38,7 +38,7 @@ def draw_memory(memory: Memory, title: str, path: Path) -> None:
     roles = {part.role for phase in memory.phases for part in memory.of(phase)}
     handles = [Patch(color=hue, label=role) for role, hue in ROLE_HUES.items() if role in roles]
     handles += [Patch(color=OTHER, label="contexts, buffers")] if roles - ROLE_HUES.keys() else []
-    handles.append(Line2D([], [], color=LIMIT, label=f"the device, {limit:.0f} GiB"))
+    handles.append(Line2D([], [], color=LIMIT, label=f"device memory, {limit:.0f} GiB"))
     legend(figure, handles, len(handles), "lower")
     axes.spines[["top", "right"]].set_visible(False)
     save(figure, path)
@@ -57,7 +57,7 @@ def _bar(axes: Axes, place: int, memory: Memory, phase: str) -> None:
 
 
 def draw_calibration(found: Sequence[Total], title: str, path: Path) -> None:
-    """Draw measured against predicted seconds of held-out work, a panel for each kind."""
+    """Plot measured and predicted seconds of held-out work, a panel for each kind."""
     figure = Figure(figsize=(11.0, 4.4), layout="constrained")
     sources = list(dict.fromkeys(total.source for total in found))
     for axes, kind in zip(figure.subplots(1, len(KINDS)), KINDS, strict=True):
@@ -73,10 +73,10 @@ def _panel(axes: Axes, kind: str, found: Sequence[Total], sources: Sequence[str]
     axes.set_xlabel("measured, s", color=INK)
     axes.set_ylabel("predicted, s", color=INK)
     if not found:
-        axes.set_title(f"{kind}: none seen", loc="left", color=INK, fontsize=10)
+        axes.set_title(f"{kind}: not measured", loc="left", color=INK, fontsize=10)
         return
     error = sum(total.error for total in found) / len(found)
-    axes.set_title(f"{kind}: off by {error:.1%} in the mean", loc="left", color=INK, fontsize=10)
+    axes.set_title(f"{kind}: mean error {error:.1%}", loc="left", color=INK, fontsize=10)
     seconds = [each for total in found for each in (total.measured, total.predicted)]
     ends = [min(seconds) / 1.3, max(seconds) * 1.3]
     axes.fill_between(ends, [end * (1 - error) for end in ends], [end * (1 + error) for end in ends], color=BAND)
@@ -89,7 +89,7 @@ def _panel(axes: Axes, kind: str, found: Sequence[Total], sources: Sequence[str]
 
 
 def draw_plans(plans: Sequence[Plan], names: Sequence[str], errors: Mapping[str, float], path: Path) -> None:
-    """Draw a bar for each plan, the fastest at the top, with the error of the whole step."""
+    """Plot a bar for each plan, the fastest at the top, with the error of the step."""
     figure = Figure(figsize=(9, 1.5 + 0.45 * len(plans)), layout="constrained")
     axes = figure.subplots()
     left = [0.0] * len(plans)
@@ -99,7 +99,7 @@ def draw_plans(plans: Sequence[Plan], names: Sequence[str], errors: Mapping[str,
         left = [at + width for at, width in zip(left, widths, strict=True)]
     axes.errorbar(left, names, xerr=[step_error_s(plan.seconds, errors) for plan in plans], fmt="none", color="black")
     axes.invert_yaxis()
-    axes.set_xlabel("seconds of a step, and how far they may be off")
+    axes.set_xlabel("step time in seconds, with the error of the forecast")
     legend(figure, axes.get_legend_handles_labels()[0], len(KIND_HUES))
     axes.spines[["top", "right"]].set_visible(False)
     save(figure, path)

@@ -1,6 +1,6 @@
-"""`rlfuse plan`: memory, placement and time of a job before it starts; needs no GPU.
+"""`rlfuse plan`: predict memory, placement and step time of a job before it starts; needs no GPU.
 
-Exit status: 0 it fits, 2 wrong configuration, 3 it does not fit.
+Exit status: 0 it fits, 2 invalid configuration, 3 it does not fit.
 """
 
 from __future__ import annotations
@@ -50,11 +50,16 @@ if TYPE_CHECKING:
     from rlfuse.tools.planning.forecast import Forecast
     from rlfuse.tools.planning.hardware import Hardware
 
-COSTS = {"from": "run", "peak-tflops": "peak_tflops", "cluster": "cluster"}  # options that give the durations of work
+COSTS = {
+    "from": "run",
+    "peak-tflops": "peak_tflops",
+    "cluster": "cluster",
+}
+"""Options that give costs -> names of their arguments."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Do what the arguments say. Raises ConfigError and its like; SystemExit(3) where the job does not fit."""
+    """Run `rlfuse plan`. Raises UserError for invalid input, SystemExit(3) if the job does not fit."""
     if "--search" in argv:
         return search_command.main(argv)
     arguments, words = _parser().parse_known_args(argv)
@@ -81,21 +86,17 @@ def main(argv: Sequence[str]) -> None:
         placement_table(config, shapes),
         memory_table(config, shapes, memory),
     )
-    blocked = Experience(config).overlap_blocker() if traits_of(policy).trains_early else ""
+    overlap_note = Experience(config).overlap_blocker() if traits_of(policy).trains_early else ""
     data = read_lengths(config)
     if isinstance(data, DataLengths):
         console.print(data.table())
         if arguments.run is None:
             arguments.prompt_tokens = arguments.prompt_tokens or prompt_tokens(config, data)
-    away, unread = _activations_away(config, shapes, budget.device), planning_notes(config, budget.device, data)
-    for line in (*away, *filter(None, [blocked]), *unread):
+    notes = [*_activation_offload_notes(config, shapes, budget.device), *filter(None, [overlap_note])]
+    for line in (*notes, *planning_notes(config, budget.device, data)):
         console.print(escape(line), soft_wrap=True)
     if arguments.memory_picture is not None:
-        from rlfuse.tools.planning.pictures import draw_memory
-
-        path = arguments.memory_picture
-        draw_memory(memory, f"{config.model.path}, {config.slots} slots, {config.sharding}", path)
-        console.print(f"picture: {path}\n", soft_wrap=True)
+        _draw_memory(config, memory, arguments.memory_picture, console)
     if budget.device == "cuda":
         _show_settings(config, memory, arguments.settings, console)
     _forecast(config, shapes, memory, arguments, console)
@@ -108,28 +109,50 @@ def main(argv: Sequence[str]) -> None:
     console.print("[bold green]fits[/]")
 
 
+def _draw_memory(config: Config, memory: Memory, path: Path, console: Console) -> None:
+    from rlfuse.tools.planning.pictures import draw_memory
+
+    draw_memory(memory, f"{config.model.path}, {config.slots} slots, {config.sharding}", path)
+    console.print(f"picture: {path}\n", soft_wrap=True)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rlfuse plan",
         usage="rlfuse plan [options] [my_job.yaml] key=value ...",
-        description="What a job would take. Status 0: it fits, 2: wrong configuration, 3: it does not fit.",
+        description="Predict memory and step time of a job. Exit status 0: fits, 2: invalid config, 3: does not fit.",
         allow_abbrev=False,
     )
-    parser.add_argument("--device-memory", type=float, metavar="GIB", help="of a GPU (CPU: a slot); default: as found")
-    parser.add_argument("--peak-tflops", type=float, metavar="N", help="peak of a device: forecasts times")
-    parser.add_argument("--cluster", type=Path, metavar="FILE", help="the machines: memory, speed, links")
-    parser.add_argument("--from", dest="run", type=Path, metavar="RUN_DIR", help="costs and lengths of a recorded run")
-    parser.add_argument("--response-tokens", type=float, metavar="N", help="mean; default: the run's or half the limit")
-    parser.add_argument("--prompt-tokens", type=int, metavar="N", help="mean; default: the run's or the data's")
-    parser.add_argument("--picture", type=Path, metavar="out.png|html", help="the fused schedule of a pipeline job")
-    parser.add_argument("--memory-picture", type=Path, metavar="out.png", help="what lies on a device in each phase")
-    parser.add_argument("--search", action="store_true", help="the fastest plan that fits: --search --help")
-    parser.add_argument("--settings", action="store_true", help="settings for GPUs: variables, engine arguments, why")
+    parser.add_argument(
+        "--device-memory", type=float, metavar="GIB", help="memory per GPU (CPU: per slot); default: as detected"
+    )
+    parser.add_argument("--peak-tflops", type=float, metavar="N", help="peak TFLOP/s of a device; forecasts step time")
+    parser.add_argument("--cluster", type=Path, metavar="FILE", help="cluster file: memory, speed, links")
+    parser.add_argument(
+        "--from", dest="run", type=Path, metavar="RUN_DIR", help="use costs and lengths of a recorded run"
+    )
+    parser.add_argument(
+        "--response-tokens",
+        type=float,
+        metavar="N",
+        help="mean; default: from the run, or half the limit",
+    )
+    parser.add_argument(
+        "--prompt-tokens", type=int, metavar="N", help="mean prompt length; default: from the run or the data"
+    )
+    parser.add_argument(
+        "--picture", type=Path, metavar="out.png|html", help="plot of the fused schedule (pipelines only)"
+    )
+    parser.add_argument("--memory-picture", type=Path, metavar="out.png", help="plot of device memory in each phase")
+    parser.add_argument("--search", action="store_true", help="find the fastest plan that fits; see --search --help")
+    parser.add_argument(
+        "--settings", action="store_true", help="show environment variables and engine arguments for GPUs, with reasons"
+    )
     return parser
 
 
 def device_of(config: Config, arguments: argparse.Namespace) -> str:
-    """`cuda`, `cpu`, or `auto` where another machine decides. A device's memory is told of machines with GPUs."""
+    """Return `cuda`, `cpu`, or `auto` if another machine decides. --device-memory implies `cuda`."""
     if config.cluster.device != "auto":
         return config.cluster.device
     if arguments.cluster is not None:
@@ -147,26 +170,26 @@ def _check(arguments: argparse.Namespace, config: Config) -> None:
             wrong.append(f"--{name.replace('_', '-')} {value:g}: needs a number above 0")
     costs = [f"--{option}" for option, name in COSTS.items() if getattr(arguments, name) is not None]
     if len(costs) > 1:
-        wrong.append(f"{' and '.join(costs)}: each gives the costs; give one of them")
+        wrong.append(f"{' and '.join(costs)}: each gives the costs; use only one of them")
     if arguments.cluster is not None and arguments.device_memory is not None:
-        wrong.append("--cluster and --device-memory: both tell the memory; give one of them")
+        wrong.append("--cluster and --device-memory: both give the memory; use only one of them")
     wrong += arguments.cluster.missing_for(config) if arguments.cluster is not None else ()
     wrong += unwritable("--picture", arguments.picture, ".png", ".html")
     wrong += unwritable("--memory-picture", arguments.memory_picture, ".png")
     if arguments.picture is not None:
         if config.training.pipeline_parallel_size == 1:
-            wrong.append("--picture: shows the schedule of pipelines; set training.pipeline_parallel_size above 1")
+            wrong.append("--picture: plots pipeline schedules; set training.pipeline_parallel_size above 1")
         if not costs:
-            wrong.append("--picture: a schedule needs durations; give --peak-tflops, --cluster or --from")
+            wrong.append("--picture: a schedule needs costs; give --peak-tflops, --cluster or --from")
     if wrong:
         raise ConfigError(wrong)
 
 
 def budget_of(config: Config, arguments: argparse.Namespace) -> Budget:
-    """The device and its memory, as told or as found on this machine. Raises ConfigError if neither is known."""
+    """Return the device and its memory, as given or as detected here. Raises ConfigError if neither is known."""
     device, given = device_of(config, arguments), arguments.device_memory
     if device == "auto":
-        raise ConfigError(["cluster.device=auto: another machine decides; say cluster.device=cuda or cpu"])
+        raise ConfigError(["cluster.device=auto: cannot be resolved on this machine; set cluster.device=cuda or cpu"])
     if arguments.cluster is not None:
         return arguments.cluster.budget(config)
     if given is not None:
@@ -178,11 +201,13 @@ def budget_of(config: Config, arguments: argparse.Namespace) -> Budget:
     import torch
 
     if not torch.cuda.is_available():
-        raise ConfigError(["--device-memory: there is no GPU here to ask; give it in GiB, as --device-memory 80"])
+        raise ConfigError(
+            ["--device-memory: no GPU on this machine; give the memory in GiB, for example --device-memory 80"]
+        )
     return Budget(device, torch.cuda.get_device_properties(0).total_memory)
 
 
-def _activations_away(config: Config, shapes: Mapping[str, Shape], device: str) -> list[str]:
+def _activation_offload_notes(config: Config, shapes: Mapping[str, Shape], device: str) -> list[str]:
     if not config.model.enable_activation_offload:
         return []
     learning = {role: shape for role, shape in shapes.items() if role in PASS_OF}
@@ -194,27 +219,27 @@ def _activations_away(config: Config, shapes: Mapping[str, Shape], device: str) 
 
 
 def planning_notes(config: Config, device: str, lengths: DataLengths | str) -> list[str]:
-    """What the plan took for granted, a line each; `lengths`: of the data, or why they are unknown."""
+    """Return the assumptions of the plan, a line each; `lengths`: of the data, or why they are unknown."""
     data, lines = config.data, []
     if config.cluster.device == "auto":
         other = "cpu" if device == "cuda" else "cuda and --device-memory GIB"
-        lines.append(f"cluster.device=auto: planned for {device}; cluster.device={other} plans for the other")
+        lines.append(f"cluster.device=auto: planned for {device}; set cluster.device={other} to plan for the other")
     known = isinstance(lengths, DataLengths)
     lines += lengths.lines() if known else ()
-    unread = "" if known else "no data was read" + (f" ({lengths})" if lengths else "") + ": "
+    reason = "" if known else "no data was read" + (f" ({lengths})" if lengths else "") + ": "
     lines.append(
-        f"{unread}memory is for the longest samples that the limits allow, "
+        f"{reason}memory is planned for the longest samples allowed, "
         f"data.max_prompt_length={data.max_prompt_length} and data.max_response_length={data.max_response_length}"
     )
     return [*lines, *missing_inputs(config)]
 
 
 def _show_settings(config: Config, memory: Memory, all_of_them: bool, console: Console) -> None:
-    name = config.trainer.experiment_name or "NAME"  # which a run without one gets when it is accepted
+    name = config.trainer.experiment_name or "NAME"  # placeholder: a run without a name gets one at submission
     named = replace(config, trainer=replace(config.trainer, experiment_name=name))
     settings = gpu_settings(named, planned=memory_arguments(memory))
     if not all_of_them:
-        console.print(f"{len(settings)} settings for GPUs were chosen: --settings shows them, with the reasons.\n")
+        console.print(f"{len(settings)} settings for GPUs were chosen; use --settings to show them with reasons.\n")
         return
     for where in dict.fromkeys(each.where for each in settings):
         console.print(f"[bold]Settings of {escape(where)}[/]")
@@ -229,8 +254,8 @@ def _forecast(
 ) -> None:
     if all(getattr(arguments, name) is None for name in COSTS.values()):
         console.print(
-            "Time: give --peak-tflops N, the peak of a device, --cluster FILE of the machines, or --from RUN_DIR for "
-            "what a run measured.\n",
+            "Step time: not forecast. Give --peak-tflops N (peak of a device), --cluster FILE, or --from RUN_DIR "
+            "(costs of a recorded run).\n",
             soft_wrap=True,
         )
         return
@@ -262,18 +287,18 @@ def _forecast(
     for line in assumptions(config, machines, hardware, lengths, prompt, recording):
         console.print(f"  assumed: {escape(line)}", soft_wrap=True)
     if hardware is not None:
-        for line in _travels(config, shapes, hardware, times.context, memory.moved):
+        for line in _transfer_notes(config, shapes, hardware, times.context, memory.moved):
             console.print(escape(line), soft_wrap=True)
     given = {"--response-tokens": arguments.response_tokens, "--prompt-tokens": arguments.prompt_tokens}
     if recording is None and (guessed := [option for option, tokens in given.items() if tokens is None]):
-        console.print(f"  assumed: these are half the limits without {' and '.join(guessed)}", soft_wrap=True)
+        console.print(f"  assumed: lengths default to half the limits; set {' and '.join(guessed)}", soft_wrap=True)
     console.print()
     if arguments.picture is not None:
         _draw(found.schedule, arguments.picture, console)
 
 
 def _machines(config: Config, memory: Memory, arguments: argparse.Namespace) -> Cluster | None:
-    """Return those of the cluster file, or of --peak-tflops; None for the costs of a run. Raises ClusterError."""
+    """Return the cluster of --cluster or --peak-tflops; None with the costs of a run. Raises ClusterError."""
     if arguments.cluster is not None or arguments.peak_tflops is None:
         return arguments.cluster
     machines = {"nodes": config.trainer.nnodes, "devices_per_node": config.trainer.n_gpus_per_node}
@@ -284,50 +309,50 @@ def _machines(config: Config, memory: Memory, arguments: argparse.Namespace) -> 
         raise ClusterError(*(f"--peak-tflops: {problem}" for problem in error.problems)) from None
 
 
-def _travels(
+def _transfer_notes(
     config: Config, shapes: Mapping[str, Shape], hardware: Hardware, context: float, moved: Moved
 ) -> Iterator[str]:
     from rlfuse.tools.planning.costs import offload_traffic, optimizer_transfer_seconds
 
     if moved.optimizers:
         trips = optimizer_transfer_seconds(config, shapes, hardware, context, moved)
-        yield _optimizer_words(config, moved.optimizers, *trips)
+        yield _optimizer_transfer_note(config, moved.optimizers, *trips)
     if config.actor.offload_optimizer:
-        yield _offload_words(*offload_traffic(config, shapes, hardware, context))
+        yield _offload_note(*offload_traffic(config, shapes, hardware, context))
 
 
-def _optimizer_words(config: Config, size: float, seconds: float, hidden: float) -> str:
+def _optimizer_transfer_note(config: Config, size: float, seconds: float, hidden: float) -> str:
     residency = config.actor.optimizer_residency
-    told = f"  actor.optimizer_residency={residency}: {size / GIB:.1f} GiB of optimizer state"
+    line = f"  actor.optimizer_residency={residency}: {size / GIB:.1f} GiB of optimizer state"
     if not seconds:
-        return f"{told}; --cluster tells how long it is on its way"
-    way = "go there and back with every update" if residency == "step" else "come to the device"
-    return f"{told} {way}: {seconds:.2f} s a step, {hidden:.2f} beside gradients, {seconds - hidden:.2f} waited for"
+        return f"{line}; --cluster adds the transfer time"
+    when = "is moved to the device and back for each update" if residency == "step" else "is moved to the device"
+    return f"{line} {when}: {seconds:.2f} s per step, {hidden:.2f} s overlap gradients, {seconds - hidden:.2f} s do not"
 
 
-def _offload_words(size: float, seconds: float) -> str:
-    told = f"  actor.offload_optimizer=true: {size / GIB:.1f} GiB of gradients and weights"
+def _offload_note(size: float, seconds: float) -> str:
+    line = f"  actor.offload_optimizer=true: {size / GIB:.1f} GiB of gradients and weights to the host and back"
     if not seconds:
-        return f"{told} to the host and back; --cluster tells how long they are on their way"
-    return f"{told} go to the host and back in a step: {seconds:.2f} s, waited for"
+        return f"{line}; --cluster adds the transfer time"
+    return f"{line}: {seconds:.2f} s per step, not overlapped"
 
 
 def time_table(found: Forecast) -> Table:
-    """The step's stages under the job's policy, and the step under the others."""
+    """Return a table of the step time by stage under the job's policy, and of the step under other policies."""
     seconds, mine = found.seconds, next(iter(found.steps))
-    table = table_of(f"Forecast of a step, fusion.policy={mine}", "stage", numbers=("seconds",))
+    table = table_of(f"Step time forecast, fusion.policy={mine}", "stage", numbers=("seconds",))
     table.add_row("generation", f"{seconds.generating:.2f}")
-    table.add_row("scoring after it", f"{seconds.scoring:.2f}")
-    table.add_row("training after that", f"{seconds.training:.2f}")
+    table.add_row("scoring after generation", f"{seconds.scoring:.2f}")
+    table.add_row("training after scoring", f"{seconds.training:.2f}")
     if found.lost_overlap > MIN_GAIN * seconds.step:
-        table.add_row("lost overlap: training waits for the batch", f"{found.lost_overlap:.2f}")
+        table.add_row("lost overlap: training waits for the whole batch", f"{found.lost_overlap:.2f}")
     table.add_section()
-    told = fastest_labels(found.steps, found.errors)
+    labels = fastest_labels(found.steps, found.errors)
     for policy, each in found.steps.items():
-        words = "step" if policy == mine else f"step under {policy} ({each.step / seconds.step:.2f} times as long)"
-        table.add_row(words + (f", {told[policy]}" if policy in told else ""), f"{each.step:.2f}")
+        words = "step" if policy == mine else f"step under {policy} ({each.step / seconds.step:.2f}x)"
+        table.add_row(words + (f", {labels[policy]}" if policy in labels else ""), f"{each.step:.2f}")
     if found.bound is not None:
-        table.add_row(f"no schedule takes less ({found.bound.bound_by})", f"{found.bound.seconds:.2f}")
+        table.add_row(f"lower bound of any schedule ({found.bound.bound_by})", f"{found.bound.seconds:.2f}")
     return table
 
 

@@ -1,4 +1,4 @@
-"""Complete a job file for planning, read its data for lengths, and write the job file of a plan."""
+"""Complete a job for planning, measure the token lengths of its data, and write the job file of a plan."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ PLACEHOLDERS = {
     "data.train_files": ["train.parquet"],
     "reward.functions": ["rlfuse.rewards.verifiers.exact:score"],
 }
-"""What a job file has where the job does not say, to be replaced."""
+"""Placeholders for required keys that a plan does not need; the user replaces them before a run."""
 
 
 def with_placeholders(given: DictConfig) -> DictConfig:
-    """With something where a job needs what no plan does."""
+    """Fill required keys that a plan does not need with PLACEHOLDERS, in place."""
     for key, value in PLACEHOLDERS.items():
         if not OmegaConf.select(given, key) and not (key.startswith("reward.") and given.reward.model_path):
             OmegaConf.update(given, key, value)
@@ -43,7 +43,7 @@ def with_placeholders(given: DictConfig) -> DictConfig:
 
 
 def without_unresolvable_arguments(given: DictConfig) -> DictConfig:
-    """Return a copy without the arguments of reward functions that only the run's machine can resolve (secrets)."""
+    """Return a copy without reward function arguments that only the run's machine can resolve (secrets)."""
     job = deepcopy(given)
     for entry in job.reward.functions:
         if isinstance(entry, DictConfig) and isinstance(entry.get("kwargs"), DictConfig):
@@ -62,43 +62,43 @@ def _resolves(kwargs: DictConfig, name: str) -> bool:
 
 
 def facts_for_device(config: Config, device: str) -> Facts:
-    """What a plan knows of the job's surroundings: no more of a model than its config.json, and which device."""
+    """Return the facts that a plan uses: the device, and of a model only its config.json."""
     found = planning_facts(config)
-    enough = "a plan needs no more of a model than a folder with its config.json"
+    enough = "a plan only needs a folder with the model's config.json"
     wrong = {key: f"{why}; {enough}" for key, why in found.model_problems.items()}
     return replace(found, model_problems=wrong, cuda={"cuda": True, "cpu": False}.get(device))
 
 
 def unset_keys(config: Config) -> list[str]:
-    """Return the keys that the job leaves to be set before a run."""
+    """Return the keys that still have placeholders."""
     return [key for key, value in PLACEHOLDERS.items() if value_of(config, key) == value]
 
 
 def missing_inputs(config: Config) -> Iterator[str]:
-    """Yield a line for each kind of thing that the run needs and the plan did not."""
+    """Yield a line for unset keys and one for missing files that the run needs and the plan does not."""
     if keys_ := unset_keys(config):
-        yield f"the run needs {', '.join(keys_)}, which the job does not set"
+        yield f"not set, required for the run: {', '.join(keys_)}"
     stand_ins = {str(each) for key in unset_keys(config) for each in PLACEHOLDERS[key]}
     if missing := [path for path in missing_for_run(config) if path not in stand_ins]:
         command = next(filter(None, map(command_for, missing)), None)
-        yield f"the run will need {', '.join(missing)}, not found here" + (f": `{command}`" if command else "")
+        yield f"not found here, required for the run: {', '.join(missing)}" + (f": `{command}`" if command else "")
 
 
 def over_limit_options(config: Config, prompt_tokens: float | None, response_tokens: float | None) -> Iterator[str]:
-    """Mean lengths, as an option gave them, that the job's limits would cut."""
+    """Yield an error for each mean length option above the limit of the job."""
     for name, mean in (("prompt", prompt_tokens), ("response", response_tokens)):
         limit = getattr(config.data, f"max_{name}_length")
         if mean is not None and mean > limit:
-            yield f"--{name}-tokens {mean:g}: needs at most data.max_{name}_length={limit}; raise that key with it"
+            yield f"--{name}-tokens {mean:g}: exceeds data.max_{name}_length={limit}; raise the key or lower this"
 
 
 def changed_settings(given: DictConfig, settings: Mapping[str, object]) -> list[tuple[str, object]]:
-    """What the plan changes in the job."""
+    """Return the settings that differ from the job."""
     return [(key, value) for key, value in settings.items() if OmegaConf.select(given, key) != value]
 
 
 def write_job(path: Path, given: DictConfig, settings: Mapping[str, object], planned: Config, console: Console) -> None:
-    """Every key that differs from its default, as a job file: as the job writes it, be it by a reference."""
+    """Write a job file with every key that differs from its default; references of the job are kept."""
     written, as_given = OmegaConf.create(), OmegaConf.to_container(given)  # unresolved
     for key in keys():
         if key.required or value_of(planned, key.name) != key.default:
@@ -109,30 +109,32 @@ def write_job(path: Path, given: DictConfig, settings: Mapping[str, object], pla
                 force_add=True,
             )
     read = OmegaConf.to_object(without_unresolvable_arguments(OmegaConf.merge(OmegaConf.structured(Config), written)))
-    for key in keys():  # a reference to what the plan changes
+    for key in keys():  # replace references to keys that the plan changes
         if value_of(read, key.name) != value_of(planned, key.name):
             OmegaConf.update(written, key.name, value_of(planned, key.name), force_add=True)
     open_keys = ", ".join(unset_keys(planned))
-    heading = "# Written by `rlfuse plan --search`.\n" + (f"# Put yours: {open_keys}.\n" if open_keys else "")
+    heading = "# Written by `rlfuse plan --search`.\n" + (
+        f"# Placeholders to replace: {open_keys}.\n" if open_keys else ""
+    )
     write_atomically(path, heading + OmegaConf.to_yaml(written))
     console.print(f"job file: {path}; `rlfuse plan {path}`, `rlfuse train {path}`", soft_wrap=True)
     if open_keys:
-        console.print(f"  put yours into it: {open_keys}", soft_wrap=True)
+        console.print(f"  replace the placeholders in it: {open_keys}", soft_wrap=True)
 
 
-NO_LIMIT = 1 << 31  # tokens of a prompt
+NO_LIMIT = 1 << 31  # prompt tokens
 ROWS = {"rl": "prompt", "reward_model": "sequence (prompt with one answer)"}
-"""By trainer.task, what is as long as a limit allows."""
+"""trainer.task -> the unit that the length limits apply to."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataLengths:
-    """Tokens of all rows of data.train_files that can be used."""
+    """Token counts of all usable rows of data.train_files."""
 
-    tokens: dict[str, list[int]]  # by what they are of: rows, clips, images; the rows come first
-    report: str  # how many rows there are and which can't be used
-    limit: int  # longest that a row may be
-    is_dropped: bool  # whether longer rows are left out
+    tokens: dict[str, list[int]]  # unit (rows, clips, images) -> tokens of each; rows come first
+    report: str  # number of rows, and of unusable ones
+    limit: int  # maximum tokens of a row
+    is_dropped: bool  # True if longer rows are dropped
     truncation: str
 
     @property
@@ -141,34 +143,36 @@ class DataLengths:
 
     @property
     def mean(self) -> int:
-        """Return the mean tokens of a row as a run uses it, at least 1."""
+        """Return the mean tokens of a row after dropping or truncation."""
         kept = [min(each, self.limit) for each in self.rows if each <= self.limit or not self.is_dropped]
         return round(fmean(kept or [self.limit]))
 
     def table(self) -> Table:
-        table = table_of("Data: tokens", "per", numbers=("mean", "maximum", "number"))
+        table = table_of("Data: tokens", "unit", numbers=("mean", "maximum", "count"))
         for what, tokens in self.tokens.items():
             table.add_row(what, f"{fmean(tokens):,.1f}", f"{max(tokens):,}", f"{len(tokens):,}")
         return table
 
     def lines(self) -> Iterator[str]:
-        """Yield what became of the rows, and what a run does with those that are too long."""
+        """Yield the loading report, and how a run treats overlong rows."""
         yield self.report
         if longer := sum(each > self.limit for each in self.rows):
             stops = self.truncation == "error"
-            does = f"data.truncation={self.truncation}: " + ("the run stops at the first" if stops else "they are cut")
+            does = f"data.truncation={self.truncation}: " + (
+                "the run fails on the first" if stops else "they are truncated"
+            )
             does = "data.filter_overlong_prompts=true: they are dropped" if self.is_dropped else does
-            yield f"{longer:,} of {len(self.rows):,} rows are longer than {self.limit:,} tokens ({does})"
+            yield f"{longer:,} of {len(self.rows):,} rows exceed {self.limit:,} tokens ({does})"
 
 
 def prompt_tokens(config: Config, lengths: DataLengths | str) -> int:
-    """Return the mean to plan for: that of the data, or half the limit where it is unknown."""
+    """Return the mean prompt length to plan for: that of the data if known, else half the limit."""
     known = isinstance(lengths, DataLengths) and config.trainer.task == "rl"
     return lengths.mean if known else -(-config.data.max_prompt_length // 2)
 
 
 def read_lengths(config: Config) -> DataLengths | str:
-    """Return the lengths of data.train_files, or why they are unknown: nothing where the job has none, or not here."""
+    """Return the lengths of data.train_files, or the reason why they are unknown; "" if the files are not here."""
     files = [] if "data.train_files" in unset_keys(config) else config.data.train_files
     if not files or not all(Path(file).expanduser().exists() for file in files):
         return ""
@@ -191,7 +195,9 @@ def _prompts(config: Config) -> DataLengths:
     path, trusts, data = config.model.path, config.model.trust_remote_code, config.data
     tokenizer, is_folder = load_tokenizer(config.model), Path(path).expanduser().is_dir()
     if not is_folder and supported_family(AutoConfig.from_pretrained(path, trust_remote_code=trusts)):
-        raise VideoError(f"model.path={path} is not on this machine", "Download the model to plan with its clips")
+        raise VideoError(
+            f"model.path={path} is not on this machine", "Download the model to include its clips in the plan"
+        )
     model = VideoModel.from_pretrained(path, trusts) if is_folder else None
     with TemporaryDirectory(prefix="rlfuse-plan-") as images:
         video, workers = with_values(config, {"video.max_failure_rate": 1.0}).video, len(os.sched_getaffinity(0))

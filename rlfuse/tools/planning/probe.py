@@ -1,6 +1,6 @@
-"""Measure a device without a run: half a minute of products, copies, passes, optimizer steps and decoding.
+"""Measure a device without a run: half a minute of matrix products, copies, passes, optimizer steps and decoding.
 
-A time is the median of several, the first not counted. Decoding is that of transformers with a cache.
+Each time is the median of several measurements after a warm-up. Decoding uses transformers with a KV cache.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from rlfuse.tools.planning.exchanges import optimizer_traffic
 from rlfuse.tools.planning.features import Work, forward_flops
 from rlfuse.tools.planning.hardware import END_LAYERS
 
-MIN_MEASURE_S, MIN_REPEATS = 0.12, 3  # a measurement is repeated until it has taken so long, but at least so many times
+MIN_MEASURE_S, MIN_REPEATS = 0.12, 3  # minimum seconds and repetitions of a measurement
 DEPTHS, WIDTHS, VOCABULARY = (2, 4), (256, 512), 1024
 TOKENS, BATCHES, CONTEXTS, STEPS = (64, 192, 512), (1, 4, 16), (64, 256), 4
 COPIED = 1 << 26  # bytes
-OPTIMIZER_SIZES = (4_000_000, 8_000_000, 16_000_000)  # parameters of optimizer steps, larger than any cache
-NORM_CHUNK = 1 << 18  # gradients of one parameter, whose norm is made at a time
+OPTIMIZER_SIZES = (4_000_000, 8_000_000, 16_000_000)  # parameters per optimizer step, larger than any CPU cache
+NORM_CHUNK = 1 << 18  # elements per gradient norm computation
 
 
 @dataclass
 class Probe:
-    """Measures; `print_line` hears a line for each measurement."""
+    """Measures a device; calls `print_line` with a line for each measurement."""
 
     print_line: Callable[[str], None]
     min_measure_s: float = MIN_MEASURE_S
@@ -48,7 +48,7 @@ class Probe:
 
     def measure(self, folder: str | None) -> None:
         with _threads(self.device):
-            dtype = _dtype(AutoConfig.from_pretrained(folder)) if folder else self._own_dtype
+            dtype = _dtype(AutoConfig.from_pretrained(folder)) if folder else self._default_dtype
             self._rates(dtype)
             for parameters in OPTIMIZER_SIZES:
                 self._optimizer(parameters, dtype)
@@ -56,10 +56,10 @@ class Probe:
                 with tempfile.TemporaryDirectory() as where:
                     config.save_pretrained(where)
                     shape = self.shapes[name] = read_shape(where, "--model")
-                self._model(name, config, shape, _dtype(config) if folder else self._own_dtype)
+                self._model(name, config, shape, _dtype(config) if folder else self._default_dtype)
 
     @property
-    def _own_dtype(self) -> torch.dtype:
+    def _default_dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.device == "cuda" else torch.float32
 
     def _seconds(self, run: Callable[[], Any]) -> float:
@@ -85,15 +85,15 @@ class Probe:
         data = torch.zeros(COPIED // 4, device=self.device)
         other = torch.empty_like(data)
         self.copy_bytes_per_s = 2 * COPIED / self._seconds(lambda: other.copy_(data))
-        self.print_line(f"copies: {self.copy_bytes_per_s / 1e9:,.1f} GB/s read and written")
+        self.print_line(f"copies: {self.copy_bytes_per_s / 1e9:,.1f} GB/s (reads + writes)")
         if self.device == "cuda":
             host = torch.zeros(COPIED // 4, pin_memory=True)
             both = self._seconds(lambda: host.copy_(data)) + self._seconds(lambda: data.copy_(host))
             self.host_bytes_per_s = 2 * COPIED / both
             self.print_line(f"to the host and back: {self.host_bytes_per_s / 1e9:,.1f} GB/s")
         else:
-            anew = Work("copying", "", 0, self._seconds(data.clone), copied=2 * COPIED)
-            self._add("copies", "into new memory", anew)
+            allocated = Work("copying", "", 0, self._seconds(data.clone), copied=2 * COPIED)
+            self._add("copies", "into new memory", allocated)
 
     def _model(self, name: str, config: Any, shape: Shape, dtype: torch.dtype) -> None:
         with torch.device(self.device):
@@ -105,9 +105,9 @@ class Probe:
             for context in (each for each in CONTEXTS if each + STEPS <= longest):
                 self._decoding(name, model, shape, (batch, context), item)
 
-    def _add(self, name: str, what: str, work: Work) -> None:
+    def _add(self, name: str, description: str, work: Work) -> None:
         self.works.append(replace(work, source="probe", part=self._part))
-        self.print_line(f"{name}, {what}: {1e3 * work.seconds:,.2f} ms")
+        self.print_line(f"{name}, {description}: {1e3 * work.seconds:,.2f} ms")
 
     def _passes(self, name: str, model: Any, shape: Shape, tokens: int, item: int) -> None:
         ids = torch.ones(1, tokens, dtype=torch.long, device=self.device)
@@ -157,7 +157,7 @@ class Probe:
     def _optimizer(self, parameters: int, dtype: torch.dtype) -> None:
         master = torch.nn.Parameter(torch.zeros(parameters, device=self.device))
         weights = torch.empty_like(master, dtype=dtype, requires_grad=False)
-        master.grad = torch.randn_like(master)  # of zeros, roots take twenty times as long on a CPU
+        master.grad = torch.randn_like(master)  # square roots of zeros are 20x slower on a CPU
         optimizer = torch.optim.AdamW([master], lr=1e-6, fused=self.device != "cpu")
 
         @torch.no_grad()
@@ -185,7 +185,7 @@ def _configs(folder: str | None) -> Iterator[tuple[str, Any]]:
                 config.layer_types = [kinds[layer % len(kinds)] for layer in range(depth)]
             yield f"{depth} layers", config
         for width in () if folder else WIDTHS:
-            own = Qwen2Config(
+            small = Qwen2Config(
                 vocab_size=VOCABULARY,
                 hidden_size=width,
                 intermediate_size=3 * width,
@@ -194,7 +194,7 @@ def _configs(folder: str | None) -> Iterator[tuple[str, Any]]:
                 num_key_value_heads=width // 128,
                 architectures=["Qwen2ForCausalLM"],
             )
-            yield f"{depth} layers of {width}", own
+            yield f"{depth} layers of {width}", small
 
 
 def _dtype(config: Any) -> torch.dtype:

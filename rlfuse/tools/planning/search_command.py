@@ -1,4 +1,4 @@
-"""`rlfuse plan --search`: the fastest configuration that fits, and its job file."""
+"""`rlfuse plan --search`: find the fastest configuration that fits, and write its job file."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ from rlfuse.tools.planning.step_time import Seconds, fastest_labels
 from rlfuse.tools.planning.tables import memory_table, table_of
 
 DOES_NOT_FIT = 3
-SECONDS, PATIENCE = 60.0, 64  # default time; plans without gain before it ends earlier
-SEARCH_SHARE, REFINE_SHARE = 0.5, 0.8  # shares of the time for searching, and until neighbours end
+SECONDS, PATIENCE = 60.0, 64  # default time limit; plans without gain before an early end
+SEARCH_SHARE, REFINE_SHARE = 0.5, 0.8  # shares of the time at which the search, and the refinement, end
 SHOWN = 8  # plans in the table
 
 
 def main(argv: Sequence[str]) -> None:
-    """Do what the arguments say. Raises ConfigError and its like; SystemExit(3) where no plan fits."""
+    """Run `rlfuse plan --search`. Raises UserError for invalid input, SystemExit(3) if no plan fits."""
     from rlfuse.engines.trainer.families import training_problems  # imports transformers
 
     arguments, words = _parser().parse_known_args(argv)
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> None:
     config = _accepted(cluster, without_unresolvable_arguments(given), arguments.keep)
     load_policy(config.fusion.policy)
     beyond = over_limit_options(config, arguments.prompt_tokens, arguments.response_tokens)
-    task = [f"trainer.task={config.trainer.task}: what is searched are steps that generate; drop --search"]
+    task = [f"trainer.task={config.trainer.task}: --search supports only trainer.task=rl; drop --search"]
     task *= config.trainer.task != "rl"
     refused = [*training_problems(config), *unplannable_reasons(config, config.cluster.device)]
     if wrong := [*task, *cluster.missing_for(config), *refused, *beyond]:
@@ -87,17 +87,17 @@ def main(argv: Sequence[str]) -> None:
     if not found.plans:
         _nothing_fits(found, SEARCH_SHARE * seconds, console)
     else:
-        around: list[Neighbour] = []
-        with console.status("neighbours of the best plan"), suppress(KeyboardInterrupt):  # what was found is shown
-            found, around = refine(job, found, facts, began + REFINE_SHARE * seconds - time.monotonic())
+        neighbours: list[Neighbour] = []
+        with console.status("neighbours of the best plan"), suppress(KeyboardInterrupt):  # results so far are shown
+            found, neighbours = refine(job, found, facts, began + REFINE_SHARE * seconds - time.monotonic())
         with console.status("the best plans with tuned thresholds"):
-            last = finalists(job, found.plans[:SHOWN], began + seconds - time.monotonic())
+            tuned_plans = finalists(job, found.plans[:SHOWN], began + seconds - time.monotonic())
             compared = found.plans[0]
-            if structure_of(compared) != structure_of(last.plans[0]):
-                compared = with_untuned_step(job, last.plans[0])
-                around = evaluate_neighbours(job, compared, facts)
-        console.print(_plans_table(job, last.plans), _neighbours_table(compared, around))
-        _show(job, given, found, last, arguments, console)
+            if structure_of(compared) != structure_of(tuned_plans.plans[0]):
+                compared = with_untuned_step(job, tuned_plans.plans[0])
+                neighbours = evaluate_neighbours(job, compared, facts)
+        console.print(_plans_table(job, tuned_plans.plans), _neighbours_table(compared, neighbours))
+        _show(job, given, found, tuned_plans, arguments, console)
     if not found.plans:
         raise SystemExit(DOES_NOT_FIT)
 
@@ -106,17 +106,21 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rlfuse plan --search",
         usage="rlfuse plan --search [options] --cluster cluster.yaml [my_job.yaml] key=value ...",
-        description="The fastest configuration that fits. Status 0: found, 2: wrong configuration, 3: none fits.",
+        description="Find the fastest configuration that fits. Exit status 0: found, 2: invalid config, 3: none fits.",
         allow_abbrev=False,
     )
     parser.add_argument("--search", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--cluster", type=Path, required=True, metavar="FILE", help="the machines, in YAML")
+    parser.add_argument("--cluster", type=Path, required=True, metavar="FILE", help="cluster file (YAML)")
     parser.add_argument("--out", type=Path, metavar="best.yaml", help="write the best plan as a job file")
-    parser.add_argument("--keep", action="append", default=[], metavar="KEY", help="leave this key as the job has it")
-    parser.add_argument("--seconds", type=float, metavar="N", help=f"in all; default: {SECONDS:g}, or what is enough")
-    parser.add_argument("--response-tokens", type=float, metavar="N", help="mean; default: half the limit")
-    parser.add_argument("--prompt-tokens", type=int, metavar="N", help="mean; default: the data's or half the limit")
-    parser.add_argument("--picture", type=Path, metavar="out.png", help="the plans' steps beside each other")
+    parser.add_argument("--keep", action="append", default=[], metavar="KEY", help="do not change this key")
+    parser.add_argument("--seconds", type=float, metavar="N", help=f"time limit; default: at most {SECONDS:g}")
+    parser.add_argument(
+        "--response-tokens", type=float, metavar="N", help="mean response length; default: half the limit"
+    )
+    parser.add_argument(
+        "--prompt-tokens", type=int, metavar="N", help="mean prompt length; default: from the data, or half the limit"
+    )
+    parser.add_argument("--picture", type=Path, metavar="out.png", help="bar chart of the plans")
     return parser
 
 
@@ -130,16 +134,16 @@ def _check(arguments: argparse.Namespace, words: Sequence[str]) -> None:
         if problems := unwritable(option, path, ending):
             wrong += problems
         elif path is not None and path.resolve() in {Path(word).resolve() for word in (*words, arguments.cluster)}:
-            wrong.append(f"{option} {path}: would be written over what it is made from; give another name")
+            wrong.append(f"{option} {path}: would overwrite an input file; choose another name")
     if wrong:
         raise ConfigError(wrong)
 
 
 def _accepted(cluster: Cluster, given: DictConfig, keep: Collection[str]) -> Config:
-    """Return the job on all machines, or, if that is refused, on one device; the search tries the rest."""
+    """Return the job on all machines or, if that is invalid, on one device; the search tries the rest."""
 
     def accepted(nodes: int, each: int) -> Config:
-        job = _on_these(nodes, each, cluster.device, given, keep)
+        job = _on_devices(nodes, each, cluster.device, given, keep)
         return to_config(job, lambda config: facts_for_device(config, config.cluster.device))
 
     try:
@@ -150,10 +154,10 @@ def _accepted(cluster: Cluster, given: DictConfig, keep: Collection[str]) -> Con
         raise
 
 
-def _on_these(nodes: int, each: int, device: str, given: DictConfig, keep: Collection[str]) -> DictConfig:
+def _on_devices(nodes: int, each: int, device: str, given: DictConfig, keep: Collection[str]) -> DictConfig:
     job = deepcopy(given)
-    with suppress(OmegaConfBaseException):  # told by `to_config`
-        OmegaConf.resolve(job)  # what refers to these keeps its value
+    with suppress(OmegaConfBaseException):  # reported by `to_config`
+        OmegaConf.resolve(job)  # references to these keys keep their values
     for key, value in {"trainer.nnodes": nodes, "trainer.n_gpus_per_node": each, "cluster.device": device}.items():
         if key not in keep:
             OmegaConf.update(job, key, value)
@@ -164,9 +168,9 @@ def _job(config: Config, cluster: Cluster, arguments: argparse.Namespace) -> tup
     shapes = shapes_of(config)
     axes = axes_of(config, shapes["actor"], cluster, arguments.keep)
     if unknown := [key for key in arguments.keep if key not in axes]:
-        known = f"; these are: {', '.join(axes)}"
+        known = f"; valid: {', '.join(axes)}"
         raise ConfigError(
-            [f"--keep {key}: is not searched{did_you_mean(key, tuple(axes)) or known}" for key in unknown]
+            [f"--keep {key}: is not a searched key{did_you_mean(key, tuple(axes)) or known}" for key in unknown]
         )
     prompt = arguments.prompt_tokens or prompt_tokens(config, read_lengths(config))
     job = Job(
@@ -191,32 +195,33 @@ def _job(config: Config, cluster: Cluster, arguments: argparse.Namespace) -> tup
 
 
 def _nothing_fits(found: SearchResult, seconds: float, console: Console) -> None:
-    _, wrong = found.nearest or (0.0, ("the checks refuse every combination",))
+    _, wrong = found.nearest or (0.0, ("every combination is invalid",))
     if found.unexplored:
-        looked = f"none of {found.not_fitting} combinations that were looked at in {seconds:g} s"
+        tried = f"none of {found.not_fitting} combinations tried in {seconds:g} s fits"
         console.print(
-            f"[bold red]no plan was found that fits[/]: {looked}; {found.unexplored} were not.", soft_wrap=True
+            f"[bold red]no plan found that fits[/]: {tried}, {found.unexplored} were not tried. Use --seconds to "
+            "search longer. Closest to fitting:",
+            soft_wrap=True,
         )
-        console.print("--seconds searches longer. The nearest:")
     else:
-        console.print(f"[bold red]no plan fits[/] of {found.structures} structures. The nearest:")
+        console.print(f"[bold red]no plan fits[/]: {found.structures} structures tried. Closest to fitting:")
     for line in wrong:
         console.print(f"  {escape(line)}", soft_wrap=True)
-    console.print("Take more devices, devices with more memory, shorter limits, or a smaller model.")
+    console.print("Use more devices, devices with more memory, shorter length limits, or a smaller model.")
 
 
 def _show(
     job: Job,
     given: DictConfig,
     found: SearchResult,
-    last: Finalists,
+    tuned_plans: Finalists,
     arguments: argparse.Namespace,
     console: Console,
 ) -> None:
-    plans, errors, best = last.plans, job.hardware.errors, last.plans[0]
+    plans, errors, best = tuned_plans.plans, job.hardware.errors, tuned_plans.plans[0]
     config, memory = job.with_settings(best.settings)
-    console.print(_policies_table(last.policies, errors), memory_table(config, job.shapes, memory))
-    for line in _told(job, found, last, errors):
+    console.print(_policies_table(tuned_plans.policies, errors), memory_table(config, job.shapes, memory))
+    for line in _summary(job, found, tuned_plans, errors):
         console.print(escape(line), soft_wrap=True)
     if arguments.picture is not None:
         from rlfuse.tools.planning.pictures import draw_plans
@@ -224,7 +229,7 @@ def _show(
         draw_plans(plans, [name_of(job, plan) for plan in plans], errors, arguments.picture)
         console.print(f"picture: {arguments.picture}", soft_wrap=True)
     settings = dict(best.settings) | {"cluster.device": job.cluster.device}
-    if placed := _placed(job, config):
+    if placed := _node_order(job, config):
         settings["cluster.node_order"], line = placed
         console.print(escape(line), soft_wrap=True)
     words = " ".join(f"{key}={as_typed(value)}" for key, value in changed_settings(given, settings))
@@ -233,9 +238,9 @@ def _show(
         write_job(arguments.out, given, settings, changed(job.config, settings.items()), console)
 
 
-def _placed(job: Job, config: Config) -> tuple[list[str], str] | None:
-    """Return the nodes in the order with the fastest exchanges, if links were measured, and the gain."""
-    uneven = len(job.cluster.sizes) > 1  # which of the measured nodes has how many devices is not known
+def _node_order(job: Job, config: Config) -> tuple[list[str], str] | None:
+    """Return the nodes in the fastest order and a line about the gain, if links were measured."""
+    uneven = len(job.cluster.sizes) > 1  # the device count of each measured node is unknown
     if config.trainer.nnodes == 1 or uneven or (links := job.cluster.node_links()) is None:
         return None
     sent = node_traffic(config, job.shapes["actor"], sum(job.lengths) + len(job.lengths) * job.prompt_tokens)
@@ -244,12 +249,12 @@ def _placed(job: Job, config: Config) -> tuple[list[str], str] | None:
     before, after = (exchange_seconds(each, links, sent) for each in (range(len(order)), order))
     return (
         names,
-        f"nodes in the order {', '.join(names)}: {after:.3g} s of exchanges between them, {before:.3g} s as listed",
+        f"node order {', '.join(names)}: {after:.3g} s of inter-node communication per step, {before:.3g} s as listed",
     )
 
 
 def name_of(job: Job, plan: Plan) -> str:
-    """A plan's machines, degrees and ZeRO stage."""
+    """Return a short name: machines, parallelism degrees and ZeRO stage."""
     config = changed(job.config, plan.settings)
     nodes, each, training = config.trainer.nnodes, config.trainer.n_gpus_per_node, config.training
     degrees = {
@@ -270,8 +275,8 @@ def name_of(job: Job, plan: Plan) -> str:
 
 
 def _plans_table(job: Job, plans: Sequence[Plan]) -> Table:
-    numbers = ("tokens", "again", "seqs", "GiB", "generate", "score", "train", "step", "+-")
-    table = table_of("Plans: seconds of a step with tuned thresholds, the best first", "plan", numbers=numbers)
+    numbers = ("tokens", "recompute", "seqs", "GiB", "generate", "score", "train", "step", "+-")
+    table = table_of("Plans: step time in seconds with tuned thresholds, best first", "plan", numbers=numbers)
     table.pad_edge, table.padding = False, (0, 1, 0, 0)
     best = plans[0]
     for plan in plans:
@@ -280,7 +285,7 @@ def _plans_table(job: Job, plans: Sequence[Plan]) -> Table:
         table.add_row(
             ("= " if same else "  ") + name_of(job, plan),
             f"{config.actor.ppo_max_token_len_per_gpu}",
-            {(True, True): "yes, off", (True, False): "yes", (False, True): "off"}.get(
+            {(True, True): "yes+off", (True, False): "yes", (False, True): "off"}.get(
                 (config.model.enable_gradient_checkpointing, config.model.enable_activation_offload), "no"
             ),
             f"{config.rollout.max_num_seqs}",
@@ -291,19 +296,19 @@ def _plans_table(job: Job, plans: Sequence[Plan]) -> Table:
         )
     table.caption_justify = "left"
     table.caption = (
-        "nodes x devices; TP: of an engine, PP: stages, SP: Ulysses, where above 1; v, interleaved: stages of a "
-        "device; vocab: they share the head; +off: optimizer in host memory, +step: but in its steps; tokens of a "
-        "micro-batch; again: activations recomputed, off: those of long micro-batches away; seqs: "
-        "rollout.max_num_seqs; GiB: of the fullest phase; =: equal to the first, as far as the errors of generating, "
-        "scoring and training tell; the job's own values come first where a calibration's error leaves open which is "
-        "faster"
+        "plan: nodes x devices; TP: rollout tensor parallel size, PP: pipeline stages, trainTP: training tensor "
+        "parallel size, SP: Ulysses, if above 1; v, interleaved: virtual pipeline stages per device; vocab: vocabulary "
+        "parallel head; +off: optimizer offloaded, +step: on the device only during its steps; tokens: per "
+        "micro-batch; recompute: gradient checkpointing, off: activations of long micro-batches offloaded; seqs: "
+        "rollout.max_num_seqs; GiB: peak phase; +-: error of the step time; =: equal to the first within the error; if "
+        "the error of a calibration leaves open which plan is faster, the job's values come first"
     )
     return table
 
 
-def _neighbours_table(best: Plan, around: Sequence[Neighbour]) -> Table:
-    table = table_of("Why not its neighbours (before thresholds are tuned)", "instead", "what becomes of it")
-    for each in around:
+def _neighbours_table(best: Plan, neighbours: Sequence[Neighbour]) -> Table:
+    table = table_of("Neighbours of the best plan (before thresholds are tuned)", "change", "step time")
+    for each in neighbours:
         table.add_row(escape(f"{each.setting[0]}={as_typed(each.setting[1])}"), escape(_why(best, each)))
     return table
 
@@ -314,43 +319,46 @@ def _why(best: Plan, each: Neighbour) -> str:
     more = each.plan.seconds.step - best.seconds.step
     mine, others = best.seconds.kinds, each.plan.seconds.kinds
     kinds = [(kind, others[kind] - mine[kind]) for kind in mine]
-    told = ", ".join(f"{kind} {by:+.1f}" for kind, by in sorted(kinds, key=lambda k: -abs(k[1])) if abs(by) >= 0.05)
-    return f"{more:+.1f} s" + (f": {told}" if told else "")
+    parts = ", ".join(f"{kind} {by:+.1f}" for kind, by in sorted(kinds, key=lambda k: -abs(k[1])) if abs(by) >= 0.05)
+    return f"{more:+.1f} s" + (f": {parts}" if parts else "")
 
 
 def _policies_table(policies: Mapping[str, Seconds], errors: Mapping[str, float]) -> Table:
-    table = table_of("The best plan under each policy, with tuned thresholds", "fusion.policy", numbers=("step",))
-    told = fastest_labels(policies, errors)
+    table = table_of("Best plan under each policy, with tuned thresholds", "fusion.policy", numbers=("step",))
+    labels = fastest_labels(policies, errors)
     for name, seconds in policies.items():
-        table.add_row(name + (f" ({told[name]})" if name in told else ""), f"{seconds.step:.2f}")
+        table.add_row(name + (f" ({labels[name]})" if name in labels else ""), f"{seconds.step:.2f}")
     return table
 
 
-def _told(job: Job, found: SearchResult, last: Finalists, errors: Mapping[str, float]) -> list[str]:
+def _summary(job: Job, found: SearchResult, tuned_plans: Finalists, errors: Mapping[str, float]) -> list[str]:
     best = found.plans[0].seconds.step
-    looked = f"{found.structures} structures, {found.simulated} plans simulated, {found.not_fitting} did not fit"
-    more = f"none of this space can be more than {max(0.0, 1 - found.bound_s / best):.1%} faster in the simulator"
+    space = f"{found.structures} structures (parallelism, ZeRO stage, machines)"
+    counts = f"{space}, {found.simulated} plans simulated, {found.not_fitting} did not fit"
+    more = f"no other plan can be more than {max(0.0, 1 - found.bound_s / best):.1%} faster in the simulator"
     if found.unexplored:
-        gain = more if found.bound_s else "of structures that time did not reach for nothing is known"
-        more = f"cut with {found.unexplored} that were not looked at, --seconds searches longer; {gain}"
+        gain = more if found.bound_s else "no bound is known for structures that were not reached"
+        more = f"stopped with {found.unexplored} not tried, use --seconds to search longer; {gain}"
     lengths, cluster = job.lengths, job.cluster
     unbounded = cluster.host_memory_gb is None and found.plans[0].memory.host > 0
     late = (
-        [f"{last.untuned_plans} more plans: not tuned in time; --seconds searches longer"] if last.untuned_plans else []
+        [f"{tuned_plans.untuned_plans} more plans were not tuned in time; use --seconds to search longer"]
+        if tuned_plans.untuned_plans
+        else []
     )
-    config, devices = changed(job.config, last.plans[0].settings), cluster.devices
+    config, devices = changed(job.config, tuned_plans.plans[0].settings), cluster.devices
     idle = f"{config.slots} of {devices} devices are used: a run takes the same number of devices on each of its nodes"
     return [
-        f"{looked}; {more}",
+        f"{counts}; {more}",
         *late,
         *[idle] * (len(cluster.sizes) > 1 and config.slots < devices),
-        f"memory: {cluster.memory_margin:.0%} of each device are left free (memory_margin)"
-        + ("; hosts are taken to have room for what is pinned (host_memory_gb)" if unbounded else ""),
-        f"assumed: responses of {sum(lengths) / len(lengths):.0f} tokens in the mean, prompts of {job.prompt_tokens} "
+        f"memory: {cluster.memory_margin:.0%} of each device is left free (memory_margin)"
+        + ("; host memory is assumed to be sufficient for pinned buffers (host_memory_gb)" if unbounded else ""),
+        f"assumed: responses of {sum(lengths) / len(lengths):.0f} tokens on average, prompts of {job.prompt_tokens} "
         "(--response-tokens, --prompt-tokens)",
         f"assumed: {cluster.throughput_note()}",
         "errors: "
         + ", ".join(f"{kind} {each:.0%}" for kind, each in errors.items())
-        + ("" if job.cluster.calibration else ", an allowance: nothing was measured; `rlfuse calibrate` measures"),
+        + ("" if job.cluster.calibration else " (assumed; run `rlfuse calibrate` to measure them)"),
         *missing_inputs(job.config),
     ]

@@ -1,4 +1,4 @@
-"""The job that plans are searched for: memory, bounds and steps of its plans, each computed once."""
+"""The job of a plan search: cached memory, bounds and step times of its plans."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from rlfuse.tools.planning.space import CACHE, POLICY, Axes
 from rlfuse.tools.planning.step_time import Seconds, StepTimes
 
 ENGINE_ONLY_KEYS = frozenset({"rollout.max_num_seqs", *CACHE.values(), POLICY})
-"""Axes on which only what engines and controller do depends."""
+"""Searched keys that affect only engines and controller, not trainer ranks."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What plans are looked for: configurations that differ from the job's in its axes alone."""
+    """A job to plan for: plans differ from its configuration only in the keys of `axes`."""
 
     config: Config
     shapes: Mapping[str, Shape]
@@ -36,12 +36,12 @@ class Job:
     lengths: tuple[int, ...]
     prompt_tokens: int
     axes: Axes
-    _lean: dict[str, Shape] = field(init=False, repr=False)
+    _shapes_without_activations: dict[str, Shape] = field(init=False, repr=False)
     _models: dict[tuple, list[Part]] = field(default_factory=dict, init=False, compare=False, repr=False)
     _costs: dict[tuple, Costs] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_lean", _without_passes(self.shapes))
+        object.__setattr__(self, "_shapes_without_activations", _without_activations(self.shapes))
 
     @functools.cached_property
     def times(self) -> StepTimes:
@@ -61,14 +61,14 @@ class Job:
         return replace(found, max_sequences=config.rollout.max_num_seqs, kv_tokens=max(1, memory.kv_tokens))
 
     def _costs_of(self, config: Config, moved: Moved = NOTHING_MOVED) -> Costs:
-        key = (moved, *self._but_of_engines(config))
+        key = (moved, *self._trainer_values(config))
         if key not in self._costs:
             context = self.times.context
             self._costs[key] = costs_of(config, self.shapes, self.hardware, context, moved)
         return self._costs[key]
 
-    def _but_of_engines(self, config: Config) -> tuple[object, ...]:
-        """Return the values of the axes that trainer ranks depend on."""
+    def _trainer_values(self, config: Config) -> tuple[object, ...]:
+        """Return the values of the searched keys that trainer ranks depend on."""
         return tuple(value_of(config, key) for key in self.axes if key not in ENGINE_ONLY_KEYS)
 
     def speeds(self, config: Config) -> tuple[WorkSpeed, ...]:
@@ -76,11 +76,11 @@ class Job:
         return work_speeds(config, self.shapes["actor"], self.hardware, nodes, self.times.context)
 
     def sized_without_activations(self, settings: Iterable[Setting]) -> tuple[Config, Memory]:
-        """Size the cache, with memory without activations: no plan needs less."""
-        return self._sized(settings, self._lean)
+        """Return the plan with the largest KV cache that fits without activations: a lower bound of the memory."""
+        return self._sized(settings, self._shapes_without_activations)
 
     def sized(self, settings: Iterable[Setting]) -> tuple[Config, Memory]:
-        """Size the cache: the largest that fits."""
+        """Return the plan with the largest KV cache that fits."""
         return self._sized(settings, self.shapes)
 
     def with_settings(self, settings: Iterable[Setting]) -> tuple[Config, Memory]:
@@ -97,7 +97,7 @@ class Job:
         return min(found, key=lambda each: max(map(each[1].total, each[1].phases)))
 
     def _memory(self, config: Config, shapes: Mapping[str, Shape]) -> Memory:
-        key = (shapes is self._lean, *self._but_of_engines(config))
+        key = (shapes is self._shapes_without_activations, *self._trainer_values(config))
         if key not in self._models:
             self._models[key] = models_of(config, shapes, self.cluster.device)
         budget = self.cluster.budget(config)
@@ -107,7 +107,7 @@ class Job:
         return *settings, *((key, value_of(config, key)) for key in (CACHE[self.cluster.device], POLICY))
 
 
-def _without_passes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+def _without_activations(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
     def idle(meta: MetaModel) -> SimpleNamespace:
         nothing = Work(0, (0,) * len(meta.stack), 0, 0, 0)
         return SimpleNamespace(
@@ -118,7 +118,7 @@ def _without_passes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
         )
 
     @functools.cache
-    def sized_without_activations(shape: Shape) -> Shape:
+    def stripped(shape: Shape) -> Shape:
         return replace(shape, model=idle(shape.model))
 
-    return {role: sized_without_activations(shape) for role, shape in shapes.items()}
+    return {role: stripped(shape) for role, shape in shapes.items()}

@@ -1,4 +1,4 @@
-"""Predict the time of a step, and its lower bound, on a few of its engines, as all are alike."""
+"""Predict the time of a step, and a lower bound, by simulating a few representative engines."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from rlfuse.simulate.tuning import tune
 from rlfuse.simulate.workload import Workload
 from rlfuse.tools.planning.hardware import WorkSpeed
 
-MAX_ENGINES, MAX_SAMPLES = 8, 384  # of the simulated part of a plan
-MIN_PROMPTS, PROPORTION_TOLERANCE = 16, 0.02  # prompts simulated at least; tolerance of samples per engine
-UNLIMITED_KV_TOKENS = 1 << 40  # tokens, of a cache that is never full
-FREE_TRAINING_RATE = 1e15  # tokens per second, where training is a schedule of its own
-MIN_GAIN = 0.002  # share of a step that is not worth a change
+MAX_ENGINES, MAX_SAMPLES = 8, 384  # limits of the simulated part of a step
+MIN_PROMPTS, PROPORTION_TOLERANCE = 16, 0.02  # minimum simulated prompts; tolerance of samples per engine
+UNLIMITED_KV_TOKENS = 1 << 40  # size of a KV cache that is never full
+FREE_TRAINING_RATE = 1e15  # tokens/s; used when a pipeline schedule gives the training time
+MIN_GAIN = 0.002  # smallest relative gain that is worth a change
 
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Of a step."""
+    """Seconds of a step by kind of work."""
 
     generating: float
-    scoring: float  # after the last sample was whole
-    training: float  # after that, with changes of role and weights to the engines
+    scoring: float  # after the last sample finished
+    training: float  # after scoring, with role switches and weight updates
 
     @property
     def step(self) -> float:
@@ -50,14 +50,14 @@ class Seconds:
         return {"generating": self.generating, "scoring": self.scoring, "training": self.training}
 
     def is_significantly_slower(self, other: Seconds, errors: Mapping[str, float]) -> bool:
-        """Return whether it is slower than the other whatever the errors, which both have in common."""
+        """Return whether this step is slower than the other beyond the errors, which both share."""
         mine, others = self.kinds, other.kinds
         unsure = sum(errors.get(kind, 0.0) * abs(mine[kind] - others[kind]) for kind in mine)
         return self.step - other.step > unsure
 
 
 def fastest_labels(steps: Mapping[str, Seconds], errors: Mapping[str, float]) -> dict[str, str]:
-    """Of these steps by name the fastest, in words; of several, where errors or next to nothing leave open which is."""
+    """Return labels of the fastest steps, by name; several if they are equal within the errors or MIN_GAIN."""
     best = min(steps.values(), key=lambda each: each.step)
     enough = (1 + MIN_GAIN) * best.step
     first = [
@@ -67,14 +67,14 @@ def fastest_labels(steps: Mapping[str, Seconds], errors: Mapping[str, float]) ->
 
 
 class StepTimes:
-    """Of one job's steps, with these response lengths, whatever else is configured and however fast it is."""
+    """Cached step times of one job with fixed response lengths, for any configuration and costs."""
 
     def __init__(self, shapes: Mapping[str, Shape], lengths: Sequence[int], prompt_tokens: int):
         self._whole, self._given, self._prompt_tokens = shapes, np.array(lengths), prompt_tokens
         self._longest, self._mean = int(self._given.max()), float(self._given.mean())
         self._simulated: dict[tuple, Seconds] = {}
         self._tuned: dict[tuple[Workload, str], Settings] = {}
-        self._schedules: dict[tuple, float] = {}  # how many times as long as without bubbles
+        self._schedules: dict[tuple, float] = {}  # time relative to a schedule without bubbles
         self._bounds: dict[Workload, float] = {}
 
     @property
@@ -82,7 +82,7 @@ class StepTimes:
         return self._prompt_tokens + self._mean
 
     def bound(self, config: Config, costs: Costs, speeds: Sequence[WorkSpeed] = (), roomy: bool = False) -> float:
-        """Return a lower bound for any cache; `roomy`: for any number of micro-batches."""
+        """Return a lower bound of the step time for any KV cache; `roomy`: also for any number of micro-batches."""
         costs = replace(costs, kv_tokens=UNLIMITED_KV_TOKENS)
         workload, training = self.workload(config, costs, speeds, roomy, schedule=False)
         if workload not in self._bounds:
@@ -90,7 +90,7 @@ class StepTimes:
         return self._bounds[workload] + training
 
     def quick_bound(self, config: Config, costs: Costs, speeds: Sequence[WorkSpeed] = ()) -> float:
-        """Return a quick lower bound: the passes and training of all slots."""
+        """Return a quick lower bound: scoring and training spread over all slots."""
         engines, lengths = self._some(config)
         few = workload_of(config, costs, engines, lengths[: config.rollout.n], self._prompt_tokens)
         scoring, training = few.scoring, few.training
@@ -121,7 +121,7 @@ class StepTimes:
         return self._simulated[key]
 
     def tuned(self, workload: Workload, policy: str) -> Settings:
-        """Return the policy's tuned settings, if simulating is quick."""
+        """Return the policy's tuned settings, or the defaults if the workload is too large to tune on."""
         if workload.samples > MAX_SAMPLES:
             return Settings()
         if (workload, policy) not in self._tuned:
@@ -136,8 +136,8 @@ class StepTimes:
         roomy: bool = False,
         schedule: bool = True,
     ) -> tuple[Workload, float]:
-        """Return what is simulated, and the seconds of training that are not part of it: those of the schedule, or
-        their lower bound. `speeds`: of the nodes, if they differ; `costs.kv_tokens`: what memory has room for."""
+        """Return the workload to simulate, and the seconds of pipeline training to add to it (of the schedule, or their
+        lower bound). `speeds`: of the nodes, if they differ; `costs.kv_tokens`: capacity of the KV cache."""
         ample = config.rollout.max_num_seqs * (self._prompt_tokens + self._longest)
         tokens = ample if roomy else max(1, min(costs.kv_tokens, ample))
         some = replace(costs if roomy else with_idle_stages(config, costs, self.context), kv_tokens=tokens)
@@ -150,27 +150,31 @@ class StepTimes:
         return workload, training
 
     def _pipeline_s(self, config: Config, costs: Costs, schedule: bool, roomy: bool) -> float:
-        """Return the seconds of training all mini-batches. Durations within a schedule are in proportion, so it is
-        searched once. Its bound, except when `roomy`, counts bubbles of one model with a whole backward: the fullest
-        device waits until the first forward reaches its first stage, and as long after its last backward."""
+        """Return the seconds of training all mini-batches. The shape of a schedule does not depend on the speed, so it
+        is searched once. Unless `roomy`, the lower bound counts the bubbles of one model with a joint backward: the
+        busiest device waits for the first forward to reach its first stage, and as long after its last backward."""
         stages, chunks = config.training.pipeline_parallel_size, config.training.virtual_pipeline_model_parallel_size
         counts, forward = self.mini_batch(config, costs)
         seconds = 3 * forward * sum(counts.values()) / stages
-        whole = len(counts) == 1 and not config.training.split_backward
-        alone = whole and chunks == 1
+        joint_backward = len(counts) == 1 and not config.training.split_backward
+        one_stage_per_device = joint_backward and chunks == 1
         actor = self._held(config, "actor")
         shared = head_share(config, actor)
         if schedule:
             key = (config.fusion.training, *astuple(config.training), *counts.items(), logits_fraction(config.data))
             if key not in self._schedules:
                 planner = self.planner(config, counts, 1.0)
-                took = serial_1f1b(planner.problem(counts)) if alone and not shared else planner.plan(counts).seconds
+                took = (
+                    serial_1f1b(planner.problem(counts))
+                    if one_stage_per_device and not shared
+                    else planner.plan(counts).seconds
+                )
                 self._schedules[key] = took / (3 * sum(counts.values()) / stages)
             seconds *= self._schedules[key]
-        elif alone and not roomy:
+        elif one_stage_per_device and not roomy:
             fullest = max(stage_shares(config, actor))
             seconds = 3 * forward * ((counts["actor"] - 1) * fullest + 1 - (stages - 1) * shared)
-        elif whole and not roomy:
+        elif joint_backward and not roomy:
             shares, pipelines = stage_shares(config, actor), pipelines_of(config, "actor")
             held = [pipelines.stages_on(position) for position in range(stages)]
             busy = [counts["actor"] * sum(shares[i] for i in mine) + sum(shares[: min(mine)]) for mine in held]
@@ -207,7 +211,7 @@ class StepTimes:
     def _some_engines(self, config: Config, costs: Costs, speeds: Sequence[WorkSpeed]) -> Workload:
         engines, lengths = self._some(config)
         workload = workload_of(config, costs, engines, lengths, self._prompt_tokens)
-        scoring = replace(workload.scoring, deferred=False)  # what a schedule takes and fills is worked out apart
+        scoring = replace(workload.scoring, deferred=False)  # the time of a schedule is added separately
         training = replace(workload.training, bubbles=None, mini_batches=mini_batches_per_step(config))
         some = evenly_spaced(engine_speeds(config, speeds), engines)
         compute = tuple(speed.compute for speed in some)
@@ -220,9 +224,9 @@ class StepTimes:
         engines, prompts = simulated_part(all_of_them, config.actor.ppo_mini_batch_size, mini_batches, rows)
         return engines, self._lengths(rows, prompts * mini_batches)
 
-    @functools.cache  # noqa: B019, as long as the search
+    @functools.cache  # noqa: B019, lives as long as the search
     def _lengths(self, group: int, prompts: int) -> tuple[int, ...]:
-        """Return the lengths of `prompts` prompts, spread from the shortest to the longest so that the tail is kept."""
+        """Return the lengths of `prompts` prompts, evenly spaced by length so that the tail is kept."""
         groups = self._given.reshape(-1, group)
         if prompts == len(groups):
             return tuple(self._given.tolist())
@@ -232,19 +236,19 @@ class StepTimes:
 
 
 def mini_batches_per_step(config: Config) -> int:
-    """Of a step."""
+    """Return the number of mini-batches per step."""
     return -(-config.data.train_batch_size // config.actor.ppo_mini_batch_size)
 
 
 def simulated_seconds(workload: Workload, training_s: float, policy: str, settings: Settings) -> Seconds:
-    """Simulated; `training_s`: of training beside what is simulated."""
+    """Simulate a step; `training_s`: seconds of training that are not part of the workload."""
     result = simulate_later_step(workload, policy, settings).result
     scored = result.generation_and_scoring_s
     return Seconds(result.generation_s, scored - result.generation_s, result.step_s - scored + training_s)
 
 
 def with_idle_stages(config: Config, costs: Costs, context: float) -> Costs:
-    """Return the costs with the time that pipeline stages wait for the first and last micro-batch of a pass."""
+    """Return the costs with the idle time of pipeline stages in scoring passes."""
     if (stages := config.training.pipeline_parallel_size) == 1:
         return costs
     count = micro_batches(config, config.data.train_batch_size, context)
@@ -252,7 +256,7 @@ def with_idle_stages(config: Config, costs: Costs, context: float) -> Costs:
 
 
 def engine_speeds(config: Config, nodes: Sequence[WorkSpeed]) -> tuple[WorkSpeed, ...]:
-    """Return the speed of each engine, by its slowest device; empty where `nodes` is."""
+    """Return the speed of each engine, that of its slowest device; empty if `nodes` is empty."""
     width = config.rollout.tensor_model_parallel_size
     devices = [speed for speed in nodes for _ in range(config.trainer.n_gpus_per_node)]
     engines = [devices[at : at + width] for at in range(0, len(devices), width)]
@@ -260,13 +264,13 @@ def engine_speeds(config: Config, nodes: Sequence[WorkSpeed]) -> tuple[WorkSpeed
 
 
 def slowest_node_costs(costs: Costs, nodes: Sequence[WorkSpeed]) -> Costs:
-    """Return the costs of pipelines, which wait for each other in every mini-batch."""
+    """Return the training costs of the slowest node, for which all pipelines wait in every mini-batch."""
     slowest = min((node.compute for node in nodes), default=1.0)
     return replace(costs, train_tokens_per_s=costs.train_tokens_per_s * slowest)
 
 
 def stage_shares(config: Config, shape: Shape, role: str = "actor") -> list[float]:
-    """Of a forward pass, of each stage."""
+    """Return the share of a forward pass on each stage."""
     found = stage_parts(config, shape, role)
     sizes, sharers = [len(part.layers) for part in found], sum(part.head is not None for part in found)
     costs = stage_costs(sizes, *layer_costs(shape, logits_fraction(config.data)), sharers)
@@ -275,8 +279,8 @@ def stage_shares(config: Config, shape: Shape, role: str = "actor") -> list[floa
 
 @functools.cache
 def simulated_part(engines: int, mini_batch: int, mini_batches: int, rows: int) -> tuple[int, int]:
-    """Return how many engines, and prompts per mini-batch, of a step to simulate: as many per engine as in the whole
-    step, or all of them if no smaller number is in proportion."""
+    """Return the (engines, prompts per mini-batch) to simulate, with as many samples per engine as in the whole step;
+    all of them if no smaller number keeps that proportion."""
     each = mini_batch * mini_batches * rows / engines
     most = min(engines, MAX_ENGINES, max(2, MAX_SAMPLES // each))
     for prompts in range(-(-MIN_PROMPTS // mini_batches), mini_batch):

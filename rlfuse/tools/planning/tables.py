@@ -22,7 +22,7 @@ from rlfuse.engines.pipeline.partition import logits_fraction
 
 
 def table_of(title: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
-    """An empty one; `numbers` are columns to the right."""
+    """Return an empty table; the columns `numbers` are right-aligned."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
     for name in (*columns, *numbers):
         table.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
@@ -30,8 +30,8 @@ def table_of(title: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
 
 
 def settings_table(config: Config, without: Collection[str] = ()) -> Table:
-    """Return the keys that differ from their defaults, except those `without`."""
-    table = table_of("Settings beside the defaults (all: rlfuse train --cfg job ...)", "key", "value")
+    """Return a table of the keys that differ from their defaults, except those in `without`."""
+    table = table_of("Settings that differ from the defaults (all: rlfuse train --cfg job ...)", "key", "value")
     for key in keys():
         value = value_of(config, key.name)
         if (key.required or value != key.default) and key.name not in without:
@@ -40,7 +40,7 @@ def settings_table(config: Config, without: Collection[str] = ()) -> Table:
 
 
 def placement_table(config: Config, shapes: Mapping[str, Shape]) -> Table:
-    """The slots of the first node; the others are filled alike."""
+    """Return a table of the slots of the first node; other nodes have the same layout."""
     found = placements(config, shapes)
     video, pipeline = shapes["actor"].tower > 0, config.training.pipeline_parallel_size
     pipeline *= config.training.tensor_model_parallel_size
@@ -52,11 +52,11 @@ def placement_table(config: Config, shapes: Mapping[str, Shape]) -> Table:
         more = [str(place.encoders)] if video else []
         table.add_row(str(place.node), str(place.slot), place.engine, place.trainer, *more)
     if found[-1].node and len(found) > table.row_count:
-        table.add_row(f"1-{found[-1].node}", "...", "alike", "alike")
+        table.add_row(f"1-{found[-1].node}", "...", "same", "same")
     reward = config.reward
     models = [given for given in reward.functions if isinstance(given, dict) and given.get("path") == JUDGE]
     rewards = reward.num_workers * (len(models) < len(reward.functions)) + len(models) + bool(reward.model_path)
-    table.caption = f"beside them: the driver and {rewards} reward processes"
+    table.caption = f"plus the driver and {rewards} reward processes"
     if config.training.pipeline_parallel_size > 1:
         table.caption += f"; {stage_note(config, shapes['actor'])}"
     table.caption_justify = "left"
@@ -64,27 +64,27 @@ def placement_table(config: Config, shapes: Mapping[str, Shape]) -> Table:
 
 
 def stage_note(config: Config, shape: Shape) -> str:
-    """By what layers are shared out over stages."""
+    """Describe how layers are assigned to pipeline stages."""
     share = logits_fraction(config.data)
     layers, _, head = layer_costs(shape.share(config.training.tensor_model_parallel_size), share)
     if config.training.vocabulary_parallel:
-        return "stages of as many layers, which share the actor's head"
-    worth = head * len(layers) / sum(layers)
+        return "stages with equal numbers of layers; the actor's head is split over all stages"
+    head_layers = head * len(layers) / sum(layers)
     return (
-        f"stages of equal cost: the actor's head counts as {worth:.1f} layers, as {share:.0%} of positions have "
-        "logits; from a checkpoint on as measured, where that is 5 % sooner done"
+        f"stages of equal cost: the actor's head counts as {head_layers:.1f} layers, since {share:.0%} of positions "
+        "need logits; after a checkpoint, measured costs are used if that is 5 % faster"
     )
 
 
 def memory_table(config: Config, shapes: Mapping[str, Shape], memory: Memory) -> Table:
-    """Parts in GiB, phases beside each other."""
+    """Return a table of memory in GiB, with a row per part and a column per phase."""
     sizes = ", ".join(f"{role} {shape.parameters / 1e6:,.1f} M" for role, shape in shapes.items())
     limit = f"{memory.budget.bytes / GIB:.1f} GiB"
-    device = f"a GPU of {limit}" if memory.budget.device == "cuda" else f"a slot's {limit} of host memory"
-    phases = memory.phases if memory.budget.device == "cuda" else ("all the time",)
-    table = table_of(f"Memory in GiB, of {device} (parameters: {sizes})", "role", "what", numbers=phases)
+    device = f"GPU with {limit}" if memory.budget.device == "cuda" else f"slot with {limit} of host memory"
+    phases = memory.phases if memory.budget.device == "cuda" else ("all phases",)
+    table = table_of(f"Memory in GiB, {device} (parameters: {sizes})", "role", "part", numbers=phases)
     table.pad_edge, table.padding = False, (0, 1, 0, 0)
-    for column in table.columns:  # whole in 80 columns
+    for column in table.columns:  # no wrapping within 80 columns
         column.no_wrap = True
     for part in memory.parts:
         cells = [f"{part.size / GIB:.2f}" if part in memory.of(phase) else "" for phase in memory.phases]
@@ -93,27 +93,27 @@ def memory_table(config: Config, shapes: Mapping[str, Shape], memory: Memory) ->
     totals = [memory.total(phase) for phase in memory.phases]
     colours = ["red" if total > memory.budget.bytes else "green" for total in totals]
     row = [f"[{colour}]{total / GIB:.2f}[/]" for total, colour in zip(totals, colours, strict=True)]
-    table.add_row("all", "", *row)
+    table.add_row("total", "", *row)
     longest = config.data.max_prompt_length + config.data.max_response_length
     tightest = memory.tightest
     notes = [
-        f"the tightest is {tightest}: {memory.total(tightest) / memory.budget.bytes:.0%} of the device",
+        f"peak phase: {tightest}, {memory.total(tightest) / memory.budget.bytes:.0%} of the device",
         f"micro-batches of {micro_batch_tokens(config)} tokens",
-        f"an engine's KV cache holds {max(0, memory.kv_tokens):,} tokens: {max(0, memory.kv_tokens) // longest:,} of "
-        f"the longest samples ({longest})",
+        f"the KV cache of an engine holds {max(0, memory.kv_tokens):,} tokens: "
+        f"{max(0, memory.kv_tokens) // longest:,} samples of maximum length ({longest})",
     ]
     if memory.budget.device == "cuda":
         notes += describe_sharing(config, memory)
     if memory.host:
         per_node = memory.host * config.trainer.n_gpus_per_node / GIB
-        notes.append(f"{per_node:.1f} GiB of a node's host memory at most, pinned for what is off the devices")
+        notes.append(f"up to {per_node:.1f} GiB of pinned host memory per node for offloaded state")
     table.caption, table.caption_justify = "; ".join(notes), "left"
     return table
 
 
 @dataclass(frozen=True, slots=True)
 class SlotPlacement:
-    """One slot, and who is on it."""
+    """The engine and trainer rank of a slot."""
 
     slot: int
     node: int
@@ -123,7 +123,7 @@ class SlotPlacement:
 
 
 def placements(config: Config, shapes: Mapping[str, Shape]) -> list[SlotPlacement]:
-    """One for each slot, in order."""
+    """Return the placement of each slot, in order."""
     width, mesh = config.rollout.tensor_model_parallel_size, config.mesh
     encoders = (config.video.encoder_ranks or config.slots) if shapes["actor"].tower else 0
     held, found = {role: shape.share(mesh.tp) for role, shape in shapes.items()}, []

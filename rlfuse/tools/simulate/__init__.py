@@ -1,1 +1,1 @@
-"""`rlfuse simulate`: fusion policies on a virtual clock."""
+"""`rlfuse simulate`: compare fusion policies on a virtual clock."""

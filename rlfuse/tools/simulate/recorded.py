@@ -1,4 +1,4 @@
-"""Turn a run folder into workloads: what each step generated, at the costs that its events measure."""
+"""Turn a run folder into workloads: the recorded lengths of each step, with costs fitted to its events."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A run: its steps, the costs fitted to all of them, the policy it ran under."""
+    """A recorded run: its steps, the costs fitted to them, and its fusion policy."""
 
     policy: str
     fit: Fit
     steps: list[Step]
-    rates: tuple[float, ...] = ()  # of each slot; empty where none is slow
-    use_measured_rates: bool = True  # whether work was shared out by measured rates: not with trainer.deterministic
+    rates: tuple[float, ...] = ()  # relative time of each slot; empty if none is slow
+    use_measured_rates: bool = True  # False with trainer.deterministic
 
 
 def read_run(folder: Path) -> Recording:
-    """Raises WorkloadError where the folder holds no run, or its events tell no costs; RunError for damaged events."""
+    """Read a run. Raises WorkloadError if the folder has no usable run, RunError for damaged events."""
     config, spans = read_generating_config(folder), read_events(folder / "events.jsonl")
     fitted, rates = fit_run(config, spans)
     if "decoding" not in fitted.accuracy:
         raise WorkloadError(
-            f"{folder / 'events.jsonl'}: no `decode` spans of its engines to fit costs to; run a step with this version"
+            f"{folder / 'events.jsonl'}: no `decode` spans of engines to fit costs to; record a run with this version"
         )
     steps = [
         Step(
@@ -64,46 +64,46 @@ def read_run(folder: Path) -> Recording:
         if span.kind == "step" and (inside := spans_within(spans, span))
     ]
     if not steps:
-        raise WorkloadError(f"{folder / 'events.jsonl'}: no step is complete; let the run finish one")
+        raise WorkloadError(f"{folder / 'events.jsonl'}: no complete step; let the run finish one")
     return Recording(config.fusion.policy, fitted, steps, rates, not config.trainer.deterministic)
 
 
 def fit_run(config: Config, spans: Sequence[Span]) -> tuple[Fit, tuple[float, ...]]:
-    """Return the costs of a typical slot of the run, and the rate of each slot where some are slow."""
+    """Return the costs of a typical slot, and the relative time of each slot (empty if none is slow)."""
     before = Costs(max_sequences=config.rollout.max_num_seqs, max_tokens=config.data.max_response_length)
-    width, together = config.rollout.tensor_model_parallel_size, config.lockstep or config.lockstep_backward
-    rates = slot_rates(spans, config.slots // width, width, together)
+    width, in_lockstep = config.rollout.tensor_model_parallel_size, config.lockstep or config.lockstep_backward
+    rates = slot_rates(spans, config.slots // width, width, in_lockstep)
     return fit(spans, before, rates, width), rates
 
 
 def recorded_workload(config: Config, costs: Costs, rates: Sequence[float], step: Sequence[Span]) -> Workload:
-    """Return a recorded step, each slot at its own speed."""
+    """Return the workload of a recorded step, with the speed of each slot."""
     engines = config.slots // config.rollout.tensor_model_parallel_size
     found = workload_of(config, costs, engines, *finished_lengths(step))
     return replace(found, slot_speed=tuple(1 / rate for rate in rates))
 
 
 def config_of(path: Path) -> Config:
-    """Of a run's `config.yaml`, but for rewards, whose secrets may not be here. WorkloadError if it can't be read."""
+    """Return the configuration of a run without `reward`, whose secrets may be missing here. Raises WorkloadError."""
     try:
         written = parse_yaml(path.read_text(), OmegaConf.create)
         if isinstance(written, DictConfig):
             written.pop("reward", None)
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), written))
     except OSError as error:
-        raise WorkloadError(f"{path}: {error.strerror}; give the folder of a run, as its last lines name it") from error
+        raise WorkloadError(f"{path}: {error.strerror}; give the folder of a run, as printed at its end") from error
     except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
-        raise WorkloadError(f"{path}: {error}; was it written by another version?") from error
+        raise WorkloadError(f"{path}: {error}; it may have been written by another version") from error
     assert isinstance(config, Config)
     return config
 
 
 def read_generating_config(folder: Path) -> Config:
-    """The configuration of a run. WorkloadError for one that only trains a reward model, or can't be read."""
+    """Return the configuration of a run. Raises WorkloadError if it is invalid or trains a reward model."""
     config = config_of(folder / "config.yaml")
     if config.trainer.task == "reward_model":
         raise WorkloadError(
-            f"{folder}: trains a reward model (trainer.task=reward_model), so its events have no decoding and no "
-            f"scoring that costs could be fitted to; give the folder of a run with trainer.task={TrainerConfig.task}"
+            f"{folder}: run of a reward model (trainer.task=reward_model), which has no decoding and scoring to fit "
+            f"costs to; give the folder of a run with trainer.task={TrainerConfig.task}"
         )
     return config

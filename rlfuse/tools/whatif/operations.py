@@ -1,7 +1,7 @@
-"""Operations that wait for one another: what ran where and when.
+"""Operations with dependencies, and their replay with other durations.
 
-An operation starts when all that it waits for have ended; members of a group (a collective, a send and its receive) end
-by their own transfer after the last of them started.
+An operation starts when all of its dependencies have ended. Members of a group (a collective, or a send and its
+receive) start their transfer when the last of them has started.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Operations:
     rank: np.ndarray  # int [N]: data-parallel
     start: np.ndarray
     end: np.ndarray
-    waits: np.ndarray  # int [E, 2]: (an operation, what it waits for)
-    group: np.ndarray  # int [N]: operations with the same number end together; `NO_GROUP`: in no group
-    communicates: np.ndarray  # bool [N]: by its kind, whether or not it is in a group
+    waits: np.ndarray  # int [E, 2]: (operation, its dependency)
+    group: np.ndarray  # int [N]: operations with the same number synchronize; or `NO_GROUP`
+    communicates: np.ndarray  # bool [N]: True for communication kinds, in a group or not
     pairs: np.ndarray = field(default_factory=lambda: np.empty((0, 3), np.int64))
-    """int [P, 3]: forward and backward of one micro-batch on one worker, and the chunk of the model that they run."""
+    """int [P, 3]: forward and backward of a micro-batch on one worker, and their model chunk."""
 
     def __len__(self) -> int:
         return len(self.kind)
@@ -46,8 +46,8 @@ class Operations:
     def ranks(self) -> int:
         return int(self.rank.max()) + 1
 
-    def own_seconds(self) -> np.ndarray:
-        """Return float [N]: durations, of transfers from when the last of their group had started."""
+    def durations(self) -> np.ndarray:
+        """Return float [N]: durations; those of group members count from the start of the last one."""
         starts = self.start.copy()
         grouped = self.group != NO_GROUP
         last = np.full(self.group.max(initial=0) + 1, -np.inf)
@@ -60,16 +60,16 @@ class Operations:
 
 
 class CircularWait(ValueError):
-    """Operations that wait for one another in a circle can't have run."""
+    """Operations with cyclic dependencies."""
 
 
 class Replay:
-    """Of one recording; `times` of its operations under any durations."""
+    """Replay of recorded operations with other durations."""
 
     def __init__(self, operations: Operations):
         self.operations = operations
         count = len(operations)
-        unit = np.arange(count)  # what runs together: an operation, or all members of a group under the first's number
+        unit = np.arange(count)  # scheduling unit: an operation, or a group (number of its first member)
         grouped = np.flatnonzero(operations.group != NO_GROUP)
         _, first, of = np.unique(operations.group[grouped], return_index=True, return_inverse=True)
         unit[grouped] = grouped[first[of]]
@@ -82,28 +82,28 @@ class Replay:
             raise CircularWait(_circle(operations, unit, set(self._order.tolist())))
 
     def ends(self, seconds: np.ndarray) -> np.ndarray:
-        """Return float [N]: when each operation ends, given durations, float [N]."""
+        """Return float [N]: end time of each operation, given durations, float [N]."""
         ends = np.empty(len(self.operations))
         arrays = (self._order, self._members, self._member_from, self._before, self._before_from)
         _run(*arrays, seconds.astype(np.float64), ends)
         return ends
 
     def step_seconds(self, seconds: np.ndarray) -> np.ndarray:
-        """Return float [steps]: when the last operation of each step ends."""
+        """Return float [steps]: end time of the last operation of each step."""
         longest = np.zeros(self.operations.steps)
         np.maximum.at(longest, self.operations.step, self.ends(seconds))
         return longest
 
 
 def _rows(keys: np.ndarray, values: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values grouped by key, and where each key's values start: a sparse matrix by rows."""
+    """Return the values grouped by key, and the offsets of each key (as in a CSR matrix)."""
     order = np.argsort(keys, kind="stable")
     return values[order], np.concatenate([[0], np.cumsum(np.bincount(keys, minlength=count))])
 
 
 @numba.njit(cache=True)
 def _topological(member_from, after, after_from):
-    """Return units so that each follows all that it waits for, without those in a circle."""
+    """Return the units in topological order, without those in cycles."""
     count = len(member_from) - 1
     missing = np.zeros(count, np.int64)
     for unit in after:
@@ -144,5 +144,5 @@ def _circle(operations: Operations, unit: np.ndarray, done: set[int]) -> str:
     name = operations.kinds[operations.kind[stuck]]
     return (
         f"{name} of step {operations.step[stuck]} on stage {operations.stage[stuck]}, rank {operations.rank[stuck]} "
-        "waits for something that waits for it: are its times or its numbers within the step wrong?"
+        "depends on itself through other operations; check its times and its numbers within the step"
     )

@@ -1,4 +1,4 @@
-"""Answer what-if questions by replay with other durations, or by simulation where decisions would change."""
+"""Answer what-if questions by replay with other durations, or by simulation if the schedule would change."""
 
 from __future__ import annotations
 
@@ -30,48 +30,48 @@ LONGEST = 0.05  # of the responses
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A question, and what a step would take."""
+    """A question and the resulting step time."""
 
     question: str
-    seconds: float  # of a step in the mean
-    change: float  # over the step as it was, less 1
+    seconds: float  # mean step time
+    change: float  # relative change of the step time
     by: str  # `replay` or `simulation`
 
 
 def answers(
     run: Run, simulated: Simulated | None, without: Sequence[str] = (), policies: Sequence[str] = ()
 ) -> Iterator[Answer]:
-    """Answer the standard questions, and what a step would take without these kinds of work and under these policies.
-    `simulated=None` skips what needs simulation. Raises PolicyError for a policy that cannot be used."""
-    kinds = {"rewards take no time": ([REWARD], 0.0), "links twice as fast": (COMMUNICATION, 0.5)}
+    """Answer the standard questions, and those about steps without these kinds of work and under these policies.
+    `simulated=None` skips questions that need simulation. Raises PolicyError for an unusable policy."""
+    kinds = {"rewards take no time": ([REWARD], 0.0), "links 2x faster": (COMMUNICATION, 0.5)}
     for question, (names, factor) in (kinds | {f"{kind} takes no time": ([kind], 0.0) for kind in without}).items():
-        yield _replayed(run, question, np.where(run.operations.has_kind(*names), factor * run.own, run.own))
+        yield _replayed(run, question, np.where(run.operations.has_kind(*names), factor * run.durations, run.durations))
     if simulated is None:
         return
-    asked: list[tuple[str, Callable[[Workload], Workload], str]] = [
+    questions: list[tuple[str, Callable[[Workload], Workload], str]] = [
         ("without the longest 5 % of responses", _without_longest, simulated.policy),
         ("one more slot", _with_another_slot, simulated.policy),
-        *((f"policy={policy}", _as_it_was, policy) for policy in policies),
+        *((f"policy={policy}", _unchanged, policy) for policy in policies),
     ]
-    for question, change, policy in asked:
-        ratio = simulated.seconds(change, policy) / simulated.seconds(_as_it_was)
+    for question, change, policy in questions:
+        ratio = simulated.seconds(change, policy) / simulated.seconds(_unchanged)
         yield Answer(question, run.seconds * ratio, ratio - 1, "simulation")
 
 
 def job_answers(job: Job, found: JobSlowdown, without: Sequence[str] = ()) -> Iterator[Answer]:
-    """Answer the standard questions about a training job, and what it would take without these kinds of operation."""
+    """Answer the standard questions about a training job, and those about steps without these kinds of operations."""
     operations = job.operations
     if found.workers is not None:
         part = slowest(operations, np.array(found.workers))
-        yield _replayed(job, f"slowest {SLOWEST:.0%} of the workers like the others", job.without(part))
+        yield _replayed(job, f"slowest {SLOWEST:.0%} of workers like the others", job.without(part))
     if len(operations.pairs):
-        yield _replayed(job, "all micro-batches alike", job.even)
+        yield _replayed(job, "all micro-batches equal", job.even)
     if operations.stages > 1:
         yield _replayed(job, "last stage like the others", job.without(operations.stage == operations.stages - 1))
-    yield _replayed(job, "links twice as fast", np.where(operations.communicates, job.own / 2, job.own))
+    yield _replayed(job, "links 2x faster", np.where(operations.communicates, job.durations / 2, job.durations))
     for kind in without:
         part = operations.has_kind(*COMBINED_KINDS.get(kind, (kind,)))
-        yield _replayed(job, f"{kind} takes no time", np.where(part, 0.0, job.own))
+        yield _replayed(job, f"{kind} takes no time", np.where(part, 0.0, job.durations))
 
 
 def _replayed(analysis: Job | Run, question: str, durations: np.ndarray) -> Answer:
@@ -80,7 +80,7 @@ def _replayed(analysis: Job | Run, question: str, durations: np.ndarray) -> Answ
 
 
 class Simulated:
-    """Recorded steps on a virtual clock, under the run's own policy or another."""
+    """Recorded steps simulated under the run's policy or another one."""
 
     def __init__(self, workloads: Sequence[Workload], policy: str, use_measured_rates: bool = True):
         self.workloads, self.policy, self._by_rates = workloads, policy, use_measured_rates
@@ -95,7 +95,7 @@ class Simulated:
         return fmean(step.result.step_s for step in steps)
 
     def resimulated_ratio(self, rates: Mapping[str, float]) -> float | None:
-        """Return the ratio that `Run.found` needs; None where no slot is slow."""
+        """Return the step time with slow slots over that without, for `Run.slowdown`; None if no slot is slow."""
         slots = [max(rate, 1.0) for worker, rate in rates.items() if worker.startswith("slot ")]
         if max(slots) < SLOW_RATE:
             return None
@@ -105,13 +105,13 @@ class Simulated:
 
 
 def ranks_of(spans: Sequence[Span]) -> set[str]:
-    """The trainer's, in a step or more."""
+    """Return the trainer ranks in these spans."""
     return {span.where for span in spans if span.kind == "optimizer"}
 
 
 def simulated(config: Config, steps: Sequence[tuple[Span, Sequence[Span]]]) -> Simulated | None:
-    """Return the last of these steps; None for jobs that are not simulated (pipelines, nothing generated) and for a
-    configuration of other devices, with which the run was resumed."""
+    """Return the last SIMULATED steps. None for jobs that are not simulated (pipelines, no generation), and if the run
+    was resumed with another number of slots."""
     spans = [span for _, inside in steps for span in inside]
     generated = any(span.kind == "generate" for span in spans)
     if not generated or len(ranks_of(spans)) != config.slots or config.training.pipeline_parallel_size > 1:
@@ -121,7 +121,7 @@ def simulated(config: Config, steps: Sequence[tuple[Span, Sequence[Span]]]) -> S
     return Simulated(workloads, config.fusion.policy, not config.trainer.deterministic)
 
 
-def _as_it_was(workload: Workload) -> Workload:
+def _unchanged(workload: Workload) -> Workload:
     return workload
 
 
@@ -136,31 +136,31 @@ def _without_longest(workload: Workload) -> Workload:
     return replace(workload, response_tokens=tuple(cut.tolist()))
 
 
-STEPS = 20  # of a run, the last
+STEPS = 20  # analysed by default: the last ones of a run
 
 
 @dataclass(frozen=True, slots=True)
 class RunAnalysis:
-    """A run's last undisturbed steps, and what was found."""
+    """Analysis of the last undisturbed steps of a run."""
 
     steps: list[tuple[Span, list[Span]]]
     analysis: Run
     simulated: Simulated | None
-    found: RunSlowdown
-    alarms: list[Alarm]  # what the run told of slow and faulty workers itself, and when that began
+    slowdown: RunSlowdown
+    alarms: list[Alarm]  # alarms that the run raised for slow and faulty workers
 
 
 def analyse_run(run: RunFolder, steps: int = STEPS, run_code: bool = False) -> RunAnalysis:
-    """RunError or WorkloadError where the folder doesn't tell enough. Steps on other ranks than the last are left out:
-    a run may have been resumed on more devices, or fewer."""
+    """Analyse the last steps of a run. Steps on other ranks than the last step are ignored: a run may be resumed on
+    another number of devices. Raises RunError or WorkloadError for insufficient events."""
     config, recorded = config_of(file := run.path / "config.yaml"), recorded_steps(run, steps)
     refuse_code(file, policy_code(config.fusion.policy), run_code)
     ranks = ranks_of(recorded[-1][1])
     recorded = [step for step in recorded if ranks_of(step[1]) == ranks]
     spans = [span for _, inside in recorded for span in inside]
-    together = ("backward",) if config.sharded_gradients else ()
-    together = KINDS if config.sharded_weights else together
-    analysis = Run(operations(recorded, run.width, together), spans)
+    lockstep = ("backward",) if config.sharded_gradients else ()
+    lockstep = KINDS if config.sharded_weights else lockstep
+    analysis = Run(operations(recorded, run.width, lockstep), spans)
     clock = simulated(config, recorded)
-    found = analysis.found() if clock is None else analysis.found(clock.resimulated_ratio)
+    found = analysis.slowdown() if clock is None else analysis.slowdown(clock.resimulated_ratio)
     return RunAnalysis(recorded, analysis, clock, found, read_alarms(run.path))

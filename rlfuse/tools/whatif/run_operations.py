@@ -1,9 +1,9 @@
-"""Turn the steps of a run folder into operations that wait for one another.
+"""Turn the steps of a run folder into operations with dependencies.
 
     data --> gen --> decode, decode, ... --> reward, passes --> adv --> forward, backward --> optimizer --> weights
 
-Each call of the driver is three operations: on its way (`controller`), the work on the ranks, on its way back. An
-operation waits only for what had ended when it began; what none of its reasons explains waited for the controller.
+Each call of the driver becomes three operations: sending (`controller`), work on the ranks, returning. An operation
+depends only on operations that had ended when it started; unexplained waiting is attributed to the controller.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ KINDS = (
     *("adv", "forward", "head", "backward", "optimizer", "update_weights", CONTROLLER),
 )
 COMMUNICATION = ("move", "update_weights")
-INTERRUPTED = ("lost", "restart", "restart_engine")  # spans of interrupted steps, which are left out
+INTERRUPTED = ("lost", "restart", "restart_engine")  # kinds of spans that mark interrupted steps, which are skipped
 CALL_WORKERS = {
     **dict.fromkeys(PASSES, "trainer/"),
     **dict.fromkeys(("update_actor", "update_critic"), "trainer/"),
     **{"update_weights": "rollout/", REWARD: "reward/", "data": "encoder/", "step": "trainer/"},
 }
-"""Where the work of the driver's calls is done."""
+"""Driver call -> prefix of the workers that execute it."""
 CALLS = (*PASSES, "update_actor", "update_critic", "update_weights", REWARD, "data", "gen", "switch")
-"""Of jobs that generate; of others a step is one call."""
+"""Driver calls of jobs that generate; in other jobs a step is one call."""
 RENAMED = {"weight_gradients": "backward"}
-MAX_UNEXPLAINED_S = 2e-3  # what began so soon after its own reasons had ended was not kept waiting
-CLOCK_TOLERANCE_S = 1e-4  # clocks of one host, read one after the other
+MAX_UNEXPLAINED_S = 2e-3  # a start this soon after the dependencies needs no explanation
+CLOCK_TOLERANCE_S = 1e-4  # tolerance of consecutive clock reads on one host
 
 
 @dataclass(eq=False, repr=False, slots=True, kw_only=True)
 class Piece:
-    """An operation on its way into the arrays."""
+    """An operation before conversion to arrays."""
 
     kind: str
     worker: str
@@ -53,7 +53,7 @@ class Piece:
     end: float
     span: Span
     stage: int = 0
-    rank: int = -1  # of the trainer
+    rank: int = -1  # trainer rank; -1: none
     call: Call | None = None
     step: int = 0
     number: int = -1
@@ -63,10 +63,10 @@ class Piece:
 
 @dataclass(eq=False, repr=False, slots=True)
 class Call:
-    """What the driver asked for: on its way there, at work, on its way back."""
+    """A driver call: sending, work, returning."""
 
     span: Span
-    slots: tuple[int, ...] = ()  # those that it keeps busy
+    slots: tuple[int, ...] = ()  # slots that it occupies
     begin: Piece | None = None
     work: list[Piece] = field(default_factory=list)
     end: Piece | None = None
@@ -74,16 +74,16 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedOperations:
-    """Operations of a run, and what they were made of."""
+    """Operations of a run, with the data they were built from."""
 
-    operations: Operations  # `rank` is the number of the worker, `stage` that of the pipeline
+    operations: Operations  # `rank`: index of the worker, `stage`: pipeline stage
     workers: tuple[str, ...]  # `slot 0`, `reward/0`, `encoder/0`, `driver`
     pieces: list[Piece]  # one for each operation
-    steps: tuple[Span, ...]  # the driver's spans of them
+    steps: tuple[Span, ...]  # driver spans of the steps
 
 
 def recorded_steps(run: RunFolder, at_most: int) -> list[tuple[Span, list[Span]]]:
-    """The last steps of a run that went undisturbed, with their spans. RunError where there is none."""
+    """Return the last uninterrupted steps of a run, with their spans. Raises RunError if there is none."""
     steps = sorted(run.steps().values(), key=lambda step: step.start)[-2 * at_most :]
     starts, inside = [step.start - CLOCK_TOLERANCE_S for step in steps], [list[Span]() for _ in steps]
     interesting = re.compile(rf'"step":(?:{"|".join(str(step.step) for step in steps) or "none"}),').search
@@ -92,24 +92,24 @@ def recorded_steps(run: RunFolder, at_most: int) -> list[tuple[Span, list[Span]]
         if place >= 0 and span.end <= steps[place].end + CLOCK_TOLERANCE_S:
             inside[place].append(span)
     kinds = [{span.kind for span in spans} for spans in inside]
-    undisturbed = ["optimizer" in each and not each & set(INTERRUPTED) for each in kinds]
-    whole = [each for each, kept in zip(zip(steps, inside, strict=True), undisturbed, strict=True) if kept]
-    if not whole:
-        raise RunError(f"{run.path / 'events.jsonl'}: no step that went undisturbed to its end; let the run finish one")
-    return whole[-at_most:]
+    is_complete = ["optimizer" in each and not each & set(INTERRUPTED) for each in kinds]
+    complete = [each for each, kept in zip(zip(steps, inside, strict=True), is_complete, strict=True) if kept]
+    if not complete:
+        raise RunError(f"{run.path / 'events.jsonl'}: no complete, uninterrupted step; let the run finish one")
+    return complete[-at_most:]
 
 
 def operations(
-    steps: Sequence[tuple[Span, Sequence[Span]]], width: int = 1, together: Collection[str] = ()
+    steps: Sequence[tuple[Span, Sequence[Span]]], width: int = 1, lockstep: Collection[str] = ()
 ) -> RecordedOperations:
-    """What ran in these steps and what it waited for. `width`: trainer ranks of a slot; `together`: kinds of passes of
-    which all ranks compute their n-th at the same time."""
+    """Return the operations of these steps with their dependencies. `width`: trainer ranks per slot; `lockstep`: kinds
+    of passes whose n-th all ranks compute at the same time."""
     pieces: list[Piece] = []
     for number, (_, spans) in enumerate(steps):
-        for piece in _Step(spans, width, together).pieces():
+        for piece in _Step(spans, width, lockstep).pieces():
             piece.step, piece.number = number, len(pieces)
             pieces.append(piece)
-    workers = sorted({piece.worker for piece in pieces}, key=_place)
+    workers = sorted({piece.worker for piece in pieces}, key=_worker_order)
     of = {worker: number for number, worker in enumerate(workers)}
     waits = [(piece.number, before.number) for piece in pieces for before in piece.waits]
     groups = {key: number for number, key in enumerate({(p.step, p.group) for p in pieces if p.group != NO_GROUP})}
@@ -130,14 +130,14 @@ def operations(
     )
 
 
-def _place(worker: str) -> tuple[int, list[tuple[int, str]]]:
+def _worker_order(worker: str) -> tuple[int, list[tuple[int, str]]]:
     role, *rest = worker.replace("/", " ").split(" ")
     return ROLES.index(role), [(int(word) if word.isdecimal() else -1, word) for word in rest]
 
 
 class _Step:
-    def __init__(self, spans: Iterable[Span], width: int, together: Collection[str]):
-        self.width, self.together = width, together
+    def __init__(self, spans: Iterable[Span], width: int, lockstep: Collection[str]):
+        self.width, self.lockstep = width, lockstep
         self.spans = sorted(spans, key=lambda span: (span.start, -span.end))
         self.slots = tuple(sorted({self._slot(span) for span in self.spans if span.where.startswith("trainer/")}))
         self.generated: dict[str, Span] = {}
@@ -147,7 +147,7 @@ class _Step:
                     if name not in self.generated or self.generated[name].end < span.end:
                         self.generated[name] = span
         self.streams: dict[str, _Stream] = defaultdict(_Stream)
-        self.scored: dict[str, list[Piece]] = defaultdict(list)  # group -> ends of its scoring calls
+        self.scored: dict[str, list[Piece]] = defaultdict(list)  # prompt -> final operations of its scoring calls
         self.groups = 0
 
     def _slot(self, span: Span) -> int:
@@ -159,36 +159,36 @@ class _Step:
         alone = [self._piece(span, _kind(span)) for span in self.spans if span.kind in ("decode", "move", "adv")]
         found = alone + [piece for call in calls for piece in (call.begin, *call.work, call.end) if piece is not None]
         found.sort(key=lambda piece: (piece.start, piece.end))
-        woken = _Stream()
+        all_pieces = _Stream()
         for piece in found:
             piece.waits = self._waits(piece)
             if piece.call is None or piece is piece.call.begin:
-                self._woken(piece, woken)
-            self._note(piece)
-            woken.add(piece)
+                self._add_unexplained_wait(piece, all_pieces)
+            self._register(piece)
+            all_pieces.add(piece)
         return found
 
     def _calls(self) -> list[Call]:
         work = defaultdict(list)
         for span in self.spans:
             work[span.where.partition("/")[0]].append(span)
-        calls, whole = [], dict[int | None, Call]()
-        asked = CALLS if any(span.kind == "gen" for span in self.spans) else ("step",)
+        calls, update_calls = [], dict[int | None, Call]()
+        call_kinds = CALLS if any(span.kind == "gen" for span in self.spans) else ("step",)
         for span in self.spans:
-            if span.where != DRIVER or span.kind not in asked:
+            if span.where != DRIVER or span.kind not in call_kinds:
                 continue
             slot = span.attributes.get("slot")
-            before = whole.get(slot)
+            before = update_calls.get(slot)
             if span.kind.startswith("update_") and before is not None and before.span.end > span.start:
-                continue  # models that train in one schedule: the call is the same
+                continue  # models trained in one fused schedule share a call
             call = Call(span, () if span.kind in (REWARD, "data") else self.slots if slot is None else (slot,))
             if span.kind.startswith("update_"):
-                whole[slot] = call
-            self._divide(call, work[CALL_WORKERS.get(span.kind, "none/").rstrip("/")])
+                update_calls[slot] = call
+            self._split_call(call, work[CALL_WORKERS.get(span.kind, "none/").rstrip("/")])
             calls.append(call)
         return calls
 
-    def _divide(self, call: Call, candidates: Sequence[Span]) -> None:
+    def _split_call(self, call: Call, candidates: Sequence[Span]) -> None:
         span, first = (
             call.span,
             bisect_left(candidates, call.span.start - CLOCK_TOLERANCE_S, key=lambda each: each.start),
@@ -199,19 +199,19 @@ class _Step:
             for each in candidates[first:last]
             if each.end <= span.end + CLOCK_TOLERANCE_S and self._belongs(each, call)
         ]
-        self._lock(call)
+        self._group_lockstep(call)
         start, end = span.start, span.end
-        if span.kind == "gen":  # its work is what the engine does for all of its samples
+        if span.kind == "gen":  # its work is in the `decode` spans of the engine
             engine = (each for each in self.spans if each.kind == "decode" and each.where == f"rollout/{call.slots[0]}")
             end = next((each.start for each in engine if each.start >= start), start)
-            call.begin = self._own(call, CONTROLLER, start, end)
+            call.begin = self._driver_piece(call, CONTROLLER, start, end)
         elif not call.work:
             kind = span.kind if span.kind in KINDS else CONTROLLER
-            call.begin = self._own(call, kind, start, end)
+            call.begin = self._driver_piece(call, kind, start, end)
         else:
             kind = "data" if span.kind == "data" else CONTROLLER
-            call.begin = self._own(call, kind, start, max(start, min(each.start for each in call.work)))
-            call.end = self._own(call, kind, min(end, max(each.end for each in call.work)), end)
+            call.begin = self._driver_piece(call, kind, start, max(start, min(each.start for each in call.work)))
+            call.end = self._driver_piece(call, kind, min(end, max(each.end for each in call.work)), end)
 
     def _belongs(self, span: Span, call: Call) -> bool:
         if call.span.kind == REWARD:
@@ -220,17 +220,19 @@ class _Step:
             return span.kind == "encode"
         if call.span.kind == "update_weights":
             return span.kind == "update_weights"
-        beside = ("switch", "optimizer_wait", "plan", "schedule", "start", "gc", "record")
-        return span.kind not in beside and self._slot(span) in call.slots
+        overlapping = ("switch", "optimizer_wait", "plan", "schedule", "start", "gc", "record")
+        return span.kind not in overlapping and self._slot(span) in call.slots
 
-    def _lock(self, call: Call) -> None:
-        """Group ranks that work in lockstep: optimizer steps, rows or heads split over ranks, ZeRO's gathers."""
+    def _group_lockstep(self, call: Call) -> None:
+        """Group operations in lockstep: optimizer steps, rows or heads split over ranks, ZeRO gathers."""
         members: dict[tuple[object, ...], list[Piece]] = defaultdict(list)
         counted: dict[tuple[str, str], int] = defaultdict(int)
         for piece in call.work:
             number = counted[piece.span.where, piece.kind] = counted[piece.span.where, piece.kind] + 1
-            together = piece.kind in self.together
-            if piece.kind == "optimizer" or (together and "pipeline" not in piece.span.attributes and piece.rank >= 0):
+            in_lockstep = piece.kind in self.lockstep
+            if piece.kind == "optimizer" or (
+                in_lockstep and "pipeline" not in piece.span.attributes and piece.rank >= 0
+            ):
                 members[piece.kind, number].append(piece)
             elif piece.kind == "head" or piece.span.attributes.get("degree", 1) > 1:
                 members[piece.kind, number, piece.span.samples].append(piece)
@@ -249,7 +251,7 @@ class _Step:
             kind=kind, worker=worker, start=span.start, end=span.end, span=span, stage=stage, rank=rank, call=call
         )
 
-    def _own(self, call: Call, kind: str, start: float, end: float) -> Piece:
+    def _driver_piece(self, call: Call, kind: str, start: float, end: float) -> Piece:
         worker = f"slot {call.slots[0]}" if kind == "switch" else DRIVER
         return Piece(kind=kind, worker=worker, start=start, end=max(start, end), span=call.span, call=call)
 
@@ -261,9 +263,9 @@ class _Step:
             return list(call.work)
         if piece is not call.begin:
             assert call.begin is not None
-            return [call.begin, *self._last(piece, piece.span.where), *self._stage_before(piece)]
+            return [call.begin, *self._latest(piece, piece.span.where), *self._stage_before(piece)]
         names = [f"slot {slot}" for slot in call.slots] + [f"rollout/{slot}" for slot in call.slots]
-        found = self._last(piece, *names, "data")
+        found = self._latest(piece, *names, "data")
         kind, samples = piece.span.kind, piece.span.samples
         if kind == REWARD or kind in PASSES:
             found += self._decoded(piece, samples)
@@ -273,13 +275,13 @@ class _Step:
 
     def _alone(self, piece: Piece) -> list[Piece]:
         if piece.kind == "move":
-            return self._last(piece, f"rollout/{piece.span.attributes['source']}")
+            return self._latest(piece, f"rollout/{piece.span.attributes['source']}")
         if piece.kind == "adv":
-            return self._last(piece, "scored")
+            return self._latest(piece, "scored")
         where = piece.span.where
-        return self._last(piece, where, f"slot {self._slot(piece.span)}", f"to {where}")
+        return self._latest(piece, where, f"slot {self._slot(piece.span)}", f"to {where}")
 
-    def _last(self, piece: Piece, *streams: str) -> list[Piece]:
+    def _latest(self, piece: Piece, *streams: str) -> list[Piece]:
         return [last for name in streams if (last := self.streams[name].before(piece.start)) is not None]
 
     def _stage_before(self, piece: Piece) -> list[Piece]:
@@ -297,7 +299,7 @@ class _Step:
         ]
 
     def _decoded(self, piece: Piece, samples: Iterable[str]) -> list[Piece]:
-        """Return what ended the generation of these samples, one per engine."""
+        """Return the last decode operations of these samples, one per engine."""
         ends: dict[str, float] = {}
         for name in samples:
             if (span := self.generated.get(name)) is not None:
@@ -306,7 +308,7 @@ class _Step:
         return [each for each in found if each is not None]
 
     def _scores(self, piece: Piece, samples: Iterable[str]) -> list[Piece]:
-        """Return the calls that scored these samples and their siblings, and their advantages."""
+        """Return the scoring calls of the prompts of these samples, and their advantages."""
         groups = dict.fromkeys(prompt_id(name) for name in samples)
         ended = {
             id(each): each
@@ -321,14 +323,14 @@ class _Step:
             [advantages] if advantages is not None and advantages.end <= piece.start + CLOCK_TOLERANCE_S else []
         )
 
-    def _woken(self, piece: Piece, woken: _Stream) -> None:
-        """If its own reasons do not explain its start, it waited for what ended last."""
+    def _add_unexplained_wait(self, piece: Piece, all_pieces: _Stream) -> None:
+        """Add the operation that ended last as a dependency, if the others do not explain the start."""
         ready = max((each.end for each in piece.waits), default=-np.inf)
-        last = woken.before(piece.start)
+        last = all_pieces.before(piece.start)
         if last is not None and piece.start - ready > MAX_UNEXPLAINED_S and last.end > ready:
             piece.waits.append(last)
 
-    def _note(self, piece: Piece) -> None:
+    def _register(self, piece: Piece) -> None:
         span, call = piece.span, piece.call
         if call is None:
             names = [span.where] if piece.kind == "decode" or piece.kind == "prefill" else [piece.kind]

@@ -1,7 +1,7 @@
-"""Measure what uneven work and slow workers cost a run or a training job (arXiv 2505.05713, OSDI '25).
+"""Measure the time lost to slow workers and uneven work in a run or training job (arXiv 2505.05713, OSDI '25).
 
-S = T / T_ideal, waste = 1 - 1 / S; S_x: ideal durations, with the part x as recorded, over T_ideal;
-M = (T - T_fixed) / (T - T_ideal), where a part of the recorded run is ideal.
+S = T / T_ideal, waste = 1 - 1 / S. S_x: time with ideal durations except part x as recorded, over T_ideal.
+M = (T - T_fixed) / (T - T_ideal), where T_fixed is the recorded run with ideal durations in one part.
 """
 
 from __future__ import annotations
@@ -21,76 +21,76 @@ from rlfuse.tools.whatif.causes import Cause, Evidence, correlation, likely_caus
 from rlfuse.tools.whatif.operations import NO_GROUP, Operations, Replay
 from rlfuse.tools.whatif.run_operations import CONTROLLER, DRIVER, RecordedOperations
 
-MIN_SLOWDOWN = 1.03  # a smaller slowdown is within the error of the replay
-SLOWEST = 0.03  # of the workers, rounded up: those whose share of the slowdown is `M_W`
+MIN_SLOWDOWN = 1.03  # smaller slowdowns are within the error of the replay
+SLOWEST = 0.03  # share of the workers that `M_W` is about, rounded up
 COMBINED_KINDS = {
     "forward-pp-comm": ("forward-send", "forward-recv"),
     "backward-pp-comm": ("backward-send", "backward-recv"),
 }
-"""Kinds of a training job that the study also attributes together."""
+"""Kinds of a training job that are also attributed in combination."""
 DECODING = ("decode", "prefill")
 TRAINING = ("forward", "backward")
 ONE_BY_ONE = [[kind] for kind in ("encode", *DECODING, *PASSES, *TRAINING)]
-PHASES = [["encode"], [*DECODING, *PASSES], TRAINING]  # the shorter of the two ideals counts
+PHASES = [["encode"], [*DECODING, *PASSES], TRAINING]  # the shorter of both ideals counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowdown:
-    """Of recorded steps; fields that attribute it are None where `S` is below `MIN_SLOWDOWN`."""
+    """Slowdown of recorded steps; fields that attribute it are None if `S` is below `MIN_SLOWDOWN`."""
 
     S: float
-    waste: float  # share of the workers' time
-    seconds: float  # mean of a step, replayed as recorded
+    waste: float  # share of worker time lost
+    seconds: float  # mean step time, replayed as recorded
     ideal_seconds: float
-    launch_delay: float  # share of the recorded steps' time that the replay leaves out: its error
-    S_t: dict[str, float] | None = None  # kind of operation -> slowdown by it alone, largest first
-    M_W: float | None = None  # share of the loss saved if the slowest 3 % of the workers were ideal
-    M_S: float | None = None  # share of the loss saved if the last stage were ideal
+    launch_delay: float  # share of the recorded time missing in the replay: its error
+    S_t: dict[str, float] | None = None  # kind of operation -> slowdown by this kind alone, largest first
+    M_W: float | None = None  # share of the lost time saved if the slowest 3 % of workers were ideal
+    M_S: float | None = None  # share of the lost time saved if the last stage were ideal
     cause: Cause | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSlowdown(Slowdown):
-    """Of a training job, whose ideal durations are the same for all operations of a kind."""
+    """Slowdown of a training job, with equal ideal durations for all operations of a kind."""
 
     workers: list[list[float]] | None = None  # [stage][data rank]: slowdown by that worker alone
-    M_L: float | None = None  # share of the loss saved if all micro-batches were alike
-    correlation: float | None = None  # of forward and backward durations; None: too few or constant
+    M_L: float | None = None  # share of the lost time saved with equal micro-batches
+    correlation: float | None = None  # of forward and backward durations; None: too few, or constant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSlowdown(Slowdown):
-    """Of a run's last steps: S = S_machine * S_skew. Ideal is the same work, predicted by fitted costs at the speed of
-    a typical worker, shared out evenly. `M_W` is None where `S_machine` is below `MIN_SLOWDOWN`."""
+    """Slowdown of the last steps of a run: S = S_machine * S_skew. The ideal is the same work, predicted by fitted
+    costs at the speed of a typical worker and balanced. `M_W` is None if `S_machine` is below `MIN_SLOWDOWN`."""
 
     steps: int
     S_machine: float
     S_skew: float
-    measured: float  # mean seconds of a step, measured by the driver
+    measured: float  # mean step time measured by the driver
     no_slow_machine_seconds: float
-    workers: dict[str, float]  # worker -> slowdown of the run by its machine alone, largest first
-    rates: dict[str, float]  # worker -> seconds of its work over a typical worker's
+    workers: dict[str, float]  # worker -> slowdown of the run by this worker alone, largest first
+    rates: dict[str, float]  # worker -> its seconds over those of a typical worker
 
 
 class _Analysis:
-    """Operations and their replay with any durations, float [N]; `own`: the recorded ones."""
+    """Operations and their replay with other durations, float [N]; `durations`: the recorded ones."""
 
     def __init__(self, operations: Operations):
         self.operations, self.replay = operations, Replay(operations)
-        self.own = operations.own_seconds()
-        self.seconds = self.mean(self.own)
+        self.durations = operations.durations()
+        self.seconds = self.mean(self.durations)
 
     def mean(self, durations: np.ndarray) -> float:
         return float(self.replay.step_seconds(durations).mean())
 
     def share(self, fixed: np.ndarray, ideal: np.ndarray) -> float:
-        """Return the share of what the ideal durations save that these save; 0 where they save nothing."""
+        """Return the time saved by `fixed` over that saved by `ideal`; 0 if `ideal` saves nothing."""
         best = self.mean(ideal)
         return (self.seconds - self.mean(fixed)) / (self.seconds - best) if self.seconds > best else 0.0
 
     def alone(self, part: np.ndarray, ideal: np.ndarray) -> float:
-        """Return the slowdown by this part of the operations alone, bool [N]."""
-        return self.mean(np.where(part, self.own, ideal)) / self.mean(ideal)
+        """Return the slowdown if only this part of the operations, bool [N], is as recorded."""
+        return self.mean(np.where(part, self.durations, ideal)) / self.mean(ideal)
 
     def by_kind(self, ideal: np.ndarray, more: Mapping[str, Sequence[str]]) -> dict[str, float]:
         names = {name: (name,) for name in self.operations.kinds if name != CONTROLLER} | more
@@ -103,10 +103,10 @@ class Job(_Analysis):
 
     def __init__(self, operations: Operations):
         super().__init__(operations)
-        self.ideal, self.even = ideal_seconds(operations, self.own), even_seconds(operations, self.own)
+        self.ideal, self.even = ideal_seconds(operations, self.durations), even_seconds(operations, self.durations)
 
-    def found(self) -> JobSlowdown:
-        """Replay the job as recorded, with ideal durations, and with each kind, stage and rank as recorded."""
+    def slowdown(self) -> JobSlowdown:
+        """Replay the job as recorded, ideally, and with each kind, stage and rank as recorded."""
         operations, ideal = self.operations, self.mean(self.ideal)
         slowdown = self.seconds / ideal if ideal else 1.0
         first, last = np.full(operations.steps, np.inf), np.full(operations.steps, -np.inf)
@@ -129,17 +129,17 @@ class Job(_Analysis):
             "M_W": self.share(self.without(slowest(operations, workers)), self.ideal),
             "M_S": self.share(self.without(operations.stage == operations.stages - 1), self.ideal),
             "M_L": self.share(self.even, self.ideal),
-            "correlation": correlation(of, self.own[forward], self.own[backward]),
+            "correlation": correlation(of, self.durations[forward], self.durations[backward]),
         }
         return JobSlowdown(**found, cause=likely_job_cause(found, len(operations.pairs)))
 
     def without(self, part: np.ndarray) -> np.ndarray:
-        """Return the recorded durations, but ideal ones for a part, bool [N]."""
-        return np.where(part, self.ideal, self.own)
+        """Return the recorded durations with ideal ones for a part, bool [N]."""
+        return np.where(part, self.ideal, self.durations)
 
     def _workers(self) -> np.ndarray:
-        """Return float [stages, ranks]. A worker is slow if both its stage and its rank are, which takes stages + ranks
-        replays instead of their product."""
+        """Return float [stages, ranks]: slowdown by worker. A worker is slow if its stage and its rank are, which takes
+        stages + ranks replays instead of their product."""
         stage, rank = self.operations.stage, self.operations.rank
         by_stage = np.array([self.alone(stage == each, self.ideal) for each in range(self.operations.stages)])
         by_rank = np.array([self.alone(rank == each, self.ideal) for each in range(self.operations.ranks)])
@@ -147,7 +147,7 @@ class Job(_Analysis):
 
 
 def ideal_seconds(operations: Operations, seconds: np.ndarray) -> np.ndarray:
-    """Return float [N]: the mean of computations of each kind, and the median of transfers, which have a long tail."""
+    """Return float [N]: mean of each kind of computation, median of each kind of transfer (long tails)."""
     ideal = np.empty(len(operations))
     for number in range(len(operations.kinds)):
         if (of_kind := operations.kind == number).any():
@@ -157,7 +157,7 @@ def ideal_seconds(operations: Operations, seconds: np.ndarray) -> np.ndarray:
 
 
 def even_seconds(operations: Operations, seconds: np.ndarray) -> np.ndarray:
-    """Return float [N]: durations if forward and backward of each chunk took the mean of all micro-batches."""
+    """Return float [N]: durations if all micro-batches of a model chunk took their mean, forward and backward."""
     even, chunk = seconds.copy(), operations.pairs[:, 2]
     for direction in operations.pairs[:, :2].T:
         counts = np.maximum(np.bincount(chunk), 1)
@@ -176,14 +176,14 @@ def _largest_first(values: Mapping[str, float]) -> dict[str, float]:
 
 
 class Run(_Analysis):
-    """A recorded run. `typical`: durations without slow machines; `balanced`: these shared out evenly."""
+    """A recorded run. `typical`: durations without slow machines; `balanced`: these, with work also balanced."""
 
     def __init__(self, recorded: RecordedOperations, spans: Iterable[Span]):
-        """`spans`: of the recorded steps, which costs are fitted to."""
+        """Fit costs to `spans`, the spans of the recorded steps."""
         super().__init__(recorded.operations)
         self.recorded = recorded
         groups = _groups(recorded, fit(list(spans)).costs.flat_batch)
-        self.typical = typical_seconds(groups, self.own, self.operations.rank)
+        self.typical = typical_seconds(groups, self.durations, self.operations.rank)
         ways = (balanced_seconds(self.operations, self.typical, kinds) for kinds in (ONE_BY_ONE, PHASES))
         self.balanced = min((self.typical, *ways), key=self.mean)
 
@@ -192,13 +192,13 @@ class Run(_Analysis):
             return np.zeros(len(self.operations), bool)
         return self.operations.rank == self.recorded.workers.index(worker)
 
-    def found(
+    def slowdown(
         self, resimulated_ratio: Callable[[Mapping[str, float]], float | None] = lambda rates: None
     ) -> RunSlowdown:
         """Replay the run as recorded, under both ideals, and with each kind and worker as recorded.
 
-        `resimulated_ratio`: from the rates of all workers, a step's time over what it would be if none were slow and the
-        fusion policy decided accordingly, which no replay can tell; None if unknown.
+        `resimulated_ratio`: maps the rates of all workers to the step time over that without slow workers, with the
+        decisions of the fusion policy simulated again, which a replay cannot do; None if unknown.
         """
         healthy, ideal = self.mean(self.typical), self.mean(self.balanced)
         rates = {worker: self._rate(self._of(worker)) for worker in self.recorded.workers if worker != DRIVER}
@@ -231,19 +231,19 @@ class Run(_Analysis):
             last = self.operations.stage == self.operations.stages - 1
             pipelined = ["pipeline" in piece.span.attributes for piece in self.recorded.pieces]
             found["M_S"] = self._saved(last & pipelined, self.balanced)
-        seen = Evidence(self.recorded.pieces, self.own, self.typical, self.balanced, slow, self._saved)
+        seen = Evidence(self.recorded.pieces, self.durations, self.typical, self.balanced, slow, self._saved)
         return RunSlowdown(**found, cause=likely_cause(found, seen))
 
     def _saved(self, part: np.ndarray, ideal: np.ndarray) -> float:
-        return self.share(np.where(part, ideal, self.own), ideal)
+        return self.share(np.where(part, ideal, self.durations), ideal)
 
     def _rate(self, part: np.ndarray) -> float:
         typical = self.typical[part].sum()
-        return float(self.own[part].sum() / typical) if typical else 1.0
+        return float(self.durations[part].sum() / typical) if typical else 1.0
 
 
 def _groups(recorded: RecordedOperations, flat_batch: int) -> list[Group]:
-    """Return the operations that are comparable; those of the driver are not."""
+    """Return groups of comparable operations, without those of the driver."""
     pieces = [piece for piece in recorded.pieces if piece.worker != DRIVER]
     kinds = ["decode" if piece.kind in DECODING else piece.kind for piece in pieces]
     numbers = np.array([piece.number for piece in pieces])
@@ -252,8 +252,8 @@ def _groups(recorded: RecordedOperations, flat_batch: int) -> list[Group]:
 
 
 def balanced_seconds(operations: Operations, typical: np.ndarray, kinds: Sequence[Sequence[str]]) -> np.ndarray:
-    """Return float [N]: the work of each of these sets of kinds in a step shared out evenly over the workers that did
-    some. Operations of one kind on one worker take as long as one another."""
+    """Return float [N]: durations if the work of each set of kinds in a step were balanced over the workers that did
+    some. Operations of one kind on one worker then take equally long."""
     balanced = typical.copy()
     for step in range(operations.steps):
         inside = (operations.step == step) & (operations.group == NO_GROUP)

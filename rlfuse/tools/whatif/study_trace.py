@@ -1,7 +1,7 @@
-"""Read tables of training jobs as the study of stragglers published them (arXiv 2505.05713, section 3).
+"""Read tables of training jobs in the format of a published straggler study (arXiv 2505.05713, section 3).
 
 params-all-gather --> first forward of the chunk      last backward --> layernorm, embedding, grads, clip, step
-forward-recv --> forward-compute --> forward-send       and backward likewise; each stream of a worker in its order
+forward-recv --> forward-compute --> forward-send       backward likewise; operations of a stream run in order
 """
 
 from __future__ import annotations
@@ -19,46 +19,54 @@ from rlfuse.errors import UserError
 from rlfuse.tools.whatif.operations import NO_GROUP, Operations
 
 FORWARD, BACKWARD = "forward", "backward"
-COMPUTE = ("forward-compute", "backward-compute", "gc", "first-op")  # in the stream of computing
+COMPUTE = ("forward-compute", "backward-compute", "gc", "first-op")  # operations of the compute stream
 P2P = ("forward-send", "forward-recv", "backward-send", "backward-recv")
 DATA = ("params-all-gather", "grads-reduce-scatter", "separate-grads-all-reduce")  # collectives over data ranks
 CLIP, EMBEDDING = "optimizer-clip-main-grad", "embedding-grads-all-reduce"
-TAIL = ("layernorm-grads-all-reduce", EMBEDDING, *DATA[1:], CLIP, "optimizer")  # after the last backward, in this order
+TAIL = (
+    "layernorm-grads-all-reduce",
+    EMBEDDING,
+    *DATA[1:],
+    CLIP,
+    "optimizer",
+)  # operations after the last backward, in this order
 KINDS = (*COMPUTE, *P2P, DATA[0], *TAIL)
 COMMUNICATION = {*P2P, *DATA, CLIP, EMBEDDING, "layernorm-grads-all-reduce"}
 NEEDED = ("dp_rank", "stage", "step", "optype", "start_ts", "duration")
 NUMBERS = {"seq_id": 0, "mc": 0, "mb_id": 0, "gmc": None}
-"""Columns that a table may lack, and their value then; `gmc` is the stage where there is one chunk."""
-CLOCK_S = 5e-4  # clocks of hosts differ by less
+"""Optional columns and their defaults; `gmc` (global model chunk) defaults to the stage for a single chunk."""
+CLOCK_S = 5e-4  # clock tolerance between hosts
 
 
 class TraceError(UserError):
-    """A table that can't be read as operations of a training job."""
+    """Invalid table of operations."""
 
 
 def read(path: Path) -> pd.DataFrame:
-    """The rows of a `.parquet` or `.csv` file. TraceError where columns or values are not as they should be."""
+    """Return the rows of a `.parquet` or `.csv` file. Raises TraceError for missing columns or invalid values."""
     if path.suffix not in (".parquet", ".csv"):
-        raise TraceError(f"--trace {path}: needs a file that ends in .parquet or .csv")
+        raise TraceError(f"--trace {path}: must be a .parquet or .csv file")
     try:
         table = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path)
     except (OSError, ValueError) as error:
         raise TraceError(f"--trace {path}: {error}") from error
     if missing := [name for name in NEEDED if name not in table.columns]:
-        raise TraceError(f"--trace {path}: no column {', '.join(missing)}; it has {', '.join(map(str, table.columns))}")
+        raise TraceError(
+            f"--trace {path}: missing columns {', '.join(missing)}; the file has {', '.join(map(str, table.columns))}"
+        )
     if table.empty:
-        raise TraceError(f"--trace {path}: has no rows")
+        raise TraceError(f"--trace {path}: the table has no rows")
     if unknown := sorted(set(table["optype"].astype(str)) - set(KINDS)):
-        raise TraceError(f"--trace {path}: optype {', '.join(unknown)} is not known; valid: {', '.join(KINDS)}")
+        raise TraceError(f"--trace {path}: optype {', '.join(unknown)} is unknown; valid: {', '.join(KINDS)}")
     for name in ("start_ts", "duration"):
         values = pd.to_numeric(table[name], errors="coerce")
         if wrong := int((~np.isfinite(values) | (values < 0 if name == "duration" else False)).sum()):
-            raise TraceError(f"--trace {path}: {name} is no number of seconds in {wrong} of {len(table)} rows")
+            raise TraceError(f"--trace {path}: {name} is not a valid number of seconds in {wrong} of {len(table)} rows")
     return table
 
 
 def operations_of(table: pd.DataFrame) -> Operations:
-    """What ran and what it waited for. TraceError where receives and sends, or ranks of a collective, don't match."""
+    """Return the operations of a table with their dependencies. Raises TraceError for unmatched sends and receives."""
     return _Builder(_sorted(table)).operations()
 
 
@@ -85,7 +93,7 @@ class _Worker:
     step: int
     rank: int
     stage: int
-    kinds: np.ndarray  # [n], of the operations from `first` on
+    kinds: np.ndarray  # int [n]: kinds of the operations from index `first`
     first: int
 
     def of(self, *names: str) -> np.ndarray:
@@ -106,7 +114,7 @@ class _Builder:
         self.waits: list[tuple[np.ndarray, np.ndarray]] = []
         self.pairs: list[np.ndarray] = []
         self.groups: dict[tuple, list[int]] = defaultdict(list)
-        self.sends: dict[tuple, np.ndarray] = {}  # (step, rank, stage that receives, direction) -> sends, in order
+        self.sends: dict[tuple, np.ndarray] = {}  # (step, rank, receiving stage, direction) -> sends, in order
         self.receives: dict[tuple, np.ndarray] = {}
 
     def operations(self) -> Operations:
@@ -147,7 +155,7 @@ class _Builder:
         self.waits.append((operations[1:], operations[:-1]))
 
     def _pipeline(self, worker: _Worker, direction: str) -> None:
-        """Receive, compute, send; a receive starts once the computation before its own has ended."""
+        """Receive, compute, send; a receive starts when the previous computation has ended."""
         computed = worker.of(f"{direction}-compute")
         if self.stages == 1 or not len(computed):
             return
@@ -167,8 +175,8 @@ class _Builder:
     def _matched(
         self, worker: _Worker, kind: str, computed: np.ndarray, needed: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the transfers of the kind, and the position in `computed` of what each belongs to. Profilers may
-        record one for every computation, or all but the first, and some before or after all computations."""
+        """Return the transfers of a kind, and the index in `computed` of the computation of each. Profilers may record
+        a transfer for every computation, or for all but the first, and some before or after all computations."""
         transfers, receives = worker.of(kind), kind.endswith("recv")
         if receives:
             transfers = transfers[self.start[transfers] <= self.start[computed].max() + CLOCK_S]
@@ -178,10 +186,10 @@ class _Builder:
         for candidates in (positions[needed], positions, *([positions[1:]] if receives else [])):
             if len(candidates) == len(transfers):
                 return transfers, candidates
-        raise TraceError(f"{worker}: {len(transfers)} {kind} for {int(needed.sum())} computations that need one")
+        raise TraceError(f"{worker}: {len(transfers)} {kind} operations, but {int(needed.sum())} computations need one")
 
     def _micro_batches(self, worker: _Worker) -> None:
-        """Pair each chunk's forward and backward of a micro-batch, by number or by order."""
+        """Pair forward and backward of each chunk and micro-batch, by `mb_id` or by order."""
         both = [worker.of(f"{direction}-compute") for direction in (FORWARD, BACKWARD)]
         for chunk in np.unique(self.global_chunk[np.concatenate(both)]):
             mine = [each[self.global_chunk[each] == chunk] for each in both]
@@ -190,7 +198,7 @@ class _Builder:
                 self.pairs.append(np.stack([forward, backward, np.full(len(forward), int(chunk))], axis=1))
 
     def _data_parallel(self, worker: _Worker) -> None:
-        """Parameters before the first forward of their chunk, and what follows the last backward."""
+        """Add dependencies of parameter gathers (before the first forward of a chunk) and the tail (after backward)."""
         stream, chunk = worker.of(*COMPUTE), self.chunk
         gathered = {int(chunk[operation]): operation for operation in worker.of(DATA[0])}
         for operation in worker.of("forward-compute"):
@@ -224,8 +232,8 @@ class _Builder:
             if len(sent) != len(received):
                 step, rank, stage, direction = key
                 raise TraceError(
-                    f"step {step}, data rank {rank}: {len(received)} {direction}-recv on stage {stage}, and its "
-                    f"neighbour sends {len(sent)}"
+                    f"step {step}, data rank {rank}: {len(received)} {direction}-recv on stage {stage}, but its "
+                    f"neighbour has {len(sent)} sends"
                 )
             for number, pair in enumerate(zip(sent, received, strict=True)):
                 self.groups["p2p", *key, number] = [int(each) for each in pair]

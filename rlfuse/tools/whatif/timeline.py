@@ -1,4 +1,4 @@
-"""Write the ideal timeline next to the recorded one, for Perfetto."""
+"""Build the recorded and ideal timelines for Perfetto."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rlfuse.tools.whatif.operations import Operations
 from rlfuse.tools.whatif.run_operations import CONTROLLER
 from rlfuse.tools.whatif.slowdown import Job, Run
 
-IDEAL = 1_000_000  # added to the process numbers of the ideal run
+IDEAL = 1_000_000  # offset of the process ids of the ideal timeline
 
 
 def of_run(run: Run, steps: Sequence[tuple[Span, Sequence[Span]]], width: int) -> dict[str, Any]:
-    """Return both in the trace event format."""
+    """Return both timelines in the trace event format."""
     real = trace([span for _, inside in steps for span in inside], width)
     return _both(real, trace(_ideal_spans(run), width))
 
 
 def of_job(job: Job) -> dict[str, Any]:
-    """Return both in the trace event format, a process for each worker."""
+    """Return both timelines in the trace event format, with a process for each worker."""
     operations, ends = job.operations, job.replay.ends(job.ideal)
     begins = np.full(operations.steps, np.inf)
     np.minimum.at(begins, operations.step, operations.start)
@@ -57,7 +57,7 @@ def _both(recorded: dict[str, Any], ideal: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ideal_spans(run: Run) -> list[Span]:
-    """Return the spans of the run's operations as they would have been: earlier and shorter."""
+    """Return the spans of the run with balanced durations."""
     seconds, steps = run.balanced, run.recorded.steps
     ends, longest = run.replay.ends(seconds), run.replay.step_seconds(seconds)
     began = np.array([step.start for step in steps])

@@ -1,10 +1,9 @@
-"""Runs notebooks from beginning to end, as the tests do, and can keep what they show.
+"""Run notebooks from beginning to end, as the tests do, and optionally save their outputs.
 
-    python notebooks/execute.py                       all, in a folder of their own; an error ends it
-    python notebooks/execute.py --keep 01*.ipynb      and write the outputs into the notebook
+    python notebooks/execute.py                       all notebooks, in a temporary folder; stops at the first error
+    python notebooks/execute.py --keep 01*.ipynb      also save the outputs in the notebook
 
-Role: `execute` is called here and by the tests. A notebook runs in a copy of this folder, so that what it writes stays
-out of the checkout.
+A notebook runs in a copy of this folder, so that its files are not written to the checkout.
 """
 
 from __future__ import annotations
@@ -19,20 +18,19 @@ from nbclient import NotebookClient
 
 FOLDER = Path(__file__).parent
 TIMEOUT_S = 400
-"""For one cell: a job starts in it."""
+"""Time limit per cell, which may run a job."""
 
 
 def execute(path: Path, folder: Path) -> nbformat.NotebookNode:
-    """The notebook with its outputs; `folder`, a new one, becomes its working directory. Raises CellExecutionError."""
+    """Execute a notebook in the new folder `folder` and return it with outputs. Raises CellExecutionError."""
     shutil.copytree(FOLDER, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("runs", ".*"))
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(notebook, timeout=TIMEOUT_S, resources={"metadata": {"path": str(folder)}}).execute()
     return notebook
 
 
-def without_traces(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """Without times, versions and what libraries say on stderr, which would be a change in every commit; a cell's
-    prints in one piece."""
+def strip_volatile_outputs(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """Remove times, versions and stderr, which would differ in every commit, and merge the prints of a cell."""
     notebook.metadata = {"kernelspec": notebook.metadata.kernelspec, "language_info": {"name": "python"}}
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
@@ -51,17 +49,17 @@ def without_traces(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description="Run notebooks.")
-    parser.add_argument("notebooks", nargs="*", type=Path, help="default: all of this folder")
-    parser.add_argument("--keep", action="store_true", help="write the outputs into them")
+    parser.add_argument("notebooks", nargs="*", type=Path, help="default: all notebooks in this folder")
+    parser.add_argument("--keep", action="store_true", help="save the outputs in the notebooks")
     arguments = parser.parse_args()
     for path in arguments.notebooks or sorted(FOLDER.glob("*.ipynb")):
         with tempfile.TemporaryDirectory() as folder:
             notebook = execute(path, Path(folder))
         print(f"{path.name}: {sum(cell.cell_type == 'code' for cell in notebook.cells)} cells")
         if arguments.keep:
-            nbformat.write(without_traces(notebook), path)
+            nbformat.write(strip_volatile_outputs(notebook), path)
 
 
 if __name__ == "__main__":

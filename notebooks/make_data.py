@@ -1,9 +1,9 @@
-"""The run that the notebooks read: the quickstart, a little smaller, with every sample of some prompts kept.
+"""Create the run that the notebooks read: a smaller quickstart that saves every sample of some prompts.
 
     python notebooks/make_data.py        (a few minutes on two cores; writes notebooks/data/run)
 
-Role: makes what stands in `data/run`, which is in the repository so that the notebooks open at once. Events are those
-of two steps, whose slots the notebooks look at.
+The result `data/run` is in the repository, so that the notebooks work without training. It has the events of two steps,
+which the notebooks plot.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ SETTINGS = (
 )
 WHOLE = ("metrics.jsonl", "samples.jsonl", "summary.json")
 STEPS = (2, 12)
-"""Whose events are kept."""
+"""Steps whose events are saved."""
 
 
 def main() -> None:
-    """Prepare the task, train, keep what is small."""
+    """Prepare the task, train, and save the small files of the run."""
     prepare()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "rlfuse.train", *SETTINGS, f"trainer.default_local_dir={folder}"]

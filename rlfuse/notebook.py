@@ -2,13 +2,13 @@
 
     from rlfuse import notebook as nb
 
-    table = nb.samples("runs/rlfuse/my_run")            # what the run kept, a pandas table
-    mine = nb.score(table, my_reward)                   # any reward, in this process
-    nb.compare(table, mine).disagreements()             # where the two disagree, with the texts
+    table = nb.samples("runs/rlfuse/my_run")            # samples of the run, a pandas table
+    scored = nb.score(table, my_reward)                 # any reward function, in this process
+    nb.compare(table, scored).disagreements()           # samples on which the rewards disagree, with texts
     run = nb.train("my_job.yaml", "reward.functions=[my_reward.py:my_reward]")
 
-Role: names for people at a keyboard; `notebooks/` shows them at work. Scoring here has no time limit and no process of
-its own; jobs, and `rlfuse reward replay`, have both.
+Interactive API; see `notebooks/` for examples. Scoring runs in this process without a time limit; jobs and
+`rlfuse reward replay` use separate processes with one.
 """
 
 from rlfuse.tools.dataframes import metrics, samples, surprise, time_spent

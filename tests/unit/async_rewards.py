@@ -1,4 +1,4 @@
-"""Async reward functions: every signature and every kind of callable. On the response `hang` they never return."""
+"""Async reward functions with every signature and kind of callable. They never return for the response `hang`."""
 
 import asyncio
 import functools

@@ -1,6 +1,6 @@
-"""Fifty responses of a model that attacks what reads them; run as a program, it scores them by every verifier.
+"""Fifty adversarial responses; run as a program, it scores them with every verifier.
 
-`python hostile_responses.py FOLDER` prints a JSON line for each: its name, and the outcome of each verifier. Code in
+`python hostile_responses.py FOLDER` prints one JSON line per response: name and outcome of each verifier. Code in
 the responses tries to read FOLDER/secret and to write FOLDER/marker.
 """
 
@@ -38,7 +38,7 @@ def python(code: str) -> str:
 
 
 def texts() -> dict[str, str]:
-    """Responses that are only read."""
+    """Return responses without code."""
     deep = LONG // 2
     return {
         "boxes in boxes": r"\boxed{" * deep + "4" + "}" * deep,
@@ -82,7 +82,7 @@ def texts() -> dict[str, str]:
 
 
 def programs() -> dict[str, str]:
-    """Responses with code that is run."""
+    """Return responses with code that is executed."""
     code = {
         "writes with the shell": "import os\nprint(input())\nos.system('touch {marker}')",
         "writes when it ends": "import atexit\natexit.register(lambda: open('{marker}', 'w'))\nprint(input())",

@@ -1,6 +1,6 @@
-"""A file of rewards of which each call goes wrong in another way, as tests of one process and of whole jobs name it.
+"""Reward functions whose calls fail in different ways, for tests of one process and of whole jobs.
 
-`WAYS` are what may be raised or returned; a response `way N` asks for the Nth, any other is a reward of 1.
+`WAYS` lists exceptions and return values; the response `way N` selects the Nth, any other gets 1.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ HUGE = 10**309
 
 
 class Wild(BaseException):
-    """Neither an Exception nor one of Python's own."""
+    """Custom subclass of BaseException."""
 
 
 class Mute(Exception):
@@ -27,7 +27,7 @@ class Mute(Exception):
 
 
 class Hidden(ValueError):
-    """Can't even be looked at."""
+    """Object whose inspection raises."""
 
     __traceback__ = __cause__ = property(lambda self: 1 / 0)
 
@@ -82,7 +82,7 @@ VALUES = [
 
 
 def odd(method, error):
-    """An object whose one method raises."""
+    """Return an object of which one method raises."""
 
     def fail(self, *arguments, **named):
         raise error() if callable(error) else error
@@ -135,5 +135,5 @@ async def later(solution_str):
     if solution_str.startswith("late "):
         return await asyncio.create_task(task())
     if solution_str == "break":
-        sys.modules["rlfuse.rewards.api.shapes"].RewardFunction.score = None  # from here on its process can't score
+        sys.modules["rlfuse.rewards.api.shapes"].RewardFunction.score = None  # makes the process unusable
     return act(solution_str)

@@ -1,4 +1,4 @@
-"""Forms in which answers are written: what each verifier accepts, and that reading them is bounded."""
+"""Answer formats that each verifier accepts, and the time limit of parsing."""
 
 import importlib
 import json
@@ -16,7 +16,7 @@ from rlfuse.rewards.verifiers.units import conversion_factor
 
 
 def forms():
-    """(verifier, options, ground truth, right answers, wrong answers) of each line of answer_forms.txt."""
+    """Yield (verifier, options, ground truth, right answers, wrong answers) for each line of answer_forms.txt."""
     name, options = "", {}
     for line in (Path(__file__).parent / "answer_forms.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("== "):
@@ -28,7 +28,7 @@ def forms():
 
 
 @pytest.mark.parametrize(("name", "options", "truth", "right", "wrong"), list(forms()))
-def test_forms_of_answers(name, options, truth, right, wrong):
+def test_answer_formats(name, options, truth, right, wrong):
     score = importlib.import_module(f"rlfuse.rewards.verifiers.{name}").score
     found = {answer: score("", answer, truth, **options)["acc"] for answer in [*right, *wrong] if answer}
     misjudged = {answer: acc for answer, acc in found.items() if acc != (answer in right)}
@@ -50,14 +50,14 @@ REPEATED = (
      (symbolic, "x")],
 )  # fmt: skip
 def test_time_is_linear_in_the_length_of_an_answer(module, truth):
-    """Linear reading takes some hundredths of a second for these, quadratic reading many seconds."""
+    """Linear time takes some hundredths of a second here, quadratic time many seconds."""
     for repeated in REPEATED:
         start = time.process_time()
         module.score("", repeated * (20_000 // len(repeated)), truth)
         assert time.process_time() - start < 3, repeated
 
 
-def test_the_least_answers_that_took_seconds_are_read_at_once():
+def test_answers_that_once_took_seconds_are_parsed_quickly():
     start = time.process_time()
     box.score("", "[" + "1 " * 230, [0, 0, 1, 2])
     choice.score("", "A" + " ," * 8_000 + " x", "B")
@@ -70,7 +70,7 @@ def test_the_least_answers_that_took_seconds_are_read_at_once():
      r"e^{e^{e^{e}}}", r"\sin(10^{4000})", "x!" * 200, "-" * 400, "7" * 90_000, r"\boxed{" + "7" * 50_000 + "}",
      "(" * 100 + "x" + ")" * 100, r"\frac{1}{" * 13 + "2" + "}" * 13, "__import__('os').system('true')", "_"],
 )  # fmt: skip
-def test_math_evaluates_nothing_that_is_large(expression):
+def test_math_rejects_large_expressions(expression):
     start = time.process_time()
     assert symbolic.score("", expression, "1")["score"] == 0.0
     assert len(expression) > 500 or symbolic.score("", expression, expression)["score"] == 1.0, "the same text is right"
@@ -78,7 +78,7 @@ def test_math_evaluates_nothing_that_is_large(expression):
 
 
 @pytest.mark.parametrize("truth", ["", " ", "$$", None, float("nan"), [1]])
-def test_only_a_truth_without_any_text_is_refused_by_math(truth):
+def test_math_rejects_only_an_empty_ground_truth(truth):
     with pytest.raises(ValueError, match=r"ground_truth: got .*must be an expression"):
         symbolic.score("", "1", truth)
 
@@ -86,7 +86,7 @@ def test_only_a_truth_without_any_text_is_refused_by_math(truth):
 @pytest.mark.slow
 @settings(max_examples=50)
 @given(st.text(max_size=60), st.text(alphabet="x1+-^_{}()[]\\,.|!&:=<>%$ ", min_size=1, max_size=30))
-def test_math_judges_any_text(answer, truth):
+def test_math_accepts_any_text(answer, truth):
     for given_answer in (answer, truth + answer):
         try:
             assert symbolic.score("", given_answer, truth)["score"] in (0.0, 1.0)
@@ -106,11 +106,11 @@ def test_math_judges_any_text(answer, truth):
         (r"\text{a} \text{b}", r"\text{a} \text{b}"),
     ],
 )
-def test_unwrapped(text, inner):
+def test_strip_wrapping(text, inner):
     assert strip_wrapping(text) == inner
 
 
-def test_a_truncated_response_states_nothing():
+def test_a_truncated_response_has_no_answer():
     assert parts_of(r"\boxed{1} \boxed{2") is None and parts_of("<answer>1</answer><answer>2") is None
     assert parts_of(r"\boxed{\left\{1\right.}").box == r"\left\{1\right"
     assert parts_of("<answer>so 1</answer> or 2").stated == parts_of("1</answer>").stated == "1"

@@ -137,7 +137,7 @@ FORMS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("truth", "answer"), FORMS)
-def test_public_forms_of_ground_truths_are_scored_by_their_convention(truth, answer):
+def test_public_ground_truth_formats(truth, answer):
     assert code.score("", answer, truth)["score"] == 1.0
 
 
@@ -160,38 +160,38 @@ def test_code_that_ends_early_passes_nothing(truth, wrong):
 
 REFUSED = [
     ("assert f(3) == 4", "Expecting value"),
-    (["3", "4"], "fits no form"),
-    ([], "fits no form"),
-    ({}, "nothing fits no form"),
-    (5, "fits no form"),
-    ({"inputs": '["3"]', "outputs": '["4"]'}, "give the lists"),
+    (["3", "4"], "no known format"),
+    ([], "no known format"),
+    ({}, r"the fields \(none\) match no known format"),
+    (5, "no known format"),
+    ({"inputs": '["3"]', "outputs": '["4"]'}, "use lists"),
     ({"inputs": [[3, 4]], "outputs": ["7"]}, r"inputs\[0\] is \[3, 4\].*needs fn_name"),
     ({"inputs": ["3"], "outputs": [7]}, r"outputs\[0\] is 7.*needs fn_name"),
     ({"inputs": ["nums = [3, 3], target = 6"], "outputs": ["[0, 1]"]}, "inputs are assignments"),
     ([{"input": "nums = [3, 3]", "output": "6"}], "inputs are assignments"),
-    (CALL | {"inputs": [3, 4]}, r"inputs\[0\] is 3 where a list of arguments belongs"),
-    (CALL | {"inputs": [{"x": 3}, {"x": 4}]}, r"inputs\[0\] is .* where a list of arguments belongs"),
+    (CALL | {"inputs": [3, 4]}, r"inputs\[0\] is 3; it must be a list of arguments"),
+    (CALL | {"inputs": [{"x": 3}, {"x": 4}]}, r"inputs\[0\] is .*; it must be a list of arguments"),
     (CALL | {"inputs": ["x", "y"], "outputs": ["4", "5"]}, r"inputs\[0\] is text, so each line"),
     (CALL | {"inputs": ["3", "4"]}, r"inputs\[0\] is text, so each line"),
     (CALL | {"outputs": [4]}, "got 2 inputs and 1 outputs"),
-    (CALL | {"fn_name": "f(x)"}, r"'f\(x\)' is not the name of a function"),
-    (CALL | {"assert_case": ["assert f(3)"]}, "inputs, outputs can't be read together with assert_case"),
-    (LINES | {"input": ["3"]}, "inputs is given twice, also as input"),
-    (LINES | {"setup": "import math"}, "setup can't be read"),
-    (LINES | {"stdin": "x"}, "stdin can't be read"),
-    ({"test": CHECK}, "test fits no form"),
+    (CALL | {"fn_name": "f(x)"}, r"'f\(x\)' is not a valid function name"),
+    (CALL | {"assert_case": ["assert f(3)"]}, "inputs, outputs can't be combined with assert_case"),
+    (LINES | {"input": ["3"]}, "inputs is set twice, also as input"),
+    (LINES | {"setup": "import math"}, "setup can't be combined"),
+    (LINES | {"stdin": "x"}, "stdin can't be combined"),
+    ({"test": CHECK}, "the fields test match no known format"),
     ({"test": "from solution import f\ndef test_f(): assert f(3)", "entry_point": "f"}, "does not define check"),
     ({"test": CHECK + "    assert is_same_list(candidate(1), 1)", "entry_point": "f"}, "test calls is_same_list"),
     ([{"input": "3", "output": "4", "testtype": "functional"}], "need fn_name"),
     ([{"input": "3", "output": "4", "testtype": "checker"}], "type 'checker' is not one of stdin"),
-    ([{"input": "3", "output": "4", "weight": 2}], "input, output, weight where input and output belong"),
-    ([{"input": "3", "output": "4"}, {"input": "3", "output": "4", "fn_name": "f"}], "of programs and of functions"),
+    ([{"input": "3", "output": "4", "weight": 2}], "input, output, weight; it must have input and output"),
+    ([{"input": "3", "output": "4"}, {"input": "3", "output": "4", "fn_name": "f"}], "mix programs and functions"),
     ({"language": "cpp", "test_cases": [{"input": "3", "output": "4"}]}, "language is 'cpp'"),
 ]
 
 
 @pytest.mark.parametrize(("truth", "why"), REFUSED)
-def test_other_forms_of_ground_truths_are_refused_by_name(truth, why):
+def test_unknown_ground_truth_formats_raise_with_the_field(truth, why):
     with pytest.raises(ValueError, match=rf"(?s)ground_truth: got .*must be .*{why}"):
         read_tests(truth)
 
@@ -203,7 +203,7 @@ values = st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | st.dic
 
 
 @given(values | values.map(json.dumps))
-def test_any_ground_truth_is_read_or_refused(truth):
+def test_any_ground_truth_is_parsed_or_raises_value_error(truth):
     try:
         tests = read_tests(truth)
     except ValueError as error:
@@ -212,7 +212,7 @@ def test_any_ground_truth_is_read_or_refused(truth):
         assert len(tests.given) == len(tests.expected)
 
 
-def test_a_single_output_is_unwrapped_only_where_all_are_wrapped():
+def test_single_outputs_are_unwrapped_only_if_all_are_wrapped():
     assert read_tests(CALL | {"outputs": [[4], [5]]}).is_wrapped and read_tests(CALL).kind is Kind.CALLS
     assert not read_tests(CALL | {"outputs": [[4], [5, 6]]}).is_wrapped
     assert not read_tests([{"input": "3", "output": "[4]", "testtype": "functional", "fn_name": "f"}]).is_wrapped
@@ -241,15 +241,18 @@ def test_a_single_output_is_unwrapped_only_where_all_are_wrapped():
         ("print(Counter('aab').most_common(1)[0][1], math.floor(2.5))", "2 2", 1),
     ],
 )
-def test_programs_run_as_judges_run_them(answer, output, right):
+def test_programs_run_like_in_public_harnesses(answer, output, right):
     assert code.score("", answer, {"inputs": [""], "outputs": [output]})["score"] == right
 
 
 @pytest.mark.slow
-def test_what_a_judge_imports_is_no_answer():
+def test_names_of_the_harness_are_no_solution():
     truth = {"fn_name": "gcd", "inputs": [[10, 15]], "outputs": [5]}
-    assert "the code defines no gcd" in code.score("", "x = 1", truth)["reason"]
-    assert "the code defines no gcd" in code.score("", "x = 1", {"assert_case": ["assert gcd(10, 15) == 5"]})["reason"]
+    assert "the code does not define gcd" in code.score("", "x = 1", truth)["reason"]
+    assert (
+        "the code does not define gcd"
+        in code.score("", "x = 1", {"assert_case": ["assert gcd(10, 15) == 5"]})["reason"]
+    )
     assert code.score("", "def gcd(a, b): return math.gcd(a, b)\nexit()", truth)["score"] == 1.0
     deep = "def gcd(a, b):\n    return a if a == b else gcd(a - b, b) if a > b else gcd(b, a)"
     assert code.score("", deep, truth | {"inputs": [[15_000, 5]]})["score"] == 1.0

@@ -1,4 +1,4 @@
-"""Every container that clips come in: which frame is shown when, read off the frame itself, and how it is shown."""
+"""Video containers: which frame is shown at which time, and its orientation and aspect ratio."""
 
 import numpy as np
 import pytest
@@ -88,19 +88,19 @@ def test_where_the_rate_varies_each_frame_is_shown_for_as_long_as_it_lasts(tmp_p
     assert_shows(write_video(tmp_path / f"clip.{kind}", UNEVEN, **options), UNEVEN)
 
 
-def test_packets_that_last_until_the_next_is_decoded_make_no_clip_longer(tmp_path):
+def test_packet_durations_do_not_extend_the_clip(tmp_path):
     path = write_video(tmp_path / "pauses.mp4", [0.0, 0.1, 30.0, 30.1, 30.2, 300.0, 300.1, 305.0], **X265)
     assert probe(path).duration_s == pytest.approx(305.1, abs=0.06)
 
 
 @pytest.mark.parametrize("codec", ["libx264", "mpeg4", "mjpeg"])
-def test_where_avi_leaves_out_pictures_the_one_before_stays(tmp_path, codec):
+def test_dropped_avi_frames_repeat_the_previous_one(tmp_path, codec):
     options = MJPEG if codec == "mjpeg" else {"codec": codec, "bf": "0", "g": "12"}
     assert_shows(write_video(tmp_path / "clip.avi", UNEVEN, fps=20, **options), UNEVEN)
 
 
 @pytest.mark.parametrize("kind", ["mp4", "mkv", "mov", "ts", "flv"])
-def test_sound_may_begin_before_the_pictures(tmp_path, kind):
+def test_audio_may_start_before_video(tmp_path, kind):
     path = write_streams(tmp_path / f"late.{kind}", ("libx264", 0, 40, DEFAULT), sound_s=6.0, late=20)
     assert_shows(path, steady(40))
 
@@ -124,7 +124,7 @@ def test_odd_sizes(tmp_path, name):
     assert numbers(decode(path, plan_of(steady(12)))) == list(range(12))
 
 
-def test_what_a_gif_leaves_transparent_is_white(tmp_path):
+def test_transparent_gif_pixels_are_white(tmp_path):
     pictures = []
     for number in range(12):
         colours = numbered(number, 32, 128)[..., 0] // 255
@@ -162,7 +162,7 @@ EDITS = {
     "a piece": ([(2.0, 2.0)], [*range(20, 40)]),
     "later than the sound": ([(None, 1.0), (0.0, 6.0)], [*range(60)]),
     "a piece later than the sound": ([(None, 1.0), (1.5, 3.0)], [*range(15, 45)]),
-    "begins within a frame": ([(0.75, 5.0)], [*range(8, 58)]),  # with the next: FFmpeg drops the rest of it
+    "begins within a frame": ([(0.75, 5.0)], [*range(8, 58)]),  # FFmpeg drops the rest of it with the next packet
 }
 
 
@@ -177,7 +177,7 @@ def test_an_edit_list_s_piece_is_the_clip(tmp_path, name):
 
 
 @pytest.mark.parametrize("matrix", TURNS)
-def test_turned_and_mirrored_clips_come_upright(tmp_path, matrix):
+def test_rotated_and_mirrored_clips_are_upright(tmp_path, matrix):
     path = write_turned(tmp_path / "turned.mp4", matrix)
     facts = probe(path)
     assert (facts.height, facts.width) == ((128, 64) if matrix[1] else (64, 128))
@@ -188,7 +188,7 @@ def test_turned_and_mirrored_clips_come_upright(tmp_path, matrix):
 
 
 @pytest.mark.parametrize("kind", ["mp4", "mov", "mkv", "webm"])
-def test_a_quarter_turn_in_every_container_that_can_say_it(tmp_path, kind):
+def test_rotation_by_90_degrees_in_every_container(tmp_path, kind):
     options = VP9 if kind == "webm" else PYRAMID
     path = write_video(tmp_path / f"turned.{kind}", steady(12), size=(32, 256), rotation=90, **options)
     facts = probe(path)
@@ -222,9 +222,9 @@ def test_a_cover_where_streams_have_no_flags(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["mp4", "mkv", "mov", "ts", "avi", "webm"])
-def test_wide_pixels_are_shown_wide(tmp_path, kind):
+def test_non_square_pixels_are_scaled(tmp_path, kind):
     path = tmp_path / f"wide.{kind}"
-    if kind == "webm":  # says in the container how wide, where other things stood
+    if kind == "webm":  # stores the display width in the container, replacing other fields
         write_video(path, steady(3), codec="libvpx-vp9", size=(64, 64), color_range="tv")
         colours, width = b"\x55\xb0\x84\x55\xb9\x81\x01", b"\x54\xb0\x82\x00\x80\xec\x80"
         path.write_bytes(path.read_bytes().replace(colours, width))
@@ -247,7 +247,7 @@ FIELDS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["tff", "bff"])
 @pytest.mark.parametrize("name", FIELDS)
-def test_fields_become_frames_of_one_instant_the_same_in_all_parts_of_a_plan(tmp_path, name, order):
+def test_interlaced_fields_become_frames(tmp_path, name, order):
     kind, options = FIELDS[name]
     path = write_interlaced(tmp_path / f"fields.{kind}", 12, (112, 252), 6, order=order, **options)
     plan = VideoPlan(tuple(steady(12, 25)), 112, 252, 25.0, 36)

@@ -1,4 +1,4 @@
-"""Evaluation without engines: which model is meant, what its answers say, and files that go on where they were cut."""
+"""Evaluation without engines: model selection, arguments, and continued files."""
 
 import json
 import os
@@ -27,7 +27,7 @@ from rlfuse.tools.evaluation.source import Source, find
 
 @pytest.fixture
 def run(tmp_path):
-    """A run folder with checkpoints of steps 2 and 4, and one that was cut short."""
+    """Return a run folder with checkpoints of steps 2 and 4, and an incomplete one."""
     folder = tmp_path / "runs" / "rlfuse" / "sweep-actor.lr=1e-5"
     for step, whole in ((2, True), (4, True), (6, False)):
         weights = folder / f"global_step_{step}" / "actor" / "huggingface"
@@ -53,10 +53,11 @@ def test_a_checkpoint_is_named_by_itself_by_its_run_or_by_its_weights(run):
     )
 
 
-def test_what_is_no_model_is_told(run, tmp_path):
+def test_invalid_checkpoints_are_reported(run, tmp_path):
     cases = {
-        run / "global_step_6": "was not written to its end (no COMPLETE); complete ones: global_step_2, global_step_4",
-        tmp_path / "nothing": "there is no such folder",
+        run
+        / "global_step_6": "the checkpoint is incomplete (no COMPLETE); complete ones: global_step_2, global_step_4",
+        tmp_path / "nothing": "the folder does not exist",
         tmp_path: "neither config.json nor a complete global_step_N",
     }
     for given, told in cases.items():
@@ -69,13 +70,13 @@ def test_a_word_is_a_checkpoint_setting_or_job_file(run):
     words = ["my_job.yaml", "rollout.n=4", str(run), "experiment=quickstart"]
     assert split_checkpoint(words) == (str(run), [word for word in words if word != str(run)])
     assert split_checkpoint(["my_job.yaml"]) == (None, ["my_job.yaml"])
-    with pytest.raises(ConfigError, match="one CHECKPOINT at a time"):
+    with pytest.raises(ConfigError, match="only one CHECKPOINT is allowed"):
         split_checkpoint(["a/b", "c/d"])
 
 
 @pytest.fixture
 def job(run, tmp_path):
-    """A job file whose training data, critic and reference are not on this machine."""
+    """Return a job file whose training data, critic and reference model do not exist."""
     (tmp_path / "val.jsonl").write_text('{"prompt": "w5", "answer": "1"}\n')
     path = tmp_path / "job.yaml"
     path.write_text(
@@ -89,7 +90,7 @@ def job(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_training_alone_needs_is_not_asked_for(job, run):
+def test_keys_for_training_only_are_not_checked(job, run):
     config, source = read([str(job), "rollout.val_kwargs.temperature=1"], scored=False)
     assert source.step == 4 and config.model.path == source.path and config.rollout.val_kwargs.temperature == 1
     with pytest.raises(ConfigError) as error:
@@ -103,7 +104,7 @@ def test_what_training_alone_needs_is_not_asked_for(job, run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", [key.name for key in keys() if key.custom and key.name != "model.video_family"])
-def test_functions_that_training_alone_calls_may_be_gone(job, key):
+def test_custom_functions_for_training_only_may_be_missing(job, key):
     value = "absent.py:f" if key != "trainer.metrics" else "[absent.py:f,other/absent.py:f]"
     with pytest.raises(ConfigError) as error:
         read([str(job), f"{key}={value}"])
@@ -112,7 +113,7 @@ def test_functions_that_training_alone_calls_may_be_gone(job, key):
     assert config.model.path == source.path and made_from(config, source, scored=False)["step"] == 4
 
 
-def test_engines_elsewhere_find_a_family_of_video_models(job, tmp_path, monkeypatch):
+def test_engines_on_other_nodes_find_a_custom_video_family(job, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("class Mine: ...\n")
     config, _ = read([str(job), "model.video_family=mine.py:Mine"], scored=False)
@@ -139,16 +140,16 @@ def test_a_run_brings_its_own_job(job, run):
 
 
 @pytest.mark.slow
-def test_wrong_words_end_in_one_message_before_anything_heavy(job, run, tmp_path, capsys):
+def test_wrong_arguments_give_one_message_before_slow_imports(job, run, tmp_path, capsys):
     out = f"{tmp_path}/x.jsonl"
     cases = {
-        ("eval", str(job), "./nothing"): "CHECKPOINT ./nothing: there is no such folder",
-        ("eval", str(job), "trainer.task=reward_model"): "give the job of a policy",
+        ("eval", str(job), "./nothing"): "CHECKPOINT ./nothing: the folder does not exist",
+        ("eval", str(job), "trainer.task=reward_model"): "use the job of a policy",
         ("eval", str(job), "~critic.path"): "keys can't be removed",
         ("eval", str(job), "~algorithm=ppo"): "write algorithm=ppo",
-        ("eval", str(job), "~nobody.here/run"): "CHECKPOINT ~nobody.here/run: there is no such folder",
-        ("eval", "--config-dir", "~nobody.here", str(job)): "--config-dir ~nobody.here: there is no such folder",
-        ("generate", str(job), "--out", f"{tmp_path}/x.csv"): "must be a file whose name ends in .jsonl",
+        ("eval", str(job), "~nobody.here/run"): "CHECKPOINT ~nobody.here/run: the folder does not exist",
+        ("eval", "--config-dir", "~nobody.here", str(job)): "--config-dir ~nobody.here: the folder does not exist",
+        ("generate", str(job), "--out", f"{tmp_path}/x.csv"): "it must be a file name that ends in .jsonl",
         ("generate", str(job), "--out", out, "--prompts", "gone.jsonl", "data.seed=2"): "`gone.jsonl` does not exist",
     }
     for words, told in cases.items():
@@ -161,7 +162,7 @@ def test_wrong_words_end_in_one_message_before_anything_heavy(job, run, tmp_path
 # Files ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_that_was_cut_short_is_gone_on_with(tmp_path):
+def test_an_interrupted_file_is_continued(tmp_path):
     settings = {"model": "a", "temperature": 0.0, "files": ("val.jsonl",)}
     groups = make_groups(prompts_of("sums", "words"), 2, 0, 3)
     responses = Responses(tmp_path / "out" / "responses.jsonl", scored=True)
@@ -187,27 +188,27 @@ def test_a_file_that_was_cut_short_is_gone_on_with(tmp_path):
     assert [row["id"] for row in read_rows(responses.path)] == ["3/0/0", "3/0/1", "3/1/0", "3/1/1"]
 
 
-def test_a_file_of_another_model_is_refused(tmp_path):
+def test_a_file_of_another_model_is_rejected(tmp_path):
     path, groups = tmp_path / "responses.jsonl", make_groups(prompts_of("sums"), 1, 0, 0)
     responses = Responses(path, scored=False)
     responses.begin({"model": "a", "temperature": 0.0}, groups)
     responses.close()
-    with pytest.raises(ConfigError, match=r"model \(was a, is b\); choose another file"):
+    with pytest.raises(ConfigError, match=r"model \(was a, is b\). Choose another file"):
         Responses(path, scored=False).begin({"model": "b", "temperature": 0.0}, groups)
     answered(groups, [None])
     responses = Responses(path, scored=False)
     responses.begin({"model": "a", "temperature": 0.0}, groups)
     responses.close()
     other = make_groups([replace(groups[0].prompt, text="how few?")], 1, 0, 0)
-    with pytest.raises(ConfigError, match="its response 0/0/0 is to another prompt"):
+    with pytest.raises(ConfigError, match="response 0/0/0 belongs to another prompt"):
         Responses(path, scored=False).begin({"model": "a", "temperature": 0.0}, other)
     (tmp_path / "responses.jsonl.made_from.json").unlink()
-    with pytest.raises(ConfigError, match="is missing, or can't be read"):
+    with pytest.raises(ConfigError, match="is missing or can't be read"):
         Responses(path, scored=False).begin({"model": "a", "temperature": 0.0}, groups)
 
 
 @pytest.mark.slow
-def test_no_evaluation_is_written_over_and_one_cut_short_is_found_again(job, run, tmp_path):
+def test_evaluations_are_not_overwritten_and_interrupted_ones_are_continued(job, run, tmp_path):
     config, source = read([str(job)], scored=False)
     settings = made_from(config, source, scored=True)
     first = run / "eval" / "global_step_4"
@@ -228,9 +229,7 @@ def test_no_evaluation_is_written_over_and_one_cut_short_is_found_again(job, run
 
 
 @pytest.mark.slow
-def test_what_another_process_writes_to_is_refused_before_anything_heavy_and_an_evaluation_goes_elsewhere(
-    job, run, tmp_path, capsys
-):
+def test_files_locked_by_another_process_are_rejected_or_avoided(job, run, tmp_path, capsys):
     reward = "reward.functions=[rlfuse.rewards.verifiers.exact:score]"
     places = {
         tmp_path / "x.jsonl": ["generate", str(job), "--out", f"{tmp_path}/x.jsonl"],
@@ -246,7 +245,7 @@ def test_what_another_process_writes_to_is_refused_before_anything_heavy_and_an_
         assert folder_of(source, config, {}) == run / "eval" / "global_step_4-2"
 
 
-def test_a_report_is_valid_json_and_names_what_it_is_of(job):
+def test_a_report_is_valid_json_with_its_settings(job):
     config, source = read([str(job)], scored=False)
     groups = answered(make_groups(prompts_of("sums"), 2, 0, 4), [Reward(1.0), RewardFailure("f", "gone")])
     report = report_of(config, source, groups, scores.statistics_by_source(groups, 0.5), 0.5, 1.0)
@@ -256,7 +255,7 @@ def test_a_report_is_valid_json_and_names_what_it_is_of(job):
     assert again["by_data_source"]["sums"]["pass@k"] == {"1": 1.0}
 
 
-def test_progress_is_a_line_now_and_then_where_nobody_looks(monkeypatch):
+def test_progress_without_a_terminal_is_an_occasional_line(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("rlfuse.tools.evaluation.display.time.monotonic", lambda: now[0])
     console = Console(record=True, width=80, force_terminal=False)

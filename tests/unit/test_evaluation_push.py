@@ -1,4 +1,4 @@
-"""`rlfuse push`: what reaches the hub, and what is said where nothing can."""
+"""`rlfuse push`: uploads and error messages."""
 
 import json
 
@@ -22,7 +22,7 @@ trainer: {nnodes: 1, n_gpus_per_node: 1}
 
 @pytest.fixture
 def run(tmp_path):
-    """A run folder of four steps with a checkpoint after two and one that was cut short."""
+    """Return a run folder of four steps with a checkpoint after step 2 and an incomplete one."""
     for name in ("global_step_2", "global_step_4"):
         (tmp_path / name / "actor" / "huggingface").mkdir(parents=True)
         (tmp_path / name / "actor" / "huggingface" / "config.json").write_text("{}")
@@ -48,7 +48,7 @@ def hub(monkeypatch):
         yield server
 
 
-def test_the_newest_whole_checkpoint_goes_to_the_hub_with_a_card(run, hub, capsys):
+def test_the_newest_complete_checkpoint_is_uploaded_with_a_model_card(run, hub, capsys):
     assert rlfuse(["push", str(run), "someone/my-model", "--private"]) == 0
     assert hub.private == {"someone/my-model": True}
     files = hub.repos["someone/my-model"]["main"]
@@ -64,7 +64,7 @@ def test_the_newest_whole_checkpoint_goes_to_the_hub_with_a_card(run, hub, capsy
     assert f"pushed  {hub.address}/someone/my-model" in capsys.readouterr().out
 
 
-def test_a_folder_is_no_base_model_of_the_hub(run, monkeypatch):
+def test_a_local_folder_is_not_a_base_model(run, monkeypatch):
     monkeypatch.chdir(run)
     (run / "models" / "small").mkdir(parents=True)
     for base in ("models/small", "~/small", "./small"):
@@ -73,32 +73,32 @@ def test_a_folder_is_no_base_model_of_the_hub(run, monkeypatch):
         assert card.data.base_model is None and f"| Base model | {base} |" in card.text
 
 
-def test_the_card_tells_the_settings_of_the_steps_that_made_the_checkpoint(run):
+def test_the_model_card_has_the_settings_of_the_checkpoints_steps(run):
     def changed(step, was, now):
         return json.dumps({"step": step, "key": "data.train_batch_size", "was": was, "is": now}) + "\n"
 
-    (run / "changes.jsonl").write_text(changed(2, 4, 8))  # resumed with 8, and stopped before it took a step of them
+    (run / "changes.jsonl").write_text(changed(2, 4, 8))  # resumed with batch size 8, and stopped before the first step
     assert "| Steps | 2 of 4 prompts |" in card_of(find(str(run), None, ""), "a/b")
     (run / "changes.jsonl").write_text(changed(1, 4, 16) + changed(2, 16, 8))
     assert "| Steps | 1 of 4 prompts, then 1 of 16 prompts |" in card_of(find(str(run), None, ""), "a/b")
 
 
-def test_a_branch_is_made_and_a_card_that_is_there_stays(run, hub, capsys):
+def test_a_branch_is_created_and_an_existing_card_is_kept(run, hub, capsys):
     hub.repos["someone/my-model"] = {"main": {"README.md": b"by hand"}}
     assert rlfuse(["push", str(run / "global_step_2"), "someone/my-model", "--revision", "step-2"]) == 0
     branch = hub.repos["someone/my-model"]["step-2"]
     assert branch["README.md"] == b"by hand" and "model.safetensors" in branch
     assert hub.repos["someone/my-model"]["main"].keys() == {"README.md"}
-    assert "README.md is left as it is" in capsys.readouterr().out
+    assert "kept the existing README.md" in capsys.readouterr().out
 
 
-def test_a_dry_run_shows_files_and_card_and_asks_nobody(run, hub, capsys):
+def test_a_dry_run_prints_files_and_card_without_requests(run, hub, capsys):
     assert rlfuse(["push", str(run), "someone/my-model", "--dry-run"]) == 0
     told = capsys.readouterr().out
     assert "2 files" in told and "model.safetensors" in told and "# my-model" in told and not hub.asked
 
 
-def test_what_can_not_be_pushed_is_told_in_one_message(run, hub, capsys, monkeypatch):
+def test_errors_of_push_are_one_message(run, hub, capsys, monkeypatch):
     def told(*words):
         assert rlfuse(["push", *map(str, words)]) == 2
         text = capsys.readouterr().err
@@ -106,9 +106,9 @@ def test_what_can_not_be_pushed_is_told_in_one_message(run, hub, capsys, monkeyp
         return text
 
     cut = told(run / "global_step_4", "a/b")
-    assert "was not written to its end" in cut and "complete ones: global_step_2" in cut
-    assert "there is no such folder" in told(run / "nothing", "a/b")
-    assert "write it as USER/NAME" in told(run, "a/b/c")
+    assert "the checkpoint is incomplete" in cut and "complete ones: global_step_2" in cut
+    assert "the folder does not exist" in told(run / "nothing", "a/b")
+    assert "use the form USER/NAME" in told(run, "a/b/c")
     monkeypatch.setenv("HF_TOKEN", "hf_other")
     assert "the hub refused (401)" in told(run, "a/b")
     hub.shutdown()
@@ -121,7 +121,7 @@ def test_what_can_not_be_pushed_is_told_in_one_message(run, hub, capsys, monkeyp
     assert "HF_HUB_OFFLINE=1 is set" in told(run, "a/b")
 
 
-def test_a_folder_of_no_run_has_a_short_card(tmp_path):
+def test_a_folder_without_a_run_has_a_short_card(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     card = ModelCard(card_of(find(str(tmp_path), None, ""), "someone/it"))
     assert card.data.base_model is None and "Uploaded with rlfuse" in card.text

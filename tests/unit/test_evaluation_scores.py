@@ -1,4 +1,4 @@
-"""Scores of evaluated answers: means, pass@k and tables, by data source and in total."""
+"""Score statistics: means, pass@k and tables, by data source and overall."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ def prompts_of(*sources):
 
 
 def answered(groups, rewards, finish="stop"):
-    """`groups` with these rewards, in order, and responses of growing length."""
+    """Return `groups` with these rewards in order, and responses of increasing length."""
     for number, (sample, reward) in enumerate(zip((s for g in groups for s in g.samples), rewards, strict=True), 1):
         tokens = np.zeros(number, np.int32)
         sample.response = Response(tokens, np.zeros(number, np.float32), finish, 0, f"answer {number}")
@@ -28,14 +28,14 @@ def answered(groups, rewards, finish="stop"):
 
 
 @pytest.mark.parametrize("n", range(1, 7))
-def test_pass_at_k_is_the_share_of_all_choices_with_one_that_passes(n):
+def test_pass_at_k_equals_enumeration(n):
     for passed, k in itertools.product(range(n + 1), range(1, n + 1)):
         answers = [True] * passed + [False] * (n - passed)
         share = np.mean([any(chosen) for chosen in itertools.combinations(answers, k)])
         assert scores.pass_at_k(n, passed, k) == pytest.approx(share, abs=1e-12), (passed, k)
 
 
-def test_pass_at_k_keeps_its_precision_for_many_answers():
+def test_pass_at_k_is_precise_for_many_samples():
     expected = 1 - math.comb(9900, 256) / math.comb(10_000, 256)
     assert scores.pass_at_k(10_000, 100, 256) == pytest.approx(expected, rel=1e-9)
     assert scores.k_values(1) == [1] and scores.k_values(6) == [1, 2, 4, 6] and scores.k_values(8) == [1, 2, 4, 8]
@@ -43,7 +43,7 @@ def test_pass_at_k_keeps_its_precision_for_many_answers():
         scores.pass_at_k(2, 1, 3)
 
 
-def test_figures_are_by_source_and_in_all_and_failures_have_no_score():
+def test_statistics_by_source_and_overall_exclude_failures():
     groups = make_groups(prompts_of("sums", "sums", "words"), 2, 0, 0)
     acc = [Reward(value - 0.25, {"f/acc": value}) for value in (1.0, 0.0, 1.0, 1.0, 0.0)]
     answered(groups, [*acc, RewardFailure("f", "timed out")])
@@ -60,7 +60,7 @@ def test_figures_are_by_source_and_in_all_and_failures_have_no_score():
     assert found[scores.ALL]["length"] == {"mean": 3.5, "median": 3.5, "p95": 5.75, "max": 6}
 
 
-def test_of_several_accuracies_the_score_is_the_mean_as_in_validation_and_each_is_told():
+def test_the_score_is_the_mean_of_several_accuracies():
     groups = make_groups(prompts_of("sums"), 2, 0, 0)
     answered(groups, [Reward(2.0, {"f/acc": 1.0, "g/acc": 0.0}), Reward(1.0, {"f/acc": 1.0, "g/acc": 1.0})])
     found = scores.statistics_by_source(groups, 0.5)
@@ -71,11 +71,11 @@ def test_of_several_accuracies_the_score_is_the_mean_as_in_validation_and_each_i
     console = Console(record=True, width=200)
     show(found, groups, 0.5, console)
     head, _, row, *_ = (line.split() for line in console.export_text().splitlines() if line.strip())
-    assert head == ["data_source", "answers", "acc", "f/acc", "g/acc", "reward", "pass@1"]
+    assert head == ["data_source", "responses", "acc", "f/acc", "g/acc", "reward", "pass@1"]
     assert row == ["sums", "1", "x", "2", "0.750", "1.000", "0.500", "1.500", "0.500"]
 
 
-def test_one_accuracy_for_each_source_is_no_mean():
+def test_one_accuracy_per_source_is_not_averaged():
     groups = make_groups(prompts_of("sums", "words"), 1, 0, 0)
     answered(groups, [Reward(1.0, {"f/acc": 1.0}), Reward(0.0, {"g/acc": 0.0})])
     assert scores.score_name(groups) == "acc" and scores.averaged_parts(groups) == []
@@ -93,10 +93,10 @@ def test_a_missing_accuracy_counts_as_0_and_its_coverage_is_shown():
     assert found["sums"]["coverage"] == {"gate": 1.0, "f/acc": 0.25}
     console = Console(record=True, width=200)
     show(found, groups, 0.5, console)
-    assert "Answers that have the part, a missing one counts as 0: f/acc 25.0%." in console.export_text()
+    assert "Responses with this part (a missing part counts as 0): f/acc 25.0%." in console.export_text()
 
 
-def test_a_source_that_is_called_all_stays_beside_the_total():
+def test_a_source_named_all_is_kept_next_to_the_total():
     groups = answered(make_groups(prompts_of("all", "sums"), 1, 0, 0), [Reward(1.0), Reward(0.0)])
     found = scores.statistics_by_source(groups, 0.5)
     assert {name: each["score"] for name, each in found.items()} == {"all": 1.0, "sums": 0.0, "all sources": 0.5}
@@ -104,17 +104,17 @@ def test_a_source_that_is_called_all_stays_beside_the_total():
     assert list(alone) == ["all"]
 
 
-def test_answers_without_any_score_have_no_mean():
+def test_samples_without_scores_have_no_mean():
     groups = answered(make_groups(prompts_of("sums"), 1, 0, 0), [RewardFailure("f", "gone")], finish="length")
     found = scores.statistics_by_source(groups, 0.5)
     assert found["sums"]["score"] is None and found["sums"]["pass@k"] == {} and found["sums"]["failed"] == 1
     console = Console(record=True, width=200)
     show(found, groups, 0.5, console)
     told = console.export_text()
-    with pytest.raises(RewardError, match="1 of 1 answers have no reward"):
+    with pytest.raises(RewardError, match="1 of 1 responses have no reward"):
         check_failures(groups, 0.5)
     check_failures(groups, 1.0)
-    assert "100.0%" in told and "1 answers have no reward" in told and "f: gone" in told
+    assert "100.0%" in told and "1 responses have no reward" in told and "f: gone" in told
 
 
 def test_a_table_has_a_row_for_each_source_and_a_column_for_each_k():

@@ -1,4 +1,4 @@
-"""`rlfuse prepare gsm8k`: rows in verl's shape from a copy or made here, and what the verifier makes of them."""
+"""`rlfuse prepare gsm8k`: rows in verl's format from a copy or generated, and their scores."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def test_a_copy_that_is_one_file_is_divided_and_read_again_when_it_changed():
         assert len(read("train")) == count - count // 10
 
 
-def test_without_hub_and_copy_a_sample_is_made_and_named_one(capsys):
+def test_without_hub_and_copy_a_sample_is_generated(capsys):
     assert main(["prepare", "gsm8k"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert "can't be reached" in said[0] and "256 and 64 generated problems" in said[0] and "NOT GSM8K" in said[0]
@@ -77,15 +77,18 @@ def test_without_hub_and_copy_a_sample_is_made_and_named_one(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["gsm8k", "--from", "nowhere"], "--from nowhere: needs files named train* and test*"),
-        (["gsm8k", "--from", "bad.jsonl"], "bad.jsonl, line 1: has columns text; GSM8K's are question and answer"),
-        (["gsm8k", "--from", "open.jsonl"], "field answer: 'four' lacks its last line, `#### 42`"),
-        (["gsm8k", "--from", "one.jsonl"], "has 1 rows; one to train and one to test are the least"),
+        (["gsm8k", "--from", "nowhere"], "--from nowhere: expected files named train* and test*"),
+        (
+            ["gsm8k", "--from", "bad.jsonl"],
+            "bad.jsonl, line 1: has columns text; expected text columns question and answer",
+        ),
+        (["gsm8k", "--from", "open.jsonl"], "field answer: 'four' does not end with a line such as `#### 42`"),
+        (["gsm8k", "--from", "one.jsonl"], "has 1 rows; at least 2 are needed"),
         (["quickstart", "--from", "x"], "only supported by gsm8k"),
         (["gsm8"], "unknown task; did you mean gsm8k?"),
     ],
 )
-def test_what_is_wrong_is_one_line(arguments, message, capsys):
+def test_errors_are_one_line(arguments, message, capsys):
     with open("bad.jsonl", "w") as bad, open("open.jsonl", "w") as no_end, open("one.jsonl", "w") as one:
         bad.write('{"text": "x"}\n')
         no_end.write('{"question": "2+2?", "answer": "four"}\n')

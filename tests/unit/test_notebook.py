@@ -1,4 +1,4 @@
-"""What notebooks call: runs as tables, rewards on tables, pictures, jobs in processes of their own."""
+"""`rlfuse.notebook`: tables of runs, rewards on tables, plots, jobs."""
 
 import copy
 import json
@@ -40,7 +40,7 @@ def test_samples_know_their_group_and_their_parts(table):
     assert table.loc[0, "columns"]["extra_info"]["dividend"] == 5
 
 
-def test_a_reward_sees_of_a_saved_sample_what_it_saw_in_the_run(table):
+def test_a_saved_sample_is_scored_like_in_the_run(table):
     again = nb.score(table, "rlfuse.tasks.remainder:compute_score")
     assert again["reward"].equals(table["reward"])
     seen = []
@@ -55,7 +55,7 @@ def test_a_reward_sees_of_a_saved_sample_what_it_saw_in_the_run(table):
     assert completion[0]["content"].startswith(" 67 - 7 = 59") and extra["divisor"] == 7
 
 
-def test_a_metric_measures_each_step_as_a_run_does(table, tmp_path):
+def test_a_metric_gives_the_values_of_the_run(table, tmp_path):
     def right(samples):
         best = {}
         for each in samples:
@@ -76,14 +76,14 @@ def test_a_metric_measures_each_step_as_a_run_does(table, tmp_path):
         nb.measure(table, lambda samples: float("nan"))
 
 
-def test_a_metric_gets_the_number_of_tokens_and_no_tokens(table, tmp_path):
+def test_a_metric_gets_token_counts_without_tokens(table, tmp_path):
     text = (Path(__file__).parents[2] / "rlfuse/observe/README.md").read_text()
     (tmp_path / "mine.py").write_text(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1])
     measured = nb.measure(table, f"{tmp_path}/mine.py:groups")
     right = table[table["reward"] == 1].groupby("step")["response_tokens"].mean()
     assert measured["tokens_of_right"].tolist() == pytest.approx(right.tolist()) and (right > 0).all()
     for is_requested in (list, sum, lambda ids: ids[0], lambda ids: ids[-2:], lambda ids: 3 in ids):
-        with pytest.raises(ValueError, match="response_ids: no tokens were kept"):
+        with pytest.raises(ValueError, match="response_ids: the tokens of this response were not saved"):
             nb.measure(table, lambda samples, is_requested=is_requested: is_requested(samples[0].response_ids))
 
 
@@ -101,7 +101,7 @@ def test_any_reward_scores_any_table(tmp_path):
     assert scored.loc["one", "rewards/Judge/seen"] == 1.0 and scored.loc["two", "rewards/long"] == 6.0
 
 
-def test_a_reward_that_changes_what_it_gets_changes_no_table_and_no_other_call(table):
+def test_a_reward_cannot_modify_the_table_or_other_calls(table):
     def takes(prompts, completions, extra_info, ground_truth, reward_model, **columns):
         taken = [info.pop("dividend") for info in extra_info]
         for given in (prompts, completions, ground_truth, reward_model, *prompts, *reward_model, *columns.values()):
@@ -116,7 +116,7 @@ def test_a_reward_that_changes_what_it_gets_changes_no_table_and_no_other_call(t
     assert first["failure"].isna().all() and first.equals(again)
     assert table[:8].to_dict("records") == before
     info = {"divisor": 3.0}
-    rows = [{"prompt": "q", "response": "a", "extra_info": info} for _ in range(2)]  # siblings share it
+    rows = [{"prompt": "q", "response": "a", "extra_info": info} for _ in range(2)]  # shared by the group
     assert [row["reward"] for row in score_table(pops, rows)] == [3.0, 3.0] and info == {"divisor": 3.0}
 
 
@@ -132,7 +132,7 @@ def test_failures_stay_failures(table):
     assert nb.compare(table[:50], scored).unscored == len(failed)
 
 
-def test_tokens_that_were_not_saved_are_no_empty_list(table):
+def test_unsaved_tokens_are_not_an_empty_list(table):
     def by_length(completion_ids=None, **kwargs):
         return [float(len(tokens)) for tokens in completion_ids]
 
@@ -146,18 +146,22 @@ def test_tokens_that_were_not_saved_are_no_empty_list(table):
     first = table[:2]
     assert nb.score(first, by_length)["reward"].tolist() == first["response_tokens"].tolist()
     assert nb.score(first, Short())["reward"].tolist() == (-first["response_tokens"]).tolist()
-    assert nb.score(first, by_tokens)["failure"].str.contains("response_ids: no tokens were kept").all()
+    assert (
+        nb.score(first, by_tokens)["failure"]
+        .str.contains("response_ids: the tokens of this response were not saved")
+        .all()
+    )
     assert nb.score(first.assign(response_ids=[[1, 2], [3]]), by_tokens)["reward"].tolist() == [3.0, 3.0]
     plain = pd.DataFrame({"prompt": "q", "response": "a"}, index=[0, 1])
     for rows in (plain, plain.assign(response_ids=[[], None])):
         for reward in (by_length, by_tokens, Short()):
             scored = nb.score(rows, reward)
-            assert scored["failure"].str.contains("response_ids: no tokens were kept").all()
+            assert scored["failure"].str.contains("response_ids: the tokens of this response were not saved").all()
             assert scored["reward"].isna().all()
     assert nb.score(plain.assign(response="", response_ids=[[], []]), by_length)["reward"].tolist() == [0.0, 0.0]
 
 
-def test_surprise_is_the_distance_from_the_siblings():
+def test_surprise_is_the_difference_from_the_group():
     rewards = {"group": ["a", "a", "a", "b", "c", "c"], "reward": [1.0, 0.0, 0.0, 1.0, 0.5, None]}
     found = nb.surprise(pd.DataFrame(rewards))
     assert list(found[:3]) == [1.0, 0.5, 0.5] and found[3:].isna().all()
@@ -170,18 +174,18 @@ def test_metrics_and_time_by_step():
     assert spent.loc[3].sum() == pytest.approx(metrics.loc[3, "timing_s/step"], rel=0.1)
 
 
-def test_what_is_no_run_is_told(tmp_path):
-    with pytest.raises(RunError, match="no run folder"):
+def test_invalid_run_folders_are_reported(tmp_path):
+    with pytest.raises(RunError, match=r"is not a run folder \(No such file or directory: config\.yaml\)"):
         nb.samples(tmp_path)
     (tmp_path / "config.yaml").write_text((RUN / "config.yaml").read_text())
     with pytest.raises(RunError, match="log_samples above 0"):
         nb.samples(tmp_path)
-    with pytest.raises(RunError, match=r"no row in metrics\.jsonl yet"):
+    with pytest.raises(RunError, match=r"metrics\.jsonl is empty; try again"):
         nb.metrics(tmp_path)
 
 
 @pytest.mark.slow
-def test_pictures_show_what_they_were_given(table):
+def test_plots_show_their_data(table):
     short = nb.score(table, lambda solution_str: 1.0 / len(solution_str))
     histogram = nb.plot_rewards(table, short[short.index > 3], labels=("saved", "short"))
     bars = [sum(patch.get_height() for patch in container) for container in histogram.containers]
@@ -212,7 +216,7 @@ def test_a_job_is_followed_to_its_end(monkeypatch):
     assert running.follow(30, lines.append) == Path("somewhere") and len(lines) == 2
 
 
-def test_a_job_that_fails_shows_its_end():
+def test_a_failed_job_shows_the_end_of_its_output():
     with pytest.raises(nb.JobError, match=r"ended with status 3:\nline 40\n(.*\n)*line 99$"):
         job("for i in range(100): print('line', i)\nraise SystemExit(3)").follow(30, lambda line: None)
 
@@ -225,7 +229,7 @@ def test_a_job_that_takes_too_long_is_stopped(monkeypatch, ignores):
     handler = "signal.SIG_IGN" if ignores else "signal.default_int_handler"
     running = job(f"import signal, time\nsignal.signal(signal.SIGINT, {handler})\nprint('up')\ntime.sleep(600)")
     process = psutil.Process(running._process.pid)
-    assert running._lines.get(timeout=60) == "up"  # it listens to signals now
+    assert running._lines.get(timeout=60) == "up"  # signal handlers are installed
     with pytest.raises(nb.JobError, match=r"longer than timeout_s=0\.2 and was stopped(.*\n)*up"):
         running.follow(0.2)
     assert not process.is_running()
@@ -248,7 +252,7 @@ asyncio.run(listening.listen_during(steps()))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("left, end", [(0.1, "saved"), (600, "Ctrl-C again")])
-def test_an_interrupted_cell_stops_its_job_after_the_step_under_way_and_a_second_one_at_once(capsys, left, end):
+def test_an_interrupt_stops_the_job_after_the_step_and_a_second_one_at_once(capsys, left, end):
     running = job(LISTENS.format(left=left))
 
     def interrupt(line):
@@ -258,13 +262,13 @@ def test_an_interrupted_cell_stops_its_job_after_the_step_under_way_and_a_second
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(30)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let background jobs ignore it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of shells ignore SIGINT
     try:
         with pytest.raises(KeyboardInterrupt):
             running.follow(60, interrupt)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert not running.running and "another interrupt" in (told := capsys.readouterr().out) and end in told
+    assert not running.running and "interrupt again" in (told := capsys.readouterr().out) and end in told
 
 
 @pytest.mark.slow

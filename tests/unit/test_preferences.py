@@ -60,7 +60,7 @@ def test_a_response_is_scored_by_the_tokens_of_training(tmp_path, template, padd
             item = replace(
                 item_of_row({"prompt": [PROMPT], "response": answer}), prompt_text="<the policy's> 20 mod 6 ="
             )
-            assert Transformers.asked(None, item, tokenizer).tokens == (*pair.shared_ids, *ids)
+            assert Transformers.encode(None, item, tokenizer).tokens == (*pair.shared_ids, *ids)
             assert ids[-1] != tokenizer.pad_token_id
 
 
@@ -92,7 +92,7 @@ def test_other_conversations_are_scored_by_the_tokens_of_training(tmp_path, case
     row = {"prompt": prompt, "chosen": [said(answer)], "rejected": [said(" 7 7 7")]}
     (pair,), _ = load(tmp_path, tokenizer, row, max_prompt_length=2000, max_response_length=2000)
     item = replace(item_of_row({"prompt": prompt, "response": answer}), prompt_text="<the policy's>")
-    assert Transformers.asked(None, item, tokenizer).tokens == (*pair.shared_ids, *pair.chosen_ids)
+    assert Transformers.encode(None, item, tokenizer).tokens == (*pair.shared_ids, *pair.chosen_ids)
 
 
 def test_every_shape_of_a_conversation_gives_the_same_tokens(tmp_path, tokenizer):
@@ -138,7 +138,7 @@ def test_a_bad_row_is_named_by_file_row_and_field(tmp_path, tokenizer, row, mess
         load(tmp_path, tokenizer, good, row, max_prompt_length=10, max_response_length=10)
 
 
-def test_long_pairs_are_dropped_and_counted_where_that_is_wanted(tmp_path, tokenizer):
+def test_long_pairs_are_filtered_if_configured(tmp_path, tokenizer):
     rows = {"chosen": " 1" * 40, "rejected": " 1"}, {"chosen": " 1 , 2", "rejected": " 3"}
     limits = {"max_prompt_length": 10, "max_response_length": 10, "filter_overlong_prompts": True}
     pairs, report = load(tmp_path, tokenizer, *rows, **limits)
@@ -147,7 +147,7 @@ def test_long_pairs_are_dropped_and_counted_where_that_is_wanted(tmp_path, token
         load(tmp_path, tokenizer, rows[0], **limits)
 
 
-def test_each_answer_keeps_a_token_of_its_own():
+def test_each_answer_keeps_at_least_one_token():
     pair = make_preference(0, [5, 6], [5, 6, 7])
     assert [ids.tolist() for ids in (pair.shared_ids, pair.chosen_ids, pair.rejected_ids)] == [[5], [6], [6, 7]]
 
@@ -165,7 +165,7 @@ def test_the_loss_is_bradley_and_terrys_with_its_margin():
 
 
 class Sums(torch.nn.Module):
-    """Scores a token by the sum of those up to it, within its segment and the prefix that it stands behind."""
+    """Model whose score of a token is the sum of tokens up to it, within its segment and shared prefix."""
 
     def forward(self, input_ids, layout, **_):
         flat, found = input_ids.flatten().double(), []
@@ -176,7 +176,7 @@ class Sums(torch.nn.Module):
 
 
 @pytest.mark.parametrize(("packed", "shared"), [(False, False), (True, False), (True, True)])
-def test_a_pair_is_scored_at_its_last_tokens_however_it_is_laid_out(packed, shared):
+def test_a_pair_is_scored_at_its_last_tokens_in_any_layout(packed, shared):
     pairs = [
         make_preference(0, [3, 4, 5], [3, 4, 9, 9], 0.25),
         make_preference(1, [3, 8], [3, 4, 4, 4]),
@@ -190,7 +190,7 @@ def test_a_pair_is_scored_at_its_last_tokens_however_it_is_laid_out(packed, shar
     assert float(filler) == 0.0 and not any(sums.values())
 
 
-def test_calibration_of_scores_that_are_what_they_say():
+def test_calibration_of_calibrated_scores():
     rng = np.random.default_rng(0)
     sure = rng.normal(0, 2, 20_000)
     gaps = np.where(rng.random(20_000) < 1 / (1 + np.exp(-sure)), sure, -sure)
@@ -201,7 +201,7 @@ def test_calibration_of_scores_that_are_what_they_say():
     assert honest.loss < boastful.loss
 
 
-def test_calibration_by_hand():
+def test_calibration_of_known_values():
     found = calibrate(np.array([0.0, 0.0, 5.0, -5.0, 5.0, 5.0]), bins=2)
     assert found.counts.tolist() == [2, 4] and found.accuracies.tolist() == [0.5, 0.75]
     sure = 1 / (1 + np.exp(-5.0))
@@ -212,7 +212,7 @@ def test_calibration_by_hand():
 
 
 @pytest.mark.slow
-def test_pictures_and_the_summary_are_of_what_was_logged(tmp_path, capsys):
+def test_plots_and_summary_show_logged_values(tmp_path, capsys):
     gaps = np.linspace(-1, 3, 50)
     draw_calibration(tmp_path / "calibration.png", calibrate(gaps), gaps)
     rows = [{"step": i, "val-core/reward_model/acc": 0.5 + i / 10, "val-aux/reward_model/ece": 0.1} for i in range(3)]
@@ -246,7 +246,7 @@ def test_the_labeller_prefers_what_is_right_and_what_is_long():
 def test_settings_of_a_reward_model_are_checked_and_those_of_rollouts_are_not():
     config = Config()
     config.data.train_files, config.model.path, config.trainer.task = ["pairs.parquet"], "model", "reward_model"
-    config.actor.ppo_mini_batch_size = 7  # heeded by reinforcement learning alone
+    config.actor.ppo_mini_batch_size = 7  # used by RL training only
     assert check(config, Facts()) == []
     config.data.train_batch_size, config.trainer.n_gpus_per_node, config.training.pipeline_parallel_size = 1, 2, 2
     pipeline, batch = check(config, Facts())

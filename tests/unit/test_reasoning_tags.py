@@ -1,4 +1,4 @@
-"""Thoughts taken off responses, with tags where they do not belong."""
+"""Splitting of reasoning and answer, including misplaced tags."""
 
 import pytest
 
@@ -21,7 +21,7 @@ GOOD = {
     "<think></think>4": ("", "4"),
     "<think>2 < 3 > 1 </ think></think>4": ("2 < 3 > 1 </ think>", "4"),
 }
-BAD = {  # response -> what may be seen of it
+BAD = {  # response -> visible answer
     "four": "four",
     " four \n": "four",
     "": "",
@@ -42,19 +42,19 @@ BAD = {  # response -> what may be seen of it
 }
 
 
-def test_the_right_format_is_taken_apart():
+def test_the_right_format_is_split():
     for response, parts in GOOD.items():
         assert split_reasoning(response) == parts
         assert answer_after_reasoning(response) == parts[1]
 
 
 @pytest.mark.parametrize("response", BAD)
-def test_other_formats_are_refused_and_show_no_thought(response):
+def test_other_formats_are_rejected_without_showing_reasoning(response):
     assert split_reasoning(response) is None
     assert answer_after_reasoning(response) == BAD[response]
 
 
-def test_a_thought_that_the_prompt_opened_is_not_opened_again():
+def test_reasoning_opened_by_the_prompt():
     assert split_reasoning("so</think>four", opened=True) == ("so", "four")
     for response in ("<think>so</think>four", "four", "so</think>", "a</think>b</think>c"):
         assert split_reasoning(response, opened=True) is None
@@ -72,9 +72,9 @@ def without(made, prompt_text):
     return replace(made, prompt_text=prompt_text)
 
 
-def test_tags_in_the_question_open_nothing_but_the_template_does():
+def test_only_tags_of_the_template_open_reasoning():
     asked = [{"role": "user", "content": "Close with </think> what <think>"}]
-    assert not is_reasoning_open(item(asked))  # a table has no template
+    assert not is_reasoning_open(item(asked))  # tables have no chat template
     assert not is_reasoning_open(item(asked, prompt_text="<u>Close with </think> what <think><a>"))
     assert is_reasoning_open(item(asked, prompt_text="<u>Close with </think> what <think><a><think>\n"))
     plain = [{"role": "user", "content": "2+2?"}]
@@ -83,7 +83,7 @@ def test_tags_in_the_question_open_nothing_but_the_template_does():
     assert is_reasoning_open(item([*plain, {"role": "assistant", "content": "<think>\nOkay,"}]))
     assert not is_reasoning_open(item([*plain, {"role": "assistant", "content": "<think>so</think>"}]))
     assert is_reasoning_open(item("Question: 2+2? Assistant: <think>"))
-    for question in ("2 >", "", [{"type": "text", "text": "2+2?"}]):  # of which none is the template's last word
+    for question in ("2 >", "", [{"type": "text", "text": "2+2?"}]):  # none of them is the end of the template
         assert is_reasoning_open(item([{"role": "user", "content": question}], prompt_text="<u>?<a><think>"))
 
 
@@ -98,7 +98,7 @@ def test_tags_in_the_question_open_nothing_but_the_template_does():
     ],
 )
 def test_a_response_continues_a_prefill(prefill, response, read):
-    """What a reward model reads of it, which is shown answers alone."""
+    """The input of a reward model, which gets answers only."""
     asked = [{"role": "user", "content": "2+2?"}]
     given = item([*asked, {"role": "assistant", "content": prefill}] if prefill else asked, response)
     shown = without_reasoning(given)
@@ -106,20 +106,20 @@ def test_a_response_continues_a_prefill(prefill, response, read):
     assert "Okay" not in shown.prompt_text
 
 
-def test_the_gate_says_why_it_is_closed():
+def test_the_gate_gives_a_reason():
     chat = [{"role": "user", "content": "2+2? <think>"}]
     closed = ["four", "<think>so", "<think>a</think>b<think>c</think>d", "<think>so</think>"]
     good, *bad = format_gate([item(chat), *(item(chat, response) for response in closed)])
     assert (good.value, good.text) == (1.0, None) and {reward.value for reward in bad} == {0.0}
     assert [reward.text for reward in bad] == [
-        "does not begin with <think>",
-        "the thought is not closed with </think>",
-        "2 <think> and 2 </think> where one of each belongs",
-        "nothing follows the thought",
+        "the response does not start with <think>",
+        "the reasoning is not closed with </think>",
+        "the response has 2 <think> and 2 </think>; it must have one of each",
+        "no answer follows the reasoning",
     ]
 
 
-def test_whoever_is_decorated_sees_no_thought_and_others_what_they_saw():
+def test_only_decorated_functions_get_the_answer_alone():
     plain = [{"role": "user", "content": "2+2?"}]
     opened = item(plain, "four, but wait", "<u>2+2?<a><think>\n")
 
@@ -137,11 +137,11 @@ def test_whoever_is_decorated_sees_no_thought_and_others_what_they_saw():
         (cut, {"answer_only": False}, "four, but wait"),
     ):
         _, loaded = load_entries([{"path": function, "name": "f", **entry}])
-        [score] = unpack(pack(loaded["f"])).score([opened])  # as in a reward worker
+        [score] = unpack(pack(loaded["f"])).score([opened])  # like in a reward worker
         assert score.notes == {"seen": seen}
 
 
-def test_an_item_without_its_thought_has_none_in_the_prompt_either():
+def test_reasoning_is_removed_from_the_prompt_too():
     plain = [{"role": "user", "content": "2+2?"}]
     seen = without_reasoning(item(plain, "so</think>four", "<u>2+2?<a><think>\n"))
     assert (seen.response, seen.prompt_text) == ("four", "<u>2+2?<a>")

@@ -1,4 +1,4 @@
-"""Batching of model calls by size and age, where models are placed, and what a judge's verdicts come to."""
+"""Batching of model calls by size and age, placement of models, and rewards from a judge's verdicts."""
 
 import asyncio
 import math
@@ -26,7 +26,7 @@ HOUR = 3600.0
 
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch):
-    """Actors are made here, with no head to ask for them."""
+    """Create actors locally, without a Ray head."""
 
     async def directly(create):
         return create()
@@ -38,7 +38,7 @@ def call(item):
     return Call("judge", [item], [0], 1.0, 1.0, is_batched=True)
 
 
-async def test_a_batch_is_complete_by_its_size_or_by_the_age_of_its_first():
+async def test_a_batch_is_complete_by_size_or_age():
     batches, calls = ModelCallQueue(3, HOUR), [call(k) for k in range(5)]
     for each in calls[:2]:
         await batches.put(each)
@@ -51,7 +51,7 @@ async def test_a_batch_is_complete_by_its_size_or_by_the_age_of_its_first():
     assert whole.items == [0, 1, 2]
     whole.answer.set_result(["a", "b", "c"])
     assert [await each.answer for each in calls[:3]] == [["a"], ["b"], ["c"]]
-    for age in (0.0, 0.001):  # what is there by then; nobody waits for a third
+    for age in (0.0, 0.001):  # the calls available by then; no wait for a third
         batches = ModelCallQueue(3, age)
         pair = [call(k) for k in range(2)]
         for each in pair:
@@ -60,7 +60,7 @@ async def test_a_batch_is_complete_by_its_size_or_by_the_age_of_its_first():
 
 
 class Scripted(RewardWorkerHandle):
-    """Its processes end as `ends` says, one word for each attempt; `asked`: items of each."""
+    """Handle whose processes end as listed in `ends`, one word per attempt. `asked`: number of items per attempt."""
 
     def __init__(self, ends):
         super().__init__("reward/0", None, None, 1.0)
@@ -81,24 +81,22 @@ class Scripted(RewardWorkerHandle):
 
 
 @pytest.mark.parametrize(
-    ("ends", "batched", "items", "asked", "failed"),
+    ("ends", "is_batched", "items", "asked", "failed"),
     [
         ("scores full scores", False, 1, [1, 1, 1], 0),
-        ("full", False, 1, [1], 1),  # a new process has all the memory that there is
+        ("full", False, 1, [1], 1),  # a new process has all its memory available
         ("scores full full", False, 1, [1, 1, 1], 1),
         ("full scores scores full scores", False, 3, [3, 1, 1, 1, 1], 0),
         ("crash scores", False, 1, [1, 1], 0),
         ("crash crash", False, 1, [1, 1], 1),
         ("scores crash crash", False, 1, [1, 1, 1], 1),
-        ("crash scores crash scores", False, 2, [2, 1, 1, 1], 0),  # the first of them had filled the process
+        ("crash scores crash scores", False, 2, [2, 1, 1, 1], 0),  # the first call had used up the memory
         ("scores full scores", True, 3, [1, 3, 3], 0),
         ("scores full full scores scores scores", True, 3, [1, 3, 3, 1, 1, 1], 0),
         ("late", True, 3, [3], 3),
     ],
 )
-async def test_only_a_process_that_answered_nothing_before_is_evidence_against_a_sample(
-    ends, is_batched, items, asked, failed
-):
+async def test_only_the_loss_of_a_fresh_process_fails_a_sample(ends, is_batched, items, asked, failed):
     handle = Scripted(ends)
     if ends.startswith("scores"):
         await handle._outcomes(call(9))
@@ -107,7 +105,7 @@ async def test_only_a_process_that_answered_nothing_before_is_evidence_against_a
     assert handle.asked == asked
 
 
-async def test_answers_and_errors_reach_each_call_and_a_batch_that_nobody_awaits_is_given_up():
+async def test_merged_calls_get_results_and_errors_and_cancel_together():
     async def batch(*calls):
         batches = ModelCallQueue(len(calls), HOUR)
         for each in calls:
@@ -142,7 +140,7 @@ async def test_answers_and_errors_reach_each_call_and_a_batch_that_nobody_awaits
     assert whole.answer.cancelled()
 
 
-async def test_putting_waits_while_full_and_a_seat_that_closes_answers_what_it_took():
+async def test_put_blocks_while_full_and_a_closed_handle_fails_its_calls():
     batches, first = ModelCallQueue(2, HOUR), call(0)
     await batches.put(first)
     waiting = asyncio.create_task(batches.get())
@@ -160,7 +158,7 @@ async def test_putting_waits_while_full_and_a_seat_that_closes_answers_what_it_t
     await full
 
 
-def test_models_share_what_engines_and_ranks_leave_of_the_slots():
+def test_models_share_the_remaining_gpu_fraction():
     assert reward_place(0, 1, 4) == (3, REWARD_SHARE)
     places = [reward_place(i, 3, 2) for i in range(3)]
     assert [slot for slot, _ in places] == [1, 0, 1]
@@ -175,9 +173,9 @@ def test_models_share_what_engines_and_ranks_leave_of_the_slots():
     assert options["runtime_env"]["env_vars"].items() >= {"A": "b", "CUDA_VISIBLE_DEVICES": ""}.items()
 
 
-def test_a_verdict_has_to_be_one_token_that_the_judge_knows(tmp_path):
+def test_a_verdict_must_be_one_known_token(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(RewardError, match=r"template: lacks \{b\}"):
+    with pytest.raises(RewardError, match=r"template: \{b\} is missing"):
         Judge(str(tmp_path), template="{prompt} {a}")
     with pytest.raises(RewardError, match="two different texts"):
         Judge(str(tmp_path), verdicts=["A", "A"])
@@ -185,12 +183,12 @@ def test_a_verdict_has_to_be_one_token_that_the_judge_knows(tmp_path):
     judge._tokenizer = build_tokenizer(("A",))
     assert judge._token(" A") > 0
     for wrong in (" A A", " B"):
-        with pytest.raises(RewardError, match="has to be one that the judge knows"):
+        with pytest.raises(RewardError, match="must be one token in its vocabulary"):
             judge._token(wrong)
 
 
 @pytest.mark.slow
-def test_the_experiment_has_the_tasks_judge_and_where_it_runs_is_checked():
+def test_the_experiment_has_the_judge_of_the_task():
     [judge, _] = to_config(compose_job(["experiment=judge"]), lambda _: Facts()).reward.functions
     assert judge == entry(FOLDERS["judge"] / "model")
     assert map_judge_paths([judge, "a.py:f"], str.upper)[0]["kwargs"]["model"] == ".CACHE/RLFUSE/JUDGE/MODEL"
@@ -202,10 +200,10 @@ def logs(*probabilities):
     return [math.log(p) for p in probabilities]
 
 
-def test_both_orders_are_averaged_so_that_a_place_is_worth_nothing():
+def test_averaging_both_orders_cancels_position_bias():
     clear = verdict(logs(0.72, 0.08), logs(0.1, 0.7))
     assert clear.value == pytest.approx((0.9 + 0.875) / 2)
-    assert clear.parts == pytest.approx({"consistency": 1.0, "position": (0.9 + 0.125) / 2, "said": 0.8})
+    assert clear.parts == pytest.approx({"consistency": 1.0, "position": (0.9 + 0.125) / 2, "verdict_mass": 0.8})
     biased = verdict(logs(0.9, 0.1), logs(0.9, 0.1))
     assert biased.value == pytest.approx(0.5) and biased.parts["consistency"] == 0
     assert biased.parts["position"] == pytest.approx(0.9)
@@ -216,6 +214,6 @@ def test_both_orders_are_averaged_so_that_a_place_is_worth_nothing():
 
 
 @pytest.mark.parametrize("odd", [[math.nan, -1.0], [-math.inf, -math.inf]])
-def test_what_is_no_probability_is_a_failure(odd):
+def test_invalid_probabilities_are_failures(odd):
     failure = verdict(odd, logs(0.5, 0.5))
     assert isinstance(failure, RewardFailure) and "log-probs of the verdicts" in failure.message

@@ -1,4 +1,4 @@
-"""Rewards as people bring them: TRL's own functions, and functions in the shapes of verl's and OpenRLHF's documents."""
+"""Compatibility: TRL's built-in functions, and functions as documented by verl and OpenRLHF."""
 
 import re
 
@@ -51,7 +51,7 @@ def test_verls_custom_reward_function_with_reward_kwargs():
 
 def test_verls_functions_keep_their_defaults_whatever_columns_there_are():
     def one(data_source, solution_str, ground_truth, extra_info=None, solution="mine", *, score=0.5, **kwargs):
-        options = {"method": "strict", **kwargs}  # a helper's, of which a column may have the name
+        options = {"method": "strict", **kwargs}  # a helper parameter that may have the name of a column
         return {"score": score, "solution": solution, "options": options}
 
     def asks(solution_str, level, split="own"):
@@ -64,7 +64,7 @@ def test_verls_functions_keep_their_defaults_whatever_columns_there_are():
     for function, kwargs, reward, note in (
         (one, {}, 0.5, "one/solution: mine\none/options: {'method': 'strict'}"),
         (one, {"score": 2, "method": "mild"}, 2.0, "one/solution: mine\none/options: {'method': 'mild'}"),
-        (asks, {}, 1.0, "asks/level: hard\nasks/split: own"),  # without a default only a column can fill it
+        (asks, {}, 1.0, "asks/level: hard\nasks/split: own"),  # required, so filled from a column
         (many, {}, 0.25, "many/level: None"),
     ):
         for row in score_table({"path": function, "kwargs": kwargs}, rows):

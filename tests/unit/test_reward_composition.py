@@ -1,4 +1,4 @@
-"""Weights, gates, routing by source, dimensions: what a composed reward is, and who is asked for it."""
+"""Composition of rewards: weights, gates, routing by source, dimensions."""
 
 import math
 from math import inf, nan
@@ -23,7 +23,7 @@ def entry(name, weight=1.0, **more):
 # ---- one sample ----------------------------------------------------------------------------------------------------
 
 
-def test_what_applies_is_summed():
+def test_scores_that_apply_are_summed():
     entries = [entry("a"), entry("b", 0.5), entry("c", 9.0)]
     outcomes = {"a": Score(1.0, {"n": 3.0}), "b": Score(4.0, {}, {"why": "x"}), "c": Score(None)}
     parts = {"a": 1.0, "a/n": 3.0, "b": 4.0}
@@ -36,13 +36,13 @@ def test_a_failure_never_becomes_a_number():
     assert compose(entries, "", {"a": Score(1.0), "b": failed}) == failed
     both = compose(entries, "", {"a": RewardFailure("a", "x"), "b": failed})
     assert both.message == "x (also failed: b)"
-    assert compose(entries, "", {"b": failed, "a": RewardFailure("a", "x")}) == both  # whoever answered first
-    assert "no reward function applies" in compose([entry("a")], "", {"a": Score(None)}).message
+    assert compose(entries, "", {"b": failed, "a": RewardFailure("a", "x")}) == both  # regardless of order
+    assert "every reward function returned None" in compose([entry("a")], "", {"a": Score(None)}).message
     too_large = compose([entry("a", 1e308)], "", {"a": Score(1e308)})
-    assert "is inf: lower the weights" in too_large.message
+    assert "is inf, outside float32: lower the weights" in too_large.message
 
 
-def test_values_are_clipped_and_logged_as_they_came():
+def test_values_are_clipped_but_logged_unclipped():
     entries = [entry("a", 2.0, clip=[-1.0, 1.0])]
     assert compose(entries, "", {"a": Score(7.0)}) == Reward(2.0, {"a": 7.0}, None, {"a": 1.0})
 
@@ -66,10 +66,10 @@ def test_a_source_that_nothing_scores_fails_even_at_a_closed_gate():
     assert uncovered_sources(entries, ["code", "chat", "math/1", "chat", "codes"]) == ["chat", "codes"]
 
 
-# ---- who is asked --------------------------------------------------------------------------------------------------
+# ---- which function scores which sample -----------------------------------------------------------------------------
 
 
-def test_gates_go_first_and_what_they_end_is_not_asked_again():
+def test_gates_run_first_and_gated_samples_are_not_scored_further():
     first, second = entry("first", gate=True), entry("second", gate=True, sources=["a"])
     last = entry("last")
     assert waves([last, first, second]) == [[first], [second], [last]]
@@ -87,7 +87,7 @@ ROWS = [
 ]
 
 
-def test_a_mixed_batch_is_routed_gated_and_shown_answers_only():
+def test_a_mixed_batch_is_routed_and_gated():
     asked = {"exact": [], "length": []}
 
     def exact(solution_str, ground_truth):
@@ -108,7 +108,7 @@ def test_a_mixed_batch_is_routed_gated_and_shown_answers_only():
     assert [row["reward"] for row in table] == [1.0, 0.0, 2.0, 0.0]
     assert [row["gate"] for row in table] == [None, "format_gate", None, "format_gate"]
     assert asked == {"exact": ["2"], "length": ["<think>x</think>hello"]}
-    assert table[3]["note"] == "format_gate/text: the thought is not closed with </think>"
+    assert table[3]["note"] == "format_gate/text: the reasoning is not closed with </think>"
     stray = score_table(functions, [{**ROWS[0], "data_source": "code"}])
     assert stray[0]["reward"] is None and "scores data_source 'code'" in stray[0]["failure"]
 
@@ -148,7 +148,7 @@ def test_strings_dictionaries_and_callables_are_entries():
         ([{"path": "a", "name": "reward_model"}], [], "the reward model is always named reward_model"),
     ],
 )
-def test_one_mistake_in_an_entry_gives_one_message(functions, weights, words):
+def test_one_error_in_an_entry_gives_one_message(functions, weights, words):
     _, problems = read_entries(functions, weights)
     assert len(problems) == 1 and words in problems[0]
     with pytest.raises(RewardError) as caught:
@@ -168,7 +168,7 @@ def test_given_names_are_kept_and_the_model_sees_answers_only(tmp_path):
     assert [e.answer_only for e in entries] == [False, False, False, True]
 
 
-# ---- before anything starts ----------------------------------------------------------------------------------------
+# ---- checks before the start ----------------------------------------------------------------------------------------
 
 
 def prompts(*rows):
@@ -186,8 +186,8 @@ def of_trl(prompts, completions, answer, scale, hint=None, **rest):
     "wrong, told",
     [({"num_workers": 0}, "num_workers is 0"), *(({"timeout_s": s}, "timeout_s is") for s in (0, nan, inf))],
 )
-def test_a_pool_that_could_never_answer_is_refused(wrong, told):
-    with pytest.raises(RewardError, match=rf"reward\.{told}.* has to be"):
+def test_invalid_pool_settings_are_rejected(wrong, told):
+    with pytest.raises(RewardError, match=rf"reward\.{told}.* must be"):
         RewardPool(RewardConfig([wants_the_prompt], **wrong))
 
 
@@ -197,10 +197,10 @@ def test_a_column_that_is_missing_is_found_in_the_data():
     )
     row = {"prompt": "p", "answer": 3}
     pool.check_prompts(prompts(("math", row), ("code", {})))
-    with pytest.raises(RewardError, match="reward function of_trl: its parameter 'answer' is no column of 1 of 2 rows"):
+    with pytest.raises(RewardError, match="reward function of_trl: 1 of 2 rows have no column for parameter 'answer'"):
         pool.check_prompts(prompts(("math", row), ("math", {"solution": 3})), max_failure_rate=0.4)
     pool.check_prompts(prompts(("math", row), ("math", {"solution": 3})), max_failure_rate=0.5)
-    with pytest.raises(RewardError, match="'prompt' is no column of 1 of 1 rows; row 0 has prompt"):
+    with pytest.raises(RewardError, match="1 of 1 rows have no column for parameter 'prompt'; row 0 has prompt"):
         RewardPool(RewardConfig([wants_the_prompt])).check_prompts(prompts(("", {"prompt": "p"})))
 
 

@@ -1,4 +1,4 @@
-"""Rewards of several dimensions: GDPO by hand, running normalisation, KL by source."""
+"""Rewards with several dimensions: GDPO, running normalisation, KL by source."""
 
 import copy
 
@@ -41,8 +41,8 @@ def test_gdpo_of_one_reward_is_grpo_and_a_reward_that_does_not_apply_adds_nothin
     assert torch.equal(gdpo(routed, torch.ones(2), index, ONES, by_std=True), alone)
 
 
-def test_gdpo_tells_apart_what_has_the_same_sum():
-    """The collapse that the paper begins with: under GRPO rewards (0, 1) and (0, 2) give the same advantages."""
+def test_gdpo_distinguishes_rewards_with_equal_sums():
+    """The example of the paper: under GRPO, rewards (0, 1) and (0, 2) give the same advantages."""
     index, mask = torch.zeros(2, dtype=torch.int64), ONES[:2]
     one = torch.tensor([[0.0, 0.0], [1.0, 0.0]])
     two = torch.tensor([[0.0, 0.0], [1.0, 1.0]])
@@ -63,7 +63,7 @@ ENTRIES = [RewardEntry("m:a", "a", 2.0), RewardEntry("m:b", "b", 1.0, normalise=
 
 
 def rewarded(values, gate=()):
-    """Two groups of two samples with rewards of two dimensions (a, b)."""
+    """Return two groups of two samples with rewards of two dimensions (a, b)."""
     batch = groups([[0.0, 0.0], [0.0, 0.0]], [[3, 2], [1, 4]])
     for number, (sample, (a, b)) in enumerate(zip((s for g in batch for s in g.samples), values, strict=True)):
         closed = number in gate
@@ -91,18 +91,18 @@ def test_gdpo_in_a_step_reads_the_dimensions_and_the_length_penalty():
 # ---- running normalisation -----------------------------------------------------------------------------------------
 
 
-def test_moments_are_those_of_all_values_together():
+def test_running_moments_equal_those_of_all_values():
     values = np.random.default_rng(0).normal(1e3, 2.0, size=40)
     normaliser = Normaliser(["b"])
     for part in (values[:7], values[7:8], values[8:]):
-        metrics = normaliser.learn([Reward(v, {}, None, {"b": v}) for v in part])
+        metrics = normaliser.update([Reward(v, {}, None, {"b": v}) for v in part])
     assert metrics["reward/running_mean/b"] == pytest.approx(values.mean(), rel=1e-12)
     assert metrics["reward/running_std/b"] == pytest.approx(values.std(), rel=1e-9)
     found = normaliser.value(Reward(0, {}, None, {"a": 2.0, "b": 1e3}), {"a": 0.5, "b": 2.0})
     assert found == pytest.approx(1.0 + 2 * (1e3 - values.mean()) / values.std())
 
 
-def test_the_first_step_goes_by_itself_later_ones_by_those_before_and_a_checkpoint_keeps_it():
+def test_running_normalisation_and_its_checkpoint():
     experience = Experience(config(algorithm__adv_estimator="rloo"), ENTRIES)
     first = rewarded([(0, 5), (1, 9), (1, 2), (0, 4)], gate=[3])
     assert not experience.can_train_before_batch_completes("actor") and not experience.can_train_before_batch_completes(
@@ -110,7 +110,7 @@ def test_the_first_step_goes_by_itself_later_ones_by_those_before_and_a_checkpoi
     )
     experience.prepare(first)
     metrics = experience.complete(first)
-    seen = np.array([5.0, 9.0, 2.0])  # where the gate closed nobody was asked
+    seen = np.array([5.0, 9.0, 2.0])  # the gate closed, so no function was called
     assert metrics["reward/running_mean/b"] == pytest.approx(seen.mean())
     scores = [t["token_rewards"].sum() for t in tensors(first)]
     expected = [*(2 * np.array([0, 1, 1]) + (seen - seen.mean()) / seen.std()), 0.0]
@@ -127,9 +127,9 @@ def test_the_first_step_goes_by_itself_later_ones_by_those_before_and_a_checkpoi
     assert all((a["advantages"] == b["advantages"]).all() for a, b in zip(before, tensors(second), strict=True))
 
 
-def test_values_that_were_all_equal_are_centred_only():
+def test_constant_values_are_only_centred():
     normaliser = Normaliser(["b"])
-    normaliser.learn([Reward(0.1, {}, None, {"b": 0.1})] * 3)
+    normaliser.update([Reward(0.1, {}, None, {"b": 0.1})] * 3)
     assert normaliser.value(Reward(1.0, {}, None, {"b": 1.1}), {"b": 1.0}) == pytest.approx(1.0)
 
 
@@ -138,12 +138,12 @@ def test_values_that_were_all_equal_are_centred_only():
 BY_SOURCE = {"math/*": 0.0, "s": 0.5}
 
 
-def test_the_first_source_that_fits_gives_the_coefficient():
+def test_the_first_matching_source_sets_the_coefficient():
     assert [kl_coefficient(source, BY_SOURCE, 9.0) for source in ("math/1", "s", "math", "t")] == [0.0, 0.5, 9.0, 9.0]
 
 
 def mixed():
-    """Two groups of one sample; the second is of another source."""
+    """Return two groups of one sample, from different sources."""
     from dataclasses import replace
 
     batch = groups([[1.0], [1.0]], [[2], [2]])
@@ -151,7 +151,7 @@ def mixed():
     return batch
 
 
-def test_kl_in_the_reward_is_weighed_by_source():
+def test_kl_in_the_reward_is_weighted_by_source():
     changes = {"algorithm__use_kl_in_reward": True, "algorithm__kl_coef_by_source": BY_SOURCE}
     experience, batch = Experience(config(**changes)), mixed()
     experience.prepare(batch)
@@ -159,7 +159,7 @@ def test_kl_in_the_reward_is_weighed_by_source():
     assert experience.complete(batch)["actor/reward_kl_penalty_coeff"] == pytest.approx(0.25)
 
 
-def test_kl_in_the_loss_is_weighed_by_source():
+def test_kl_in_the_loss_is_weighted_by_source():
     changes = {"actor__use_kl_loss": True, "actor__kl_loss_type": "k2", "algorithm__kl_coef_by_source": BY_SOURCE}
     experience, batch = Experience(config(**changes)), mixed()
     experience.prepare(batch)
@@ -168,4 +168,4 @@ def test_kl_in_the_loss_is_weighed_by_source():
     rows["advantages"] = torch.zeros(2, 2)
     settings = ActorConfig(use_kl_loss=True, kl_loss_type="k2", kl_loss_coef=9.0)
     loss, sums = actor_objective(settings, rows["old_log_probs"], torch.zeros(2, 2), torch.ones(2, 2), rows, 4)
-    assert loss == pytest.approx(0.5 * 2 * 0.125) and sums["kl_loss"] == pytest.approx(4 * 0.125)  # 0.5 nats apart
+    assert loss == pytest.approx(0.5 * 2 * 0.125) and sums["kl_loss"] == pytest.approx(4 * 0.125)  # difference 0.5 nats

@@ -1,4 +1,4 @@
-"""Files of rewards as modules: one for a file and process, that any process can import by its name."""
+"""Reward files as modules: one module per file and process, importable by name in any process."""
 
 import pickle
 import sys
@@ -56,12 +56,12 @@ def test_all_entries_of_a_file_are_one_module(tmp_path):
     path = written(tmp_path, "rewards_of_one_file")
     [row] = score_table([f"{path}:first", f"{path}:second"], [{"prompt": "p", "response": "abc"}])
     assert (row["first"], row["second"]) == (1.0, 13.0)
-    assert value(f"{path}:first") == 2.0  # asked for again, in a notebook's next cell
+    assert value(f"{path}:first") == 2.0  # loaded again, in the next cell of a notebook
     assert sys._runs_of_rewards_of_one_file == ["rewards_of_one_file"]
 
 
-def test_files_of_one_name_are_modules_of_their_own(tmp_path):
-    """Whether another reward, an installed package or Python itself has the name."""
+def test_files_with_equal_names_are_separate_modules(tmp_path):
+    """The other module may be a reward, an installed package or the standard library."""
     same = [written(tmp_path / folder, "rewards_of_one_name") for folder in ("one", "two")]
     others = [written(tmp_path / "one", stem) for stem in ("pytest", "code", "my-rewards.v2")]
     for path in (*same, *others):
@@ -96,7 +96,7 @@ def test_a_file_that_another_reward_imports_is_the_same_module(tmp_path):
     assert value(f"{helper}:first") == 4.0 and len(sys._runs_of_imported_by_a_reward) == 1
 
 
-def test_an_edited_file_is_executed_afresh_and_a_broken_edit_leaves_what_was_there(tmp_path):
+def test_an_edited_file_is_reloaded_and_a_broken_edit_keeps_the_old_module(tmp_path):
     path = written(tmp_path, "rewards_to_edit", "def f(solution_str): return 1\n")
     before = load_function(f"{path}:f")
     path.write_text("def f(solution_str): return 2\n")
@@ -109,7 +109,7 @@ def test_an_edited_file_is_executed_afresh_and_a_broken_edit_leaves_what_was_the
     assert value(f"{path}:f") == 2.0
 
 
-def test_a_neighbour_may_be_gone_once_it_is_imported(tmp_path):
+def test_an_imported_neighbour_may_be_deleted(tmp_path):
     path = written(tmp_path, "writes_a_neighbour")
     gone = "pathlib.Path(__file__).with_name('gone_neighbour.py')"
     path.write_text(
@@ -119,12 +119,12 @@ def test_a_neighbour_may_be_gone_once_it_is_imported(tmp_path):
     assert value(f"{path}:f") == 3.0
 
 
-def test_what_the_notebook_has_imported_is_not_executed_again_unless_it_may_have_been_edited(tmp_path, monkeypatch):
+def test_modules_imported_by_the_notebook_are_reloaded_only_after_edits(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     path = written(tmp_path, "imported_before")
     import imported_before
 
-    monkeypatch.setattr(custom_modules, "_started", time.time() + 60)  # written before this process started
+    monkeypatch.setattr(custom_modules, "_started", time.time() + 60)  # older than this process
     assert value(f"{path}:first") == 1.0 and imported_before.seen == ["abc"]
     path.write_text("def f(solution_str): return 2\n")
     assert value(f"{path}:f") == 2.0

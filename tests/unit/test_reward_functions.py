@@ -1,4 +1,4 @@
-"""Reward functions in all shapes: loading, calling, composing, and what each mistake looks like. No Ray."""
+"""Reward functions with all signatures: loading, calling, composing, error messages. Without Ray."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def by_samples(samples, bonus=0.0):
 
 
 class Graded:
-    """An object with `score`: samples in, rewards out."""
+    """Object with a method `score` that takes samples."""
 
     def __init__(self, scale=1.0):
         self.scale = scale
@@ -92,7 +92,7 @@ def test_verl_gives_scores_extras_and_notes():
     assert [score.value for score in outcomes(verl_async)] == [1.0, 0.0]
 
 
-def test_trl_is_batched_gets_columns_and_may_decline():
+def test_trl_is_batched_gets_columns_and_may_return_none():
     assert outcomes(trl) == [Score(1.0, {"calls": 2.0, "doubled": 2.0}), Score(None, {"calls": 2.0, "doubled": 4.0})]
     rows = [{**row, "response_ids": np.arange(2 + n)} for n, row in enumerate(ROWS)]
     assert [score.value for score in outcomes(trl_async, rows)] == [2.0, 3.0]
@@ -127,13 +127,13 @@ def test_functions_and_objects_take_samples_and_give_rewards():
     first, second = outcomes(by_samples)
     assert first == Score(1.0, {"level": 1.0}, {"text": "saw sums"}) and second.value == 5.0
     assert [score.value for score in outcomes(Graded(2.0))] == [2.0, None]
-    assert [score.value for score in outcomes(Graded)] == [1.0, None]  # a class makes its object
+    assert [score.value for score in outcomes(Graded)] == [1.0, None]  # instantiated with kwargs
     failed = outcomes(lambda samples: [RewardFailure("?", "no idea"), Reward(math.nan)])
     assert [failure.message for failure in failed] == ["no idea", "returned nan; a reward must be finite"]
     assert "returned 1 rewards for 2 samples" in outcomes(lambda samples: [Reward(1.0)])[0].message
 
 
-def test_kwargs_are_arguments_of_a_function_and_make_what_a_class_or_factory_gives():
+def test_kwargs_of_functions_classes_and_factories():
     def make(most):
         return lambda completions, **kwargs: [min(most, len(text)) for text in completions]
 
@@ -153,8 +153,8 @@ def test_kwargs_are_arguments_of_a_function_and_make_what_a_class_or_factory_giv
 @pytest.mark.parametrize("name", async_rewards.NAMES)
 def test_async_functions_of_every_kind_are_accepted_awaited_and_bounded(name):
     spec = f"{async_rewards.__file__}:{name}"
-    custom_functions.read(custom_functions.REWARDS, spec)  # the check of a job's configuration
-    for given in (spec, getattr(async_rewards, name)):  # of a job, of a notebook
+    custom_functions.read(custom_functions.REWARDS, spec)  # in the config check of a job
+    for given in (spec, getattr(async_rewards, name)):  # in a job and in a notebook
         function = load_function(given)
         assert function.is_async or name == "returns_awaitable"
         assert [score.value for score in function.score([item_of_row(row) for row in ROWS])] == [1.0, 5.0]
@@ -187,7 +187,7 @@ def test_columns_of_mixed_rows_are_none_or_a_failure_for_that_row_only():
     rows = [ROWS[0], {"prompt": "x", "response": "y"}]
     assert [s.value for s in outcomes(lambda completions, level=None: [x or 0 for x in level], rows)] == [1.0, 0.0]
     good, bad = outcomes(lambda completions, level: level, rows)
-    assert good == Score(1.0) and "'level' is no column" in bad.message
+    assert good == Score(1.0) and "'level' is not a column" in bad.message
 
 
 def test_sample_and_row_give_the_same_item():
@@ -200,7 +200,7 @@ def test_sample_and_row_give_the_same_item():
     same = ("prompt", "messages", "response", "response_ids", "data_source", "ground_truth")
     assert {name: getattr(item, name) for name in same} == {name: getattr(row, name) for name in same}
     assert (item.id, item.step, item.prompt_text) == ("7/0/0", 7, "<u>2+2")
-    with pytest.raises(ValueError, match="has response None"):
+    with pytest.raises(ValueError, match="has no response"):
         item_of_sample(Sample(prompt, 7, 0, 1))
 
 
@@ -215,15 +215,15 @@ def test_sample_and_row_give_the_same_item():
         (lambda solution_str: "good", "a reward must be a number"),
         (lambda solution_str: None, "a reward must be a number"),
         (lambda solution_str: np.zeros(2), "array of shape"),
-        (lambda solution_str: {"reward": 1}, "needs `score`"),
+        (lambda solution_str: {"reward": 1}, "key `score` is required"),
         (lambda completions: [1.0], "returned 1 rewards for 2 samples"),
         (lambda completions: 1.0, "a list of numbers"),
         (lambda completions: [math.nan, math.nan], "returned nan"),
-        (lambda queries: [1.0, 2.0], "a dict with `rewards`"),
+        (lambda queries: [1.0, 2.0], "a dict with the key `rewards`"),
         (lambda queries: {"rewards": [None, None]}, "a reward must be a number"),
     ],
 )
-def test_what_is_no_number_is_a_failure(function, message):
+def test_non_numbers_are_failures(function, message):
     for outcome in outcomes(function):
         assert isinstance(outcome, RewardFailure) and message in outcome.message
 
@@ -234,7 +234,7 @@ def test_nan_costs_only_its_sample():
 
 
 @pytest.mark.parametrize("keyword", ["", "async "])
-def test_an_exception_keeps_the_users_traceback_and_no_frame_of_ours(tmp_path, keyword):
+def test_an_exception_keeps_only_the_users_traceback(tmp_path, keyword):
     path = write(tmp_path, f"{keyword}def f(solution_str):\n    return int(solution_str)\n")
     good, bad = outcomes(f"{path}:f")
     assert good == Score(4.0)
@@ -265,7 +265,7 @@ def test_async_items_run_together_and_each_is_bounded(tmp_path):
 # ---- loading -------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_is_read_afresh_and_may_import_its_neighbours(tmp_path):
+def test_a_file_is_reloaded_and_may_import_its_neighbours(tmp_path):
     write(tmp_path, "VALUE = 5\n", "neighbour_of_mine.py")
     code = "from neighbour_of_mine import VALUE\ndef f(solution_str): return VALUE + 1\n"
     path = write(tmp_path, code)
@@ -280,7 +280,7 @@ def test_a_module_is_loaded_by_name(tmp_path, monkeypatch):
     assert outcomes("module_of_rewards:f")[0] == Score(1.0)
 
 
-def test_loading_errors_say_what_to_change(tmp_path, monkeypatch):
+def test_loading_errors_name_the_remedy(tmp_path, monkeypatch):
     write(tmp_path, "def good(solution_str): return 1\nNUMBER = 3\ndef _hidden(): pass\n", "good.py")
     write(tmp_path, "x = 1\ndef f(solution_str:\n    return 1\n", "syntax.py")
     write(tmp_path, "import json\njson.loads('{')\n", "raises.py")
@@ -288,10 +288,10 @@ def test_loading_errors_say_what_to_change(tmp_path, monkeypatch):
     write(tmp_path, "def f(answer, *rest): return 1\n", "shape.py")
     monkeypatch.chdir(tmp_path)
     for spec, *parts in [
-        ("god.py:good", "there is no file", "'good.py'"),
+        ("god.py:good", "does not exist", "'good.py'"),
         ("good.py:goood", "has no function 'goood'", "['good']"),
         ("good.py:NUMBER", "it is a int"),
-        ("good.py", "Append one of its functions: ['good']"),
+        ("good.py", "Append one of the functions in the file: ['good']"),
         ("syntax.py:f", "syntax.py, line 2", "def f(solution_str:", "'(' was never closed"),
         ("raises.py:f", "JSONDecodeError", "json.loads('{')"),
         ("needs.py:f", "No module named 'no_such_package_here'", "install"),
@@ -305,7 +305,7 @@ def test_loading_errors_say_what_to_change(tmp_path, monkeypatch):
             assert part in str(caught.value), (spec, part)
 
 
-def test_loading_reports_all_problems_and_tells_equal_names_apart(tmp_path):
+def test_loading_reports_all_problems_and_makes_names_unique(tmp_path):
     first = write(tmp_path, "def compute_score(solution_str): return 1\n", "math_task.py")
     second = write(tmp_path, "def compute_score(solution_str): return 2\n", "code_task.py")
     entries, functions = load_entries([f"{first}:compute_score", f"{second}:compute_score", verl, verl])
@@ -313,7 +313,7 @@ def test_loading_reports_all_problems_and_tells_equal_names_apart(tmp_path):
     assert [functions[name].name for name in names] == names
     module = __name__.rpartition(".")[2]
     assert names == ["math_task.compute_score", "code_task.compute_score", f"{module}.verl", f"{module}.verl_2"]
-    with pytest.raises(RewardError, match=r"(?s)no file.*no function 'g'"):
+    with pytest.raises(RewardError, match=r"(?s)does not exist.*no function 'g'"):
         load_entries([f"{tmp_path}/absent.py:f", f"{first}:g", verl])
 
 

@@ -1,4 +1,4 @@
-"""Rewards that raise or return what nobody expects: each costs its own sample, and is shown with the user's line."""
+"""Rewards with unusual exceptions and results: each affects only its sample and is shown with the user's line."""
 
 import math
 import os
@@ -31,7 +31,7 @@ def scored(function, *responses):
 
 
 def check(outcome, name):
-    """Any file, terminal and process takes it, and a failure is named."""
+    """Check that an outcome can be printed, saved and pickled, and that failures have a name."""
     assert pickle.loads(pickle.dumps(outcome)) == outcome
     if type(outcome) is Score:
         numbers = [*outcome.extras.values(), *([] if outcome.value is None else [outcome.value])]
@@ -44,7 +44,7 @@ def check(outcome, name):
 
 
 @pytest.mark.parametrize("name", ["single", "later"])
-def test_whatever_is_raised_or_returned_costs_its_sample(name):
+def test_any_exception_or_result_affects_only_its_sample(name):
     late = [f"late {number}" for number in range(len(hostile.LATE))] if name == "later" else []
     first, *found, last = scored(getattr(hostile, name), "good", *WAYS, *late, "good")
     assert first == last == Score(1.0)
@@ -53,13 +53,13 @@ def test_whatever_is_raised_or_returned_costs_its_sample(name):
         assert f'File "{FILE}", line' in outcome.traceback, outcome
 
 
-def test_whatever_a_batch_holds_costs_its_sample():
-    first = len(hostile.ERRORS)  # what these raise costs a call, which the pool repeats one by one
+def test_any_batch_result_affects_only_its_sample():
+    first = len(hostile.ERRORS)  # they fail a whole call, which the pool repeats one by one
     good, *found = scored(hostile.several, "good", *WAYS[first:])
     assert good == Score(1.0)
     for act, outcome in zip(hostile.WAYS[first:], found, strict=True):
         check(outcome, "several")
-        assert (outcome == Score(None)) == (act() is None)  # a way that is right in this shape: it does not apply
+        assert (outcome == Score(None)) == (act() is None)  # valid for this signature: does not apply
 
 
 odd = st.one_of(st.sampled_from(hostile.WAYS), st.integers(-(10**320), 10**320).map(lambda number: lambda: number))
@@ -71,7 +71,7 @@ values = st.recursive(
 
 
 def made(value):
-    """Calls what is callable, wherever it is nested."""
+    """Call nested callables."""
     if isinstance(value, list):
         return [made(each) for each in value]
     if isinstance(value, dict):
@@ -107,7 +107,7 @@ def samples(act):
 @pytest.mark.slow
 @given(values, st.sampled_from([verl, verl_batch, trl, openrlhf, samples]))
 @settings(max_examples=150, deadline=None)
-def test_outcomes_are_plain_whatever_a_shape_gives(value, shape):
+def test_outcomes_are_plain_data_for_any_result(value, shape):
     def act():
         return made(value)
 
@@ -120,7 +120,7 @@ def test_outcomes_are_plain_whatever_a_shape_gives(value, shape):
 
 
 @pytest.mark.parametrize("kind", ["chained", "grouped"])
-def test_thousands_of_exceptions_in_one_are_shown_shortly_and_soon(kind):
+def test_thousands_of_nested_exceptions_are_shown_briefly_and_fast(kind):
     def raises(solution_str):
         error = ValueError("first")
         for number in range(20_000):
@@ -132,7 +132,9 @@ def test_thousands_of_exceptions_in_one_are_shown_shortly_and_soon(kind):
     [outcome] = scored(raises, "r")
     assert time.process_time() - began < 20
     check(outcome, "raises")
-    assert f'File "{__file__}"' in outcome.traceback and "more than 100 exceptions" in outcome.traceback
+    assert (
+        f'File "{__file__}"' in outcome.traceback and "more than 100 linked exceptions are omitted" in outcome.traceback
+    )
 
 
 def unused(solution_str):
@@ -154,17 +156,20 @@ def taking_samples(samples):
 @pytest.mark.parametrize(
     ("function", "costs"), [(unused, False), (asking, True), (asking_many, True), (taking_samples, True)]
 )
-def test_a_cell_that_can_t_be_copied_costs_its_own_sample_where_it_is_asked_for(function, costs):
+def test_an_uncopyable_cell_fails_only_its_sample(function, costs):
     rows = [{"prompt": "p", "response": "r", "odd": odd} for odd in (threading.Lock(), (x for x in ()), os, [1])]
     *odd, plain = score_table(function, rows)
     assert plain["reward"] == 1.0
     for row in odd:
         assert row["reward"] == (None if costs else 1.0)
-        assert not costs or f"{function.__name__}: column 'odd' can't be copied for a reward (Type" in row["failure"]
+        assert (
+            not costs
+            or f"{function.__name__}: column 'odd' can't be copied for a reward function (Type" in row["failure"]
+        )
 
 
-def test_an_interrupt_of_the_user_is_no_failure():
-    """Ctrl-C ends what runs, also where the function swallows it; raised by the function, it is one more error."""
+def test_an_interrupt_by_the_user_is_not_a_failure():
+    """Ctrl-C ends scoring even if the function catches it; KeyboardInterrupt of the function is a failure."""
 
     def swallows(solution_str):
         try:
@@ -179,7 +184,7 @@ def test_an_interrupt_of_the_user_is_no_failure():
         while True:
             pass
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let background jobs ignore it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of shells ignore SIGINT
     try:
         for function in (swallows, passes_on):
             with pytest.raises(KeyboardInterrupt):
@@ -192,7 +197,7 @@ def test_an_interrupt_of_the_user_is_no_failure():
 
 
 @pytest.mark.parametrize("error", ["KeyboardInterrupt", "GeneratorExit", "type('Wild', (BaseException,), {})"])
-def test_a_file_or_factory_that_raises_anything_is_named(tmp_path, error):
+def test_errors_of_files_and_factories_name_them(tmp_path, error):
     path = tmp_path / "raises.py"
     path.write_text(f"raise {error}\n")
     with pytest.raises(RewardError, match=rf"(?s)raises.py:f' can't be imported: .*{path}"):
@@ -206,8 +211,8 @@ def test_a_file_or_factory_that_raises_anything_is_named(tmp_path, error):
 
 
 @pytest.mark.parametrize("values", [(1e308, 1e308), (math.inf, -math.inf), (1e39, 0.0)])
-def test_a_sum_that_no_training_can_count_with_is_a_failure(values):
-    """Each value alone may be finite; their sum, or what the weights make of them, is beyond float32 or even floats."""
+def test_a_sum_beyond_float32_is_a_failure(values):
+    """Each value may be finite while the weighted sum exceeds float32 or float64."""
     entries = [RewardEntry("m:a", "a", values[0]), RewardEntry("m:b", "b", values[1])]
     failure = compose(entries, "", {"a": Score(1.0), "b": Score(1.0)})
-    assert type(failure) is RewardFailure and "lower the weights, or clip" in failure.message
+    assert type(failure) is RewardFailure and "lower the weights, or set clip" in failure.message

@@ -1,4 +1,4 @@
-"""Reward models with several labels, and with a class of their own: read, refused, scored, and looked at in pairs."""
+"""Reward models with several labels or a custom class: config, errors, scores, pairs."""
 
 import json
 
@@ -48,7 +48,7 @@ def small(**more):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A random classifier with two labels, and the tokenizer of the remainder task."""
+    """Return a random classifier with two labels and the tokenizer of the remainder task."""
     folder = tmp_path_factory.mktemp("two_labels")
     torch.manual_seed(0)
     Qwen2ForSequenceClassification(small(id2label={0: "right", 1: "brief"})).save_pretrained(folder)
@@ -61,7 +61,7 @@ def conversation(asked, answer):
 
 
 def own_class(folder, code):
-    """A folder with weights of a class that ships with it."""
+    """Return a folder with weights and their custom class."""
     folder.mkdir()
     Qwen2ForSequenceClassification(small()).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -71,7 +71,7 @@ def own_class(folder, code):
     return str(folder)
 
 
-def test_labels_are_entries_with_weights_of_their_own():
+def test_labels_are_entries_with_weights():
     given = ["reward_model:right", {"path": "reward_model:brief", "weight": 0.3, "normalise": True}]
     entries, functions = load_entries(given, (), "some/model")
     assert [(entry.name, entry.weight) for entry in entries] == [(RIGHT, 1.0), (BRIEF, 0.3)]
@@ -79,15 +79,15 @@ def test_labels_are_entries_with_weights_of_their_own():
     assert all(entry.answer_only for entry in entries)
     for wrong, part in (
         (["reward_model:"], "names no label"),
-        (["reward_model:a", "reward_model:a"], "reward_model:a stands there twice"),
-        ([{"path": "reward_model:a", "name": "b"}], "leave it out"),
+        (["reward_model:a", "reward_model:a"], "reward_model:a is listed twice; remove one"),
+        ([{"path": "reward_model:a", "name": "b"}], "name=b: the reward model is always named reward_model"),
         ([{"path": "reward_model:a", "kwargs": {"b": 1}}], "takes no arguments"),
     ):
         assert any(part in problem for problem in read_entries(wrong, (), "some/model")[1])
-    assert "give its folder or hub name" in read_entries(["reward_model:a"])[1][0]
+    assert "to its folder or hub name" in read_entries(["reward_model:a"])[1][0]
 
 
-def test_what_a_head_does_not_have_is_refused_before_anything_is_loaded(model):
+def test_unknown_labels_are_rejected_before_loading(model):
     assert head_labels(model) == ["right", "brief"] and label_columns("m", ["LABEL_0"], ["reward_model"]) == {
         "reward_model": 0
     }
@@ -97,7 +97,7 @@ def test_what_a_head_does_not_have_is_refused_before_anything_is_loaded(model):
         Classifier(model, label="short")
 
 
-def test_a_reward_model_without_embeddings_for_its_tokens_is_refused(tmp_path):
+def test_a_reward_model_without_embeddings_for_its_tokens_is_rejected(tmp_path):
     Qwen2ForSequenceClassification(small()).save_pretrained(tmp_path)
     build_tokenizer(tuple(f"w{number}" for number in range(30))).save_pretrained(tmp_path)
     with pytest.raises(RewardError, match=r"reward\.model_path=.* has tokens up to 137 .* rows for 0 to 127\. Use the"):
@@ -117,7 +117,7 @@ def test_each_label_is_its_logit_and_all_come_from_one_pass(model, monkeypatch):
     assert sum(passes) == 2
     direct = Qwen2ForSequenceClassification.from_pretrained(model)
     for position, item in enumerate(items):
-        logits = direct(torch.tensor([loaded._runner.asked(item, loaded._tokenizer).tokens])).logits[0].tolist()
+        logits = direct(torch.tensor([loaded._runner.encode(item, loaded._tokenizer).tokens])).logits[0].tolist()
         assert [found["right"][position], found["brief"][position]] == pytest.approx(logits, abs=1e-5)
 
 
@@ -144,22 +144,24 @@ def test_pairs_are_judged_by_the_label_that_is_their_dimension(model, tmp_path):
     shorter = nb.score_pairs(table, lambda solution_str: -len(solution_str))
     assert list(shorter["gap"]) == [-13, 1]
     many = pd.concat([table.join(found)] * 9, ignore_index=True)
-    assert nb.plot_length_bias(many).get_lines()[0].get_label() == "as the pairs say"
+    assert nb.plot_length_bias(many).get_lines()[0].get_label() == "labels"
     assert "18 held-out pairs" in nb.plot_calibration(many["gap"]).get_title()
     for broken, message in (
         (table[["prompt"]], "no column messages, chosen, rejected; its columns are prompt"),
-        (rows, "got a list; give a pandas table"),
+        (rows, "got a list; pass a pandas table"),
     ):
         with pytest.raises(ValueError, match=message):
             nb.score_pairs(broken, len)
     with pytest.raises(ValueError, match="no column gap"):
         nb.plot_length_bias(table)
     path.write_text(json.dumps({"chosen": "1 2", "rejected": "1 3"}) + "\n")
-    with pytest.raises(DataError, match="line 1, field prompt: is missing, so answers can't be told from prompts"):
+    with pytest.raises(
+        DataError, match="line 1, field prompt: it is missing, so prompts and answers can't be separated"
+    ):
         nb.pairs(str(path))
 
 
-def test_rows_say_in_which_dimension_they_compare(tmp_path):
+def test_rows_name_their_dimension(tmp_path):
     path, tokenizer = tmp_path / "pairs.jsonl", build_tokenizer()
 
     def load(*dimensions, labels=()):
@@ -171,7 +173,11 @@ def test_rows_say_in_which_dimension_they_compare(tmp_path):
     assert dimension_labels(pairs) == ["right", "brief"] and dimension_labels(load(None)) == ["LABEL_0"]
     assert [row.tensors["label"][0] for row in rows_of(pairs, ["brief", "right"])] == [1, 1, 0, 0, 1, 1]
     for dimensions, labels, message in (
-        (["right", None], (), "line 2, field dimension: None, but of the first row right. Give all rows one, or none"),
+        (
+            ["right", None],
+            (),
+            "line 2, field dimension: None, but the first row has right. Set it in all rows, or in none",
+        ),
         ([3], (), "field dimension: 3; expected a non-empty string"),
         (["right"], ["brief", "clear"], "field dimension: 'right', but the model's labels are brief, clear"),
         ([None], ["brief", "clear"], "field dimension: None, but the model's labels are brief, clear"),
@@ -180,7 +186,7 @@ def test_rows_say_in_which_dimension_they_compare(tmp_path):
             load(*dimensions, labels=labels)
 
 
-def test_a_class_of_ones_own_scores_in_its_head_alone(tmp_path):
+def test_a_custom_class_may_change_only_the_head(tmp_path):
     settings = ModelConfig(dtype="float32", trust_remote_code=True)
     sound = own_class(tmp_path / "sound", CLASS)
     with pytest.raises(RewardError, match=r"ships with a custom class.*trust_remote_code=true"):

@@ -1,4 +1,4 @@
-"""Code in the sandbox: what it may do, what it is kept from, and that success can't be faked."""
+"""Sandbox: allowed and forbidden operations, limits, and attempts to fake success."""
 
 import fcntl
 import json
@@ -21,7 +21,7 @@ from rlfuse.rewards.verifiers import code
 PATIENT = Limits(timeout_s=20, total_s=60, memory_mb=256)
 FORGERY = pack({"value": True})
 
-# Code that looks for the test in all memory that Python shows.
+# Code that searches the memory of Python for the test.
 SEARCH = """
 import gc, sys
 def f(x):
@@ -35,7 +35,7 @@ def f(x):
 
 
 def call(source, *arguments, limits=PATIENT):
-    """The outcome of `f(*arguments)`."""
+    """Return the outcome of `f(*arguments)`."""
     report = run_code(source, Kind.CALLS, [list(arguments)], fn_name="f", limits=limits)
     assert not report.missing_isolation
     return report.outcomes[0]
@@ -43,7 +43,7 @@ def call(source, *arguments, limits=PATIENT):
 
 @pytest.fixture(scope="module")
 def isolated():
-    """Skips where the kernel lacks what these tests are about."""
+    """Skip if the kernel does not support full isolation."""
     report = run_code("def f(): return 1", Kind.CALLS, [[]], fn_name="f", limits=PATIENT)
     if report.missing_isolation:
         pytest.skip(report.missing_isolation)
@@ -73,13 +73,13 @@ HOSTILE = [
     ),
     (["for i in range(10**6): open(str(i), 'wb').write(bytes(10**7))"], "files", "wrote more than"),
     (["def again(): return again()", "again()"], "exception", "RecursionError"),
-    (["return 'x' * 10**8"], "exception", "at most"),
+    (["return 'x' * 10**8"], "exception", "the limit is"),
     (["a = []", "for _ in range(10**5): a = [a]", "return a"], "exception", "RecursionError"),
     (["a = []", "for _ in range(300): a = [a]", "return a"], "output", "200 levels deep"),
-    (["return object()"], "exception", "can't be handed over"),
+    (["return object()"], "exception", "can't be transferred"),
     (["os._exit(0)"], "exit", "status 0"),
     (["os.abort()"], "crash", "SIGABRT"),
-    (["os.write(63, bytes([255]) * 9)"], "output", "can't be read"),
+    (["os.write(63, bytes([255]) * 9)"], "output", "unreadable value"),
 ]
 
 
@@ -113,11 +113,11 @@ def f(name):
     {"descriptors": lambda: held(False), "memory": lambda: held(True), "churn": churn, "threads": threads}[name]()
     time.sleep(9)
 """
-"""What no limit of the kernel bounds."""
+"""Resources without a kernel limit."""
 
 
 @pytest.mark.slow
-def test_files_without_a_name_and_threads_are_counted(isolated):
+def test_unlinked_files_and_threads_are_counted(isolated):
     tests = [["descriptors"], ["memory"], ["threads"], ["churn"]]
     limits = Limits(timeout_s=0.4, total_s=20, memory_mb=256)
     outcomes = run_code(UNLINKED, Kind.CALLS, tests, fn_name="f", limits=limits).outcomes
@@ -125,7 +125,7 @@ def test_files_without_a_name_and_threads_are_counted(isolated):
     assert "33554432 bytes" in outcomes[1].text and "500 threads" in outcomes[2].text
 
 
-def test_values_and_exceptions_that_are_hard_to_tell(isolated):
+def test_values_and_exceptions_that_are_hard_to_transfer(isolated):
     source = """
 import math
 class Silent(Exception):
@@ -159,7 +159,7 @@ def test_folders_of_killed_processes_are_removed(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def hostile_outcomes(isolated):
-    """What became of each, all in one sandbox."""
+    """Return the outcomes of all hostile tests, from one sandbox."""
     source = "import os, socket, subprocess, sys, threading\n"
     for number, (lines, _, _) in enumerate(HOSTILE):
         source += f"def f{number}(x):\n" + "".join(f"    {line}\n" for line in lines)
@@ -168,16 +168,16 @@ def hostile_outcomes(isolated):
     return run_code(source, Kind.CALLS, tests, fn_name="f", limits=PATIENT).outcomes
 
 
-@pytest.mark.xdist_group("hostile code")  # which each process of pytest would run anew
+@pytest.mark.xdist_group("hostile code")  # else each pytest process would repeat it
 @pytest.mark.parametrize("number", range(len(HOSTILE)))
-def test_what_code_is_kept_from(hostile_outcomes, number):
+def test_forbidden_operations(hostile_outcomes, number):
     _, reason, text = HOSTILE[number]
     outcome = hostile_outcomes[number]
     assert outcome.reason == reason and text in outcome.text
 
 
 @pytest.mark.slow
-def test_what_code_may_do(isolated, monkeypatch):
+def test_allowed_operations(isolated, monkeypatch):
     monkeypatch.setenv("SECRET", "of the parent")
     source = """
 import asyncio, os, tempfile, threading
@@ -195,7 +195,7 @@ def f(x):
 
 
 @pytest.mark.slow
-def test_endless_code_is_killed_and_nothing_stays_behind(isolated, monkeypatch, tmp_path):
+def test_endless_code_is_killed_without_leftovers(isolated, monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     source = "import threading\nthreading.Thread(target=lambda: [0 for _ in iter(int, 1)], daemon=True).start()\n"
     quick = Limits(timeout_s=0.4, total_s=0.7, memory_mb=256)
@@ -237,7 +237,7 @@ def test_calls():
     assert code.score("", "class Solution:\n    def f(self, x): return (x, 0.3)", truth)["score"] == 1.0
     half = code.score("", "def f(x): return [1, 0.3]", truth, continuous=True)
     assert (half["score"], half["acc"]) == (0.5, 0.0) and "test 2: wrong: got [1, 0.3]" in half["reason"]
-    assert "the code defines no f" in code.score("", "def g(x): return x", truth)["reason"]
+    assert "the code does not define f" in code.score("", "def g(x): return x", truth)["reason"]
     assert "SyntaxError" in code.score("", "def f(x) return x", truth)["reason"]
     assert code.score("", "def f(x): return True", {"fn_name": "f", "inputs": [[1]], "outputs": [1]})["score"] == 0.0
 
@@ -253,7 +253,7 @@ def test_assertions():
     assert result["passed"] == pytest.approx(2 / 3) and "test 3: exception: TypeError" in result["reason"]
     raising = ["try:\n    f(0)\nexcept ZeroDivisionError:\n    pass\nelse:\n    assert False"]
     assert code.score("", "def f(x): return 1 / x", {"assert_case": raising})["score"] == 1.0
-    with pytest.raises(ValueError, match=r"ground_truth: got .*setup: got 'import nothing_like_it'"):
+    with pytest.raises(ValueError, match=r"ground_truth: got .*setup: 'import nothing_like_it' raises"):
         code.score("", "def f(x): return x", {"assert_case": ["assert f(1)"], "setup": "import nothing_like_it"})
 
 
@@ -271,7 +271,7 @@ def test_assertions():
         SEARCH,
     ],
 )
-def test_success_is_not_faked(isolated, source):
+def test_success_cannot_be_faked(isolated, source):
     case = "result = f([2, 1])\nassert result == [1, 2] and sorted([3, 1]) == [1, 3]"
     checked = "def check(f):\n    assert f([2, 1]) == [1, 2] and sorted([3, 1]) == [1, 3]\ncheck(f)"
     truth = {"assert_case": [checked, case]}
@@ -279,7 +279,7 @@ def test_success_is_not_faked(isolated, source):
     assert code.score("", "def f(x): return sorted(x)", truth)["score"] == 1.0
 
 
-# A container whose profile refuses a system call: its filter comes before the sandbox's own.
+# A container profile that denies a system call; its filter precedes that of the sandbox.
 PROFILE = """
 from rlfuse.rewards.sandbox import confinement as c, seccomp as s
 c.LIBC.prctl(c.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -288,15 +288,13 @@ main = """
 
 
 @pytest.mark.parametrize(
-    "refused, missing",
+    "refused, missing_isolation",
     [
         ("landlock_create_ruleset", "files can't be confined: Landlock is not available (Operation not permitted)"),
         ("seccomp", "system calls can't be filtered: seccomp is not available (Operation not permitted)"),
     ],
 )
-def test_a_container_that_isolates_less_is_reported_and_may_be_refused(
-    isolated, monkeypatch, refused, missing_isolation
-):
+def test_missing_isolation_of_a_container_is_reported_or_rejected(isolated, monkeypatch, refused, missing_isolation):
     number = next(number for number, name in MACHINES[os.uname().machine][1].items() if name == refused)
     profile = PROFILE.replace("NUMBER", str(number))
     monkeypatch.setattr(bare_python, "START", bare_python.START.replace("main = ", profile))
@@ -307,11 +305,11 @@ def test_a_container_that_isolates_less_is_reported_and_may_be_refused(
         code.score("", "def f(x): return x", truth, demand_isolation=True)
 
 
-def test_a_sandbox_that_does_not_start_is_no_outcome(monkeypatch):
+def test_a_sandbox_that_does_not_start_raises(monkeypatch):
     monkeypatch.setattr(bare_python, "START", "raise OSError('no room')")
     with pytest.raises(SandboxError, match="OSError: no room"):
         call("def f(): return 1")
-    with pytest.raises(ValueError, match="memory_mb=10; Python itself takes"):
+    with pytest.raises(ValueError, match="memory_mb=10; Python itself needs"):
         Limits(memory_mb=10)
 
 

@@ -1,4 +1,4 @@
-"""Secrets stay out of what is written, pickles out of what is loaded."""
+"""Secrets are hidden in all output, and pickles are not loaded."""
 
 import time
 
@@ -37,7 +37,7 @@ def test_values_of_secret_variables_become_their_names():
     assert hidden(given, ENVIRONMENT) == by_name(given, ENVIRONMENT)
 
 
-def test_keys_and_what_addresses_hold_are_hidden_and_nothing_else_is():
+def test_keys_and_credentials_in_urls_are_hidden():
     given = {
         "functions": [{"path": "https://me:word@judge.example/score?key=abc&n=2", "kwargs": {"api_key": "abc"}}],
         "prompt_key": "question", "tokens_per_frame": 4, "hf_token": "hf_1", "password": "", "max_tokens": 3,
@@ -50,7 +50,7 @@ def test_keys_and_what_addresses_hold_are_hidden_and_nothing_else_is():
 
 
 @pytest.mark.parametrize("name", SECRET_NAMES)
-def test_what_stands_under_the_name_of_a_secret_is_hidden_in_any_form(name):
+def test_values_of_secret_names_are_hidden_in_any_form(name):
     given = {name: "correct horse"}
     assert hidden({"headers": given}, {}) == {"headers": {name: "***"}}
     assert hidden({name: ["correct horse", {"of": "staple"}], "n": {name: 12345678}}, {}) == {
@@ -92,12 +92,12 @@ PEM = "-----BEGIN RSA PRIVATE KEY-----\nMIIEow\nhunter22\n-----END RSA PRIVATE K
         ("cannot load -----BEGIN PRIVATE KEY-----\nhunter22", "hunter22"),
     ],
 )
-def test_messages_show_no_value_that_has_the_form_of_a_secret(text, secret):
+def test_messages_hide_values_that_look_like_secrets(text, secret):
     found = hidden_text(text, {})
     assert secret not in found and "***" in found
 
 
-def test_no_message_is_slow_to_hide_secrets_in():
+def test_hiding_secrets_is_fast():
     began = time.process_time()
     for part in (
         "token='",
@@ -139,7 +139,7 @@ class Judge:
 """
 
 
-def test_what_a_reward_class_quotes_of_its_arguments_is_hidden(tmp_path):
+def test_secrets_in_arguments_of_a_reward_class_are_hidden(tmp_path):
     path, key = tmp_path / "mine.py", "nobody-guesses"
     path.write_text(REFUSING)
     with pytest.raises(RewardError) as refused:

@@ -1,4 +1,4 @@
-"""What `rlfuse submit` sends, and how it follows; without a cluster."""
+"""`rlfuse submit`: package and log following, without a cluster."""
 
 import enum
 import threading
@@ -21,7 +21,7 @@ from rlfuse.tools.submission import SubmitError, follow, full_address, status_of
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A user's folder with a reward function in a file of its own."""
+    """Return a user's folder with a reward file."""
     folder = tmp_path / "user"
     (folder / "mine" / "words").mkdir(parents=True)
     (folder / "mine" / "reward.py").write_text("def score(completions, **_): return [1.0 for _ in completions]\n")
@@ -54,7 +54,7 @@ def test_a_package_is_the_job_and_its_reward_files(here, tmp_path):
     assert f"must exist on every node: {here}/data.jsonl, {here}/runs" in package.notes
 
 
-def test_entries_travel_with_their_code_and_judges_by_their_place(here, tmp_path):
+def test_entries_are_packaged_with_code_and_judges_by_path(here, tmp_path):
     (tmp_path / "package").mkdir()
     given = "{path: mine/reward.py:score, weight: 0.5}, {path: judge, kwargs: {model: ./judge}}, 'http://host:80/get'"
     package = pack(config_of(f"reward.functions=[{given}]"), tmp_path / "package", here)
@@ -63,7 +63,7 @@ def test_entries_travel_with_their_code_and_judges_by_their_place(here, tmp_path
     assert judge["kwargs"]["model"] == f"{here}/judge" and "mine/reward.py" in files(package.folder / SUBMITTED)
 
 
-def test_a_users_own_algorithms_and_policy_travel_too(here, tmp_path):
+def test_custom_algorithms_and_policies_are_packaged(here, tmp_path):
     (tmp_path / "package").mkdir()
     (here / "mine" / "own.py").write_text("def loss(log_probs): ...\n\n\ndef policy(view): ...\n")
     (here / "mine" / "figures.py").write_text("def longest(samples): ...\n")
@@ -90,7 +90,7 @@ def test_the_cluster_composes_the_same_job(here, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_files_from_elsewhere_and_what_they_need(here, tmp_path, monkeypatch):
+def test_files_outside_the_folder_and_their_imports(here, tmp_path, monkeypatch):
     (tmp_path / "package").mkdir()
     outside = tmp_path / "other.py"
     outside.write_text("def f(): ...\n")
@@ -110,7 +110,7 @@ def test_files_from_elsewhere_and_what_they_need(here, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_code_travels_on_request(here, tmp_path):
+def test_the_code_is_packaged_on_request(here, tmp_path):
     (tmp_path / "package").mkdir()
     package = pack(config_of(), tmp_path / "package", here, with_code=True)
     assert (package.folder / "rlfuse" / "train.py").read_text() == (CODE / "train.py").read_text()
@@ -119,7 +119,7 @@ def test_the_code_travels_on_request(here, tmp_path):
 
 
 @pytest.mark.slow
-def test_mistakes_show_before_anything_is_sent(here, capsys, monkeypatch):
+def test_errors_are_reported_before_submission(here, capsys, monkeypatch):
     monkeypatch.setattr(submission, "_connect", lambda arguments: pytest.fail("nothing is to be sent"))
     for words, part in (
         (["actor.lr=3"], "did you mean actor.optim.lr"),
@@ -147,7 +147,7 @@ class Status(enum.Enum):
 
 
 class Cluster:
-    """Ray's client as far as following goes; its connection breaks after each of `parts` but the last."""
+    """Fake of Ray's client whose connection breaks after each of `parts` except the last."""
 
     def __init__(self, *parts, down=0):
         self.parts, self.calls, self.down = list(parts), 0, down
@@ -160,7 +160,7 @@ class Cluster:
 
     async def tail_job_logs(self, job):
         self.calls += 1
-        for part in self.parts[: self.calls]:  # from the beginning each time, as Ray does
+        for part in self.parts[: self.calls]:  # from the beginning each time, like Ray
             yield part
         if self.calls < len(self.parts):
             raise RuntimeError("WebSocket connection closed unexpectedly")
@@ -173,14 +173,14 @@ async def test_a_log_is_shown_once_however_often_the_connection_breaks(monkeypat
     assert "".join(shown) == "a\nb\nc\nd\n"
 
 
-async def test_a_cluster_that_stays_away_is_given_up(monkeypatch):
+async def test_an_unreachable_cluster_is_given_up(monkeypatch):
     monkeypatch.setattr(submission, "RETRY_S", 0.0)
     monkeypatch.setattr(submission, "OUTAGE_S", 0.0)
     with pytest.raises(SubmitError, match="cluster unreachable for 0 s"):
         await follow(Cluster("a", down=10**9), "job", lambda text: None)
 
 
-def test_what_the_cluster_refuses_says_what_to_do(monkeypatch, tmp_path):
+def test_rejections_by_the_cluster_name_the_remedy(monkeypatch, tmp_path):
     def refuse(text):
         raise RuntimeError(text)
 

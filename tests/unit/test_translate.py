@@ -1,4 +1,4 @@
-"""`rlfuse translate`: what verl is started with becomes a job file that means the same, and nothing is lost."""
+"""`rlfuse translate`: verl commands become equivalent job files, and no setting is lost."""
 
 import io
 import json
@@ -108,7 +108,7 @@ python3 -m verl.trainer.main_ppo --config-name='ppo_trainer.yaml' \
 
 
 def of(text, folder, name="run.sh"):
-    """The job file, and the checked job that it makes."""
+    """Return the job file and its checked job."""
     (folder / name).write_text(text)
     printed = as_text(translate(read([str(folder / name)])), name)
     (folder / "job.yaml").write_text(printed)
@@ -116,7 +116,7 @@ def of(text, folder, name="run.sh"):
 
 
 @pytest.mark.slow
-def test_verls_grpo_example_becomes_a_sound_job(tmp_path, monkeypatch, capsys):
+def test_verls_grpo_example_becomes_a_valid_job(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", "/home/me")
     printed, job = of(GRPO, tmp_path)
     assert job.data.train_files == ["/home/me/data/gsm8k/train.parquet"] and job.data.train_batch_size == 1024
@@ -132,7 +132,7 @@ def test_verls_grpo_example_becomes_a_sound_job(tmp_path, monkeypatch, capsys):
     assert cli.main(["translate", str(tmp_path / "run.sh")]) == 0 and capsys.readouterr().out == printed
 
 
-def test_verls_ppo_example_says_what_only_its_reader_knows(tmp_path, monkeypatch):
+def test_verls_ppo_example_lists_manual_decisions(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     printed, job = of(PPO, tmp_path)
     assert job.data.train_files == ["/home/me/data/gsm8k/train.parquet", "/home/me/data/math/train.parquet"]
@@ -142,14 +142,14 @@ def test_verls_ppo_example_says_what_only_its_reader_knows(tmp_path, monkeypatch
     assert (job.trainer.default_local_dir, job.run_folder.name) == ("checkpoints", "b")
     assert job.training.ulysses_sequence_parallel_size == 2 and job.actor.optim.lr_warmup_steps_ratio == 0.1
     assert (job.algorithm.kl_ctrl.type, job.algorithm.kl_ctrl.target_kl) == ("adaptive", 0.1)
-    decide = " ".join(printed.partition("# For you to decide:")[2].replace("#", "").split())
+    decide = " ".join(printed.partition("# To decide manually:")[2].replace("#", "").split())
     for part in (
-        "critic.optim.lr_warmup_steps_ratio=0.05: actor.optim.lr_warmup_steps_ratio here: one setting for actor and",
-        "reward_model.model.path=$REWARD_MODEL: only the script's surroundings know $REWARD_MODEL; write the value",
-        "trainer.total_training_steps=$steps: only the script's surroundings know $steps",
-        "rollout.name=sglang: rollout.name is one of vllm",
-        "critic.ppo_micro_batch_size_per_gpu=32: actor.ppo_micro_batch_size_per_gpu here: one setting for actor and",
-        "--config-name=ppo_trainer.yaml: is no setting",
+        "critic.optim.lr_warmup_steps_ratio=0.05: actor.optim.lr_warmup_steps_ratio in rlfuse: one setting for",
+        "reward_model.model.path=$REWARD_MODEL: $REWARD_MODEL is not set in the script; write the value",
+        "trainer.total_training_steps=$steps: $steps is not set in the script",
+        "rollout.name=sglang: rollout.name must be one of vllm",
+        "critic.ppo_micro_batch_size_per_gpu=32: actor.ppo_micro_batch_size_per_gpu in rlfuse: one setting for",
+        "--config-name=ppo_trainer.yaml: is not a setting",
     ):
         assert part in decide
 
@@ -173,12 +173,12 @@ def test_words_stdin_and_yaml_give_the_same(tmp_path, monkeypatch, capsys):
     (tmp_path / "a.yaml").write_text("defaults: [ppo_trainer]\n" + tree + "trainer: {project_name: '${absent}'}\n")
     main([str(tmp_path / "a.yaml")])
     printed = capsys.readouterr().out
-    assert "defaults: files that it names are not read" in printed and "again=3: nothing here is called so" in printed
-    assert "trainer.project_name=${absent}: what stands in ${...} is not in the file" in printed
+    assert "defaults: the listed files are not read" in printed and "again=3: no equivalent in rlfuse" in printed
+    assert "trainer.project_name=${absent}: the value of ${...} is not in the file" in printed
 
 
 @pytest.mark.slow
-def test_every_key_of_verl_is_in_the_file_or_told(tmp_path):
+def test_every_verl_key_is_translated_or_listed(tmp_path):
     given = {name: value for name, value in VERLS.items() if value is not None} | {"trainer.save_freq": 5}
     printed, job = of(yaml.safe_dump(given), tmp_path, "all.yaml")
     settled = {name for name, value in given.items() if value in (False, {}, [])} | set(CONVERSIONS) | KNOWN
@@ -217,7 +217,7 @@ AS_HERE = {
 """Keys whose default differs from verl's and is not written -> why it stays ours."""
 
 
-def test_defaults_of_verl_that_differ_are_written_or_there_is_a_reason():
+def test_different_defaults_are_written_or_explained():
     differ = {}
     for name, value in VERLS.items():
         found = None if name in KNOWN else counterpart(name, KNOWN)
@@ -288,26 +288,29 @@ def test_values_are_converted_where_they_can_be(given, set_to):
     assert {key: value for key, value in job.settings.items() if key not in left_open} == set_to
 
 
-def test_two_names_with_different_values_are_for_the_reader_to_settle():
+def test_conflicting_values_are_listed_for_manual_decision():
     command = read(["--", "data.max_prompt_length=9", "actor_rollout_ref.rollout.prompt_length=8"])
     assert translate(command).to_decide == [
-        ("actor_rollout_ref.rollout.prompt_length=8", "data.max_prompt_length is 9 already, by data.max_prompt_length")
+        (
+            "actor_rollout_ref.rollout.prompt_length=8",
+            "data.max_prompt_length is already 9, set by data.max_prompt_length",
+        )
     ]
 
 
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["a=1"], "words of a command line stand behind --"),
-        (["absent.sh"], "there is no such file"),
-        (["--", "nothing"], "no setting was found"),
+        (["a=1"], "put the words of a command line after --"),
+        (["absent.sh"], "the file does not exist"),
+        (["--", "nothing"], "no settings found"),
         (["two.sh"], "has 2 commands that start verl"),
         (["none.sh"], "has no command that starts verl"),
         (["bad.yaml"], "is not valid YAML"),
-        (["list.yaml"], "holds no keys"),
+        (["list.yaml"], "it has no keys"),
     ],
 )
-def test_what_is_no_command_of_verl_says_so(arguments, part, tmp_path, monkeypatch):
+def test_invalid_commands_are_reported(arguments, part, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, text in {
         "two.sh": "python -m verl.trainer.main_ppo a=1\npython -m verl.trainer.main_ppo a=2",
@@ -370,4 +373,4 @@ def test_odd_scripts_are_read_as_a_shell_would(tmp_path):
     assert [of for of, _ in job.to_decide] == [
         "data.max_response_length=$LENGTH", "trainer.total_epochs=$EPOCHS", "trainer.project_name=`date +%F`"
     ]  # fmt: skip
-    assert "trainer.total_epochs" not in job.settings, "what nobody knows here is not verl's default"
+    assert "trainer.total_epochs" not in job.settings, "an unknown value is not replaced by the default"

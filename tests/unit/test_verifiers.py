@@ -1,4 +1,4 @@
-"""Verifiers of texts, numbers, choices, places in time and pictures; and what all verifiers have in common."""
+"""Verifiers of texts, numbers, choices, intervals and boxes, and their common behaviour."""
 
 import inspect
 import math
@@ -29,8 +29,8 @@ def scores(module, answer, truth, **options):
     return module.score("source", answer, truth, **options)["score"]
 
 
-def test_the_pages_verifier_is_brought_along(tmp_path, monkeypatch):
-    """With options, a thought that is not judged, and a ground truth that can't be read."""
+def test_the_verifier_in_the_readme(tmp_path, monkeypatch):
+    """Covers options, reasoning that is not scored, and an invalid ground truth."""
     page = (Path(__file__).parents[2] / "rlfuse/rewards/README.md").read_text()
     code = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
     (tmp_path / "mine.py").write_text(code)
@@ -45,7 +45,7 @@ def test_the_pages_verifier_is_brought_along(tmp_path, monkeypatch):
         (0.0, 0.0, 1.0),
         (0.0, 0.0, 0.0),
     ]
-    assert wrong["note"] == "date/reason: answered '18 May 2024', right is '17 May 2024'" and "date" in none["note"]
+    assert wrong["note"] == "date/reason: answered '18 May 2024', expected '17 May 2024'" and "date" in none["note"]
     assert unreadable["reward"] is None and "'2024-05-17' does not match" in unreadable["failure"]
 
 
@@ -67,8 +67,8 @@ def test_a_verifier_named_in_the_configuration_scores_a_table_with_options_of_it
     ]
     right, wrong, unreadable = score_table("rlfuse.rewards.verifiers.choice:score", rows)
     assert right["reward"] == 1.0 and right["score/acc"] == right["score/format"] == 1.0 and right["note"] is None
-    assert wrong["reward"] == 0.0 and wrong["note"] == "score/reason: answered 'A', right is 'B'"
-    assert unreadable["reward"] is None and "ground_truth: got 'BB'; valid is" in unreadable["failure"]
+    assert wrong["reward"] == 0.0 and wrong["note"] == "score/reason: answered 'A', expected 'B'"
+    assert unreadable["reward"] is None and "ground_truth: got 'BB'; it must be" in unreadable["failure"]
 
 
 @pytest.mark.parametrize(
@@ -82,8 +82,8 @@ def test_a_verifier_named_in_the_configuration_scores_a_table_with_options_of_it
         (box, [0, 0, 9, 9], "[0, 0, 9, 9]"),
     ],
 )
-def test_a_thought_that_the_template_began_and_nothing_ended_holds_no_answer(module, truth, unfinished):
-    """The response alone looks like an answer; that it is a thought stands at the prompt's end."""
+def test_unclosed_reasoning_of_the_template_has_no_answer(module, truth, unfinished):
+    """The response looks like an answer, but the prompt ends with an open `<think>`."""
     entries, loaded = load_entries([f"{module.__name__}:score", {"path": module.score, "answer_only": False}])
     assert [entry.answer_only for entry in entries] == [True, False]
     row = {"prompt": [{"role": "user", "content": "?"}], "ground_truth": truth, "response": unfinished}
@@ -105,7 +105,7 @@ def test_the_bundled_clips_reward_reads_answers_too():
     assert [score.value for score in function.score([item, opened])] == [1.0, 0.0]
 
 
-def test_answers_follow_the_last_thought():
+def test_answers_follow_the_last_reasoning():
     assert answer_after_reasoning("<think>x</think> <think>y</think>\n z ") == "z"
     assert answer_after_reasoning(" z ") == "z" and answer_after_reasoning("<think>never ends") == ""
     assert scores(numeric, "<think>The answer is 4</think>5", 4) == 0.0
@@ -149,7 +149,7 @@ def test_exact(answer, truth, options, right):
         ("−5", "-5", 1),  # noqa: RUF001 U+2212
         ("-5", "−5", 1),  # noqa: RUF001
         ("1２", "12", 1),  # noqa: RUF001 full-width digits are digits
-        ("٣", "3", 0),  # those of other scripts are not
+        ("٣", "3", 0),  # letters of other scripts are not
         ("x1", "1", 0),
         ("2024-05-06", "-6", 0),
         ("1000001", "1000000", 0),
@@ -177,7 +177,7 @@ def test_numeric_tolerances():
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
-def test_numbers_are_read_as_python_writes_them(number):
+def test_numbers_are_parsed_as_python_prints_them(number):
     value, percent = numeric.number_in(f"The result is {number!r}")
     assert float(value) == number and not percent
 
@@ -253,7 +253,7 @@ times = st.floats(0, 1e5)
 
 
 @given(times, times, times, times)
-def test_overlap_of_intervals_is_symmetric_and_a_share(a, b, c, d):
+def test_interval_iou_is_symmetric_and_in_0_to_1(a, b, c, d):
     one, other = (min(a, b), max(a, b) + 1), (min(c, d), max(c, d) + 1)
     assert interval.interval_iou(one, other) == pytest.approx(interval.interval_iou(other, one))
     assert 0 <= interval.interval_iou(one, other) <= 1 and interval.interval_iou(one, one) == pytest.approx(1)
@@ -334,7 +334,7 @@ def test_a_ground_truth_that_cannot_be_read_is_an_error(module, truth):
         scores(module, "answer: 1", truth)
 
 
-def test_whole_numbers_above_all_floats_are_wrong_and_no_error():
+def test_integers_beyond_float_are_wrong_without_error():
     truth = {"fn_name": "f", "inputs": [[0], [1], [2]], "outputs": [1.5, [1.5], 1e400]}
     result = code.score("", "def f(x): return [10**400, [-(10**400)], 10**400][x]", truth, continuous=True)
     assert result["score"] == 0.0 and result["reason"].count("wrong: got ") == 3

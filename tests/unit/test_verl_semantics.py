@@ -1,6 +1,6 @@
-"""Every key that verl has under the same name means the same: formulas of verl 0.9.1, restated, against what runs here.
+"""Keys with verl's name have verl's meaning: formulas of verl 0.9.1 compared with rlfuse.
 
-`KEYS` names for each such key the test that shows it, here or in another file, or why there is nothing to compute.
+`KEYS` names the test of each such key, here or in another file, or why nothing is computed.
 """
 
 import asyncio
@@ -35,12 +35,12 @@ UNITS = Path(__file__).parent
 VERLS = json.loads((UNITS / "verl_keys.json").read_text())
 
 KEYS_BY_TEST = {
-    "test_the_rate_is_that_of_verls_scheduler": "actor.optim.lr actor.optim.lr_warmup_steps critic.optim.lr "
+    "test_the_learning_rate_follows_verls_scheduler": "actor.optim.lr actor.optim.lr_warmup_steps critic.optim.lr "
     "actor.optim.lr_warmup_steps_ratio actor.optim.lr_scheduler_type",
-    "test_all_updates_of_a_step_have_its_rate_and_the_actor_begins_with_the_step_of_critic_warmup": "actor.ppo_epochs "
+    "test_learning_rate_per_step_and_critic_warmup": "actor.ppo_epochs "
     "trainer.critic_warmup actor.ppo_mini_batch_size data.train_batch_size rollout.n",
     "test_a_run_ends_with_its_steps_or_epochs": "trainer.total_epochs trainer.total_training_steps",
-    "test_checkpoints_and_validations_are_due_when_verls_are": "trainer.save_freq trainer.test_freq",
+    "test_checkpoints_and_validations_follow_verls_schedule": "trainer.save_freq trainer.test_freq",
     "test_the_actors_loss": "actor.clip_ratio actor.clip_ratio_low actor.clip_ratio_high actor.clip_ratio_c "
     "actor.entropy_coeff actor.use_kl_loss actor.kl_loss_coef actor.loss_agg_mode actor.loss_mode",
     "test_the_critics_loss": "critic.cliprange_value",
@@ -50,8 +50,8 @@ KEYS_BY_TEST = {
     "test_advantages": "algorithm.adv_estimator algorithm.gamma algorithm.lam algorithm.norm_adv_by_std_in_grpo",
     "test_gdpo_whitens_by_response_which_is_verls_where_responses_are_equally_long": "",
     "test_importance_weights": "algorithm.rollout_is_threshold",
-    "test_long_prompts_are_cut_where_verl_cuts_them": "data.truncation data.max_prompt_length",
-    "test_responses_are_drawn_with_the_values_of_their_keys": "rollout.temperature rollout.top_p rollout.top_k "
+    "test_long_prompts_are_truncated_like_in_verl": "data.truncation data.max_prompt_length",
+    "test_sampling_parameters_follow_their_keys": "rollout.temperature rollout.top_p rollout.top_k "
     "rollout.val_kwargs.temperature rollout.val_kwargs.top_p rollout.val_kwargs.top_k data.max_response_length",
     "test_dynamic_sampling.py": "algorithm.filter_groups.enable algorithm.filter_groups.max_num_gen_batches",
     "test_data.py": "data.filter_overlong_prompts data.shuffle data.seed data.prompt_key data.train_files "
@@ -93,7 +93,7 @@ def test_each_key_with_a_name_of_verl_is_tested_once():
 
 
 def verls_rate(kind, advances, warmup, total):
-    """Share of the rate after so many advances of verl's scheduler, which are one per training step."""
+    """Return the fraction of the learning rate after this many steps of verl's scheduler (one per training step)."""
     if advances < warmup:
         return advances / max(1, warmup)
     progress = (advances - warmup) / max(1, total - warmup)
@@ -104,7 +104,7 @@ def verls_rate(kind, advances, warmup, total):
 @pytest.mark.parametrize(
     "warmup, ratio, counted", [(-1, 0.0, 0), (0, 0.25, 5), (3, 0.25, 3), (-1, 0.13, 2), (20, 0, 20)]
 )
-def test_the_rate_is_that_of_verls_scheduler(kind, warmup, ratio, counted):
+def test_the_learning_rate_follows_verls_scheduler(kind, warmup, ratio, counted):
     config, total = Config(), 20
     config.actor.optim = OptimConfig(lr_warmup_steps=warmup, lr_warmup_steps_ratio=ratio, lr_scheduler_type=kind)
     wanted = [verls_rate(kind, step, counted, total) for step in range(total)]
@@ -112,7 +112,7 @@ def test_the_rate_is_that_of_verls_scheduler(kind, warmup, ratio, counted):
         config.actor.ppo_mini_batch_size, config.actor.ppo_epochs = mini_batch, epochs
         found = [lr_factors(config, step, total) for step in range(1, total + 1)]
         assert [each["actor"] for each in found] == [each["critic"] for each in found] == pytest.approx(wanted)
-    config.trainer.critic_warmup = 9  # the actor learns in 12 steps, and verl's schedule for it still has 20
+    config.trainer.critic_warmup = 9  # the actor trains in 12 steps, but verl's schedule has 20
     for step in range(9, total + 1):
         waited = lr_factors(config, step, total)
         assert waited["critic"] == pytest.approx(wanted[step - 1])
@@ -121,7 +121,7 @@ def test_the_rate_is_that_of_verls_scheduler(kind, warmup, ratio, counted):
 
 
 class Rated(World):
-    """Keeps models and rates of every update; `log_step` of the real world expects all models in every step."""
+    """Fake that records models and learning rates of every update."""
 
     def __init__(self, scene, critic_warmup):
         super().__init__(scene)
@@ -148,7 +148,7 @@ class Rated(World):
 
 
 @pytest.mark.parametrize("critic_warmup", [0, 1, 3])
-def test_all_updates_of_a_step_have_its_rate_and_the_actor_begins_with_the_step_of_critic_warmup(critic_warmup):
+def test_learning_rate_per_step_and_critic_warmup(critic_warmup):
     scene = Scene("serial", batch=4, mini_batch=2, epochs=2, estimator="gae", steps=5, prompts=20)
     world = Rated(scene, critic_warmup)
     run_virtual(asyncio.wait_for(world.run(), PATIENCE_S))
@@ -167,7 +167,7 @@ def test_a_run_ends_with_its_steps_or_epochs(steps, epochs):
 
 
 @pytest.mark.parametrize("every", [-1, 0, 1, 3, 50])
-def test_checkpoints_and_validations_are_due_when_verls_are(every):
+def test_checkpoints_and_validations_follow_verls_schedule(every):
     for step in range(1, 8):
         assert is_due(every, step, 7) == (every > 0 and (step == 7 or step % every == 0))
 
@@ -183,7 +183,7 @@ def batch(seed=0):
 
 
 def aggregated(matrix, mask, mode, longest):
-    """As verl's agg_loss over the whole mini-batch."""
+    """Return the loss like verl's agg_loss over the whole mini-batch."""
     if mode == "token-mean":
         return (matrix * mask).sum() / mask.sum()
     rows = (matrix * mask).sum(-1)
@@ -248,7 +248,7 @@ def test_estimates_of_the_kl():
 
 
 def test_the_kl_in_the_reward_and_its_controller():
-    """`test_experience.py` shows what is measured and subtracted: the KL per token."""
+    """`test_experience.py` tests the KL per token itself."""
     control, fixed, value = AdaptiveKl(0.02, 0.5, 200), AdaptiveKl(0.02), 0.02
     for kl, count in ((0.1, 64), (0.52, 64), (9.0, 32)):
         value *= 1 + float(np.clip(kl / 0.5 - 1, -0.2, 0.2)) * count / 200
@@ -263,7 +263,7 @@ def whitened(x, mask):
 
 
 def verls_advantages(name, rewards, values, mask, gamma, lam, by_std):
-    """For groups of two rows that follow each other."""
+    """Return advantages for groups of two consecutive rows."""
     scores, result, running, next_value = rewards.sum(-1), torch.zeros_like(rewards), torch.zeros(4), torch.zeros(4)
     pairs = scores.view(2, 2)
     if name == "grpo":
@@ -304,7 +304,7 @@ def test_gdpo_whitens_by_response_which_is_verls_where_responses_are_equally_lon
     ours, verls = whiten(found, mask, by_response=True), whitened(summed, mask)
     rows = ours[:, 0]
     assert float(rows.mean()) == pytest.approx(0, abs=1e-6) and float(rows.std()) == pytest.approx(1, abs=1e-5)
-    ratio = (verls[:, 0] / rows).tolist()  # verl's variance counts every token of a response, less one
+    ratio = (verls[:, 0] / rows).tolist()  # verl's variance uses the number of response tokens minus one
     assert (ratio == pytest.approx([math.sqrt(4 / 3 * 15 / 16)] * 4, rel=1e-4)) == same
 
 
@@ -321,12 +321,12 @@ def test_importance_weights():
 @pytest.mark.parametrize(
     "cut, kept", [("left", [3, 4, 5, 6, 7]), ("right", [1, 2, 3, 4, 5]), ("middle", [1, 2, 5, 6, 7])]
 )
-def test_long_prompts_are_cut_where_verl_cuts_them(cut, kept):
+def test_long_prompts_are_truncated_like_in_verl(cut, kept):
     ids, _ = _fit(np.arange(1, 8), [], [], DataConfig(max_prompt_length=5, truncation=cut), "row 0")
     assert ids.tolist() == kept
 
 
-def test_responses_are_drawn_with_the_values_of_their_keys():
+def test_sampling_parameters_follow_their_keys():
     config = Config()
     config.rollout.temperature, config.rollout.top_p, config.rollout.top_k = 0.7, 0.9, 40
     held_out = config.rollout.val_kwargs

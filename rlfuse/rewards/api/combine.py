@@ -1,9 +1,9 @@
-r"""Combine the outcomes of several functions for one sample into its reward. Pure.
+r"""Combine the outcomes of several reward functions into one reward per sample. Pure.
 
-    gate -> gate -> ... -> all others that score this data_source -> sum of weight * value
-      \________\__ closed: reward 0, no further function is called
+    gate -> gate -> ... -> all other functions for this data_source -> sum of weight * value
+      \________\__ gate closed: the reward is 0 and no further function is called
 
-One failure fails the sample, whatever its weight; a sample to which no function applies fails too.
+A sample fails if any of its functions fails, whatever the weight, or if no function applies to it.
 """
 
 from __future__ import annotations
@@ -22,44 +22,44 @@ Outcomes = dict[str, Outcome]
 
 
 def waves(entries: Sequence[RewardEntry]) -> list[list[RewardEntry]]:
-    """Who is asked together: each gate alone, in order, then all others."""
+    """Return the entries that are called at the same time: each gate alone, in order, then all other entries."""
     return [*([entry] for entry in entries if entry.gate), [entry for entry in entries if not entry.gate]]
 
 
 def positions_to_score(entry: RewardEntry, items: Sequence[Item], known: Sequence[Outcomes]) -> list[int]:
-    """Positions of the items that `entry` is asked about: of its sources, and still open after the waves before."""
+    """Return the positions of the items that `entry` scores: its data sources, not failed or gated by earlier waves."""
     return [
         position
         for position, (item, outcomes) in enumerate(zip(items, known, strict=True))
-        if covers(entry, item.data_source) and not any(_ends(outcome) for outcome in outcomes.values())
+        if covers(entry, item.data_source) and not any(_stops_scoring(outcome) for outcome in outcomes.values())
     ]
 
 
-def _ends(outcome: Outcome) -> bool:
+def _stops_scoring(outcome: Outcome) -> bool:
     return isinstance(outcome, RewardFailure) or (outcome.value is not None and outcome.value <= 0)
 
 
 def covers(entry: RewardEntry, source: str) -> bool:
-    """Whether an entry scores samples of this data_source."""
+    """Return whether an entry scores samples of this data_source."""
     return not entry.sources or any(fnmatchcase(source, pattern) for pattern in entry.sources)
 
 
 def uncovered_sources(entries: Sequence[RewardEntry], sources: Sequence[str]) -> list[str]:
-    """The data sources that no entry but gates scores, each once."""
+    """Return the distinct data sources that only gates, or no entries at all, score."""
     scoring = [entry for entry in entries if not entry.gate]
     return [source for source in dict.fromkeys(sources) if not any(covers(entry, source) for entry in scoring)]
 
 
 def compose(entries: Sequence[RewardEntry], source: str, outcomes: Mapping[str, Outcome]) -> Reward | RewardFailure:
-    """The reward of one sample of this data_source: parts `{fn}` and `{fn}/{extra}`, notes as text."""
-    said = {entry.name: outcomes[entry.name] for entry in entries if entry.name in outcomes}  # in the entries' order
-    if failures := [outcome for outcome in said.values() if isinstance(outcome, RewardFailure)]:
+    """Return the reward of one sample. Its parts are named `{function}` and `{function}/{extra}`; notes are text."""
+    found = {entry.name: outcomes[entry.name] for entry in entries if entry.name in outcomes}  # in entry order
+    if failures := [outcome for outcome in found.values() if isinstance(outcome, RewardFailure)]:
         return _first(failures)
-    scores: dict[str, Score] = dict(said)
+    scores: dict[str, Score] = dict(found)
     parts, text = _log(scores)
     scoring = [entry for entry in entries if not entry.gate and covers(entry, source)]
     gates = [entry.name for entry in entries if entry.gate and entry.name in scores]
-    closed = next((name for name in gates if _ends(scores[name])), None)
+    closed = next((name for name in gates if _stops_scoring(scores[name])), None)
     if closed is not None and scoring:
         return Reward(0.0, parts, text, dict.fromkeys((entry.name for entry in scoring), 0.0), closed)
     applied = [entry for entry in scoring if scores[entry.name].value is not None]
@@ -68,7 +68,7 @@ def compose(entries: Sequence[RewardEntry], source: str, outcomes: Mapping[str, 
     dimensions = {entry.name: _clipped(entry, scores[entry.name].value) for entry in applied}
     value = _sum(entry.weight * dimensions[entry.name] for entry in applied)
     if not abs(value) <= MAX_REWARD:
-        why = f"the weighted sum of {dimensions} is {value:.4g}: lower the weights, or clip (training is in float32)"
+        why = f"the weighted sum of {dimensions} is {value:.4g}, outside float32: lower the weights, or set clip"
         return RewardFailure(", ".join(dimensions), why)
     return Reward(value, parts, text, dimensions)
 
@@ -80,7 +80,7 @@ def _clipped(entry: RewardEntry, value: float) -> float:
 def _sum(terms: Iterable[float]) -> float:
     try:
         return math.fsum(terms)
-    except (OverflowError, ValueError):  # beyond floats, or infinite either way
+    except (OverflowError, ValueError):  # overflow, or both infinities
         return math.nan
 
 
@@ -97,8 +97,8 @@ def _log(scores: Mapping[str, Score]) -> tuple[dict[str, float], str | None]:
 
 def _why_none(scoring: Sequence[RewardEntry], source: str) -> str:
     if not scoring:
-        return f"no reward function scores data_source {source!r}: add it to the sources of an entry, or add an entry"
-    return "no reward function applies to this sample (each returned None): add one that does"
+        return f"no reward function scores data_source {source!r}: add the source to an entry, or add an entry for it"
+    return "every reward function returned None for this sample: add a function that scores it"
 
 
 def _first(failures: list[RewardFailure]) -> RewardFailure:

@@ -1,4 +1,4 @@
-"""Load the rewards of a run: entries with distinct names and weights, and the function of each."""
+"""Load the rewards of a run: entries with distinct names and weights, and the function behind each entry."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def load_entries(
     model_path: str | None = None,
     **model: Any,
 ) -> tuple[list[RewardEntry], dict[str, RewardFunction]]:
-    """Return (entries in order, name -> function); one RewardError with all problems."""
+    """Return (entries in order, functions by entry name). Raises one RewardError that lists all problems."""
     entries, found = read_entries(functions, weights, model_path)
     if found:
         raise RewardError("\n".join(found))
@@ -57,7 +57,7 @@ def _load(entry: RewardEntry, model_path: str | None, model: dict[str, Any]) -> 
 
 
 def _names(entries: Sequence[RewardEntry], functions: Sequence[RewardFunction]) -> list[str]:
-    """Return distinct names: equal ones get their file or module in front (`math.compute_score`), then a number."""
+    """Return distinct names: duplicates are prefixed with file or module (`math.compute_score`), then numbered."""
     plain = [
         entry.name or (entry.path.replace(":", "/", 1) if is_model(entry.path) else function.name)
         for entry, function in zip(entries, functions, strict=True)

@@ -1,12 +1,12 @@
-"""Load a custom reward: `path/file.py:function`, `package.module:function`, a URL, or an object in a notebook.
+"""Load a custom reward function: `path/file.py:function`, `package.module:function`, a URL, or an object in a notebook.
 
-An unchanged file is one module whose globals its functions share; an edited one is loaded again. Every problem is a
-`RewardError` with file, line and remedy. A URL is a service with OpenRLHF's payload:
+Functions of one file share the module and its globals until the file changes on disk. Every problem is a `RewardError`
+with file, line and remedy. A URL names a remote reward model with OpenRLHF's payload:
 
     POST {"query": [prompt + response, ...], "prompts": [...], "labels": [...]}
     200  {"rewards": [...], "scores": [...], "extra_logs": {...}}
 
-Any other answer is a failure with the service's message, never a number.
+Any other response is a failure with the message of the service, never a number.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ Spec = str | Callable[..., Any] | RewardFunction
 
 
 def load_function(spec: Spec, kwargs: dict[str, Any] | None = None) -> RewardFunction:
-    """The reward function that `spec` names or is; `kwargs` are given to it at each call, or make it (see `adapt`)."""
+    """Load the reward function `spec`. `kwargs` are passed to each call, or to the class or factory (see `adapt`)."""
     if isinstance(spec, RewardFunction):
         return spec
     if is_url(spec):
-        return service(spec)
+        return remote_reward(spec)
     if spec == JUDGE:
         return replace(load_function("rlfuse.rewards.models.judge:Judge", kwargs), name=JUDGE)
     if not isinstance(spec, str) and (callable(spec) or hasattr(spec, "score")):
         return adapt(_name(spec), spec, spec, kwargs)
     if not isinstance(spec, str) or not all(spec.rpartition(":")[::2]):
         raise RewardError(
-            f"reward.functions: got {spec!r}; an entry has to be path/to/file.py:function, package.module:function or "
-            "the URL of a service. " + _functions_hint(spec)
+            f"reward.functions: got {spec!r}; an entry must be path/to/file.py:function, package.module:function or a "
+            "URL. " + _functions_hint(spec)
         )
     place, _, name = spec.rpartition(":")
     if place.endswith(".py") or "/" in place:
@@ -69,8 +69,8 @@ def _name(call: Any) -> str:
 def _load_file(path: Path, spec: str) -> ModuleType:
     if not path.is_file():
         near = sorted(entry.name for entry in path.parent.glob("*.py")) if path.parent.is_dir() else []
-        hint = f"Python files in {path.parent}: {near}" if near else f"{path.parent} has no Python file"
-        raise RewardError(f"reward.functions: {spec!r}: there is no file {path}. {hint}. Correct the path.")
+        hint = f"Python files in {path.parent}: {near}" if near else f"{path.parent} has no Python files"
+        raise RewardError(f"reward.functions: {spec!r}: file {path} does not exist. {hint}. Correct the path.")
     try:
         return load_module(path)
     except BaseException as error:
@@ -86,8 +86,8 @@ def _load_module(name: str, spec: str) -> ModuleType:
         if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
             raise _import_problem(spec, error) from error
         raise RewardError(
-            f"reward.functions: {spec!r}: there is no module {error.name!r} on sys.path. Install it, add its folder to "
-            "PYTHONPATH, or give the file: path/to/file.py:function"
+            f"reward.functions: {spec!r}: module {error.name!r} is not on sys.path. Install it, add its folder to "
+            "PYTHONPATH, or name the file: path/to/file.py:function"
         ) from error
     except BaseException as error:
         if interrupts.is_interrupted():
@@ -101,11 +101,11 @@ def _import_problem(spec: str, error: BaseException) -> RewardError:
         mark = f"\n    {' ' * max((error.offset or 1) - 1, 0)}^" if line else ""
         return RewardError(
             f"reward.functions: {spec!r}: syntax error in {error.filename}, line {error.lineno}: {error.msg}\n"
-            f"    {line}{mark}\nCorrect that line."
+            f"    {line}{mark}\nCorrect this line."
         )
     return RewardError(
-        f"reward.functions: {spec!r} can't be imported: {headline(error)}. Correct the file, or install what it "
-        f"imports.\n{user_traceback(error)}"
+        f"reward.functions: {spec!r} can't be imported: {headline(error)}. Correct the file, or install the missing "
+        f"package.\n{user_traceback(error)}"
     )
 
 
@@ -134,7 +134,7 @@ def _functions_hint(spec: Any) -> str:
         names = _functions_of(_load_file(Path(spec).resolve(), spec))
     except RewardError:
         names = []
-    return f"Append one of its functions: {names}" if names else "Put the function's name after a colon."
+    return f"Append one of the functions in the file: {names}" if names else "Put the function's name after a colon."
 
 
 MAX_RESPONSE_BYTES = 256 * 2**20
@@ -142,40 +142,40 @@ MAX_SHOWN_CHARS = 2000
 
 
 class ServiceError(RuntimeError):
-    """A reward service gave no rewards. The message has its address, its status and its words."""
+    """A remote reward service returned no rewards. The message has URL, status and response text."""
 
 
-def service(url: str) -> RewardFunction:
-    """The reward function behind a URL, named after its path."""
+def remote_reward(url: str) -> RewardFunction:
+    """Return a reward function that posts to `url`; its name is the last part of the path."""
     place = urlsplit(url)
     name = place.path.rstrip("/").rpartition("/")[2] or place.hostname or url
 
     async def post(queries, prompts, labels):
-        return await _ask(url, {"query": queries, "prompts": prompts, "labels": labels})
+        return await _post(url, {"query": queries, "prompts": prompts, "labels": labels})
 
     return adapt(name, post, url)
 
 
-async def _ask(url: str, payload: dict[str, Any]) -> dict[str, Any]:
+async def _post(url: str, payload: dict[str, Any]) -> dict[str, Any]:
     try:
         async with aiohttp.ClientSession() as session, session.post(url, json=json_safe(payload)) as answer:
             body = bytearray()
             async for part in answer.content.iter_chunked(2**16):
                 body += part
                 if len(body) > MAX_RESPONSE_BYTES:
-                    raise ServiceError(f"{url} answered more than {MAX_RESPONSE_BYTES >> 20} MiB")
+                    raise ServiceError(f"{url} returned more than {MAX_RESPONSE_BYTES >> 20} MiB")
     except aiohttp.ClientError as error:
-        raise ServiceError(f"{url} could not be asked: {type(error).__name__}: {error}") from None
+        raise ServiceError(f"{url} could not be reached: {type(error).__name__}: {error}") from None
     text = body.decode(errors="replace")
     if answer.status != 200:
-        raise ServiceError(f"{url} answered with status {answer.status}: {_words(text)}")
+        raise ServiceError(f"{url} returned status {answer.status}: {_error_text(text)}")
     try:
         return parse_json(text)
     except ValueError:
-        raise ServiceError(f"{url} answered something else than JSON: {_words(text)}") from None
+        raise ServiceError(f"{url} returned no valid JSON: {_error_text(text)}") from None
 
 
-def _words(text: str) -> str:
+def _error_text(text: str) -> str:
     with suppress(ValueError, TypeError, KeyError):
         text = parse_json(text)["error"]
     return str(text)[:MAX_SHOWN_CHARS]

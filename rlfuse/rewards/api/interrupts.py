@@ -1,4 +1,4 @@
-"""Distinguish the user's Ctrl-C from a KeyboardInterrupt that a reward function raises."""
+"""Distinguish Ctrl-C by the user from a KeyboardInterrupt that a reward function raises."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_came = threading.Event()
+_interrupted = threading.Event()
 
 
 def is_interrupted() -> bool:
-    """Whether the user has interrupted what is watched."""
-    return _came.is_set()
+    """Return whether the user pressed Ctrl-C within the current `watch_interrupts`."""
+    return _interrupted.is_set()
 
 
 @contextmanager
 def watch_interrupts() -> Iterator[None]:
-    """Notice SIGINT, and do what it did before. Nothing in other threads than the main one, which no signal reaches."""
+    """Record SIGINT and call the previous handler. No effect outside the main thread, which alone receives signals."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
         return
 
-    def note(number: int, frame: FrameType | None) -> None:
-        _came.set()
+    def record(number: int, frame: FrameType | None) -> None:
+        _interrupted.set()
         before(number, frame)
 
-    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGINT, record)
     try:
         yield
         if is_interrupted():
             raise KeyboardInterrupt
     finally:
         signal.signal(signal.SIGINT, before)
-        _came.clear()
+        _interrupted.clear()

@@ -1,4 +1,4 @@
-"""What a reward function receives and returns: one finished response with its row, and the outcome for it.
+"""Data that reward functions receive and return: a finished response with its row, and its outcome.
 
 Plain data without Ray, vLLM or torch. An outcome is a `Score` or a `RewardFailure`; a failure is never a number.
 """
@@ -20,7 +20,7 @@ NO_POSITIONS = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class UnknownTokens(Sequence[int]):
-    """Tokens that were not kept: ValueError on access, so that none counts as length 0."""
+    """Placeholder for tokens that were not saved. Access raises ValueError, so no length is mistaken for 0."""
 
     count: int | None = None
 
@@ -33,10 +33,10 @@ class UnknownTokens(Sequence[int]):
         raise self._error()
 
     def _error(self) -> ValueError:
-        known = "" if self.count is None else " and how many there were, len(response_ids)"
+        known = "" if self.count is None else " and its length, len(response_ids)"
         return ValueError(
-            f"response_ids: no tokens were kept of this response, only its text{known}; tokenize the text, or give the "
-            "tokens as response_ids"
+            f"response_ids: the tokens of this response were not saved, only its text{known}. Tokenize the text, or "
+            "add a column response_ids"
         )
 
 
@@ -47,7 +47,7 @@ class Item:
     id: str
     step: int
     prompt: str | list[dict[str, Any]]
-    """As the row gave it: a string or chat messages."""
+    """The prompt column of the row: a string or chat messages."""
     messages: list[dict[str, Any]]
     prompt_text: str
     response: str
@@ -59,13 +59,13 @@ class Item:
 
     @property
     def tokens(self) -> int:
-        """How many the response has; 0 where that is not known."""
+        """Number of tokens in the response; 0 if unknown."""
         unknown = isinstance(self.response_ids, UnknownTokens) and self.response_ids.count is None
         return 0 if unknown else len(self.response_ids)
 
     @property
     def lacks_visual(self) -> bool:
-        """Whether the row has clips or images that are missing here; saved samples never include them."""
+        """True if the row has clips or images that are not available here; saved samples never include them."""
         return not self.visual and any(self.columns.get(name) for name in ("images", "videos"))
 
     def column(self, name: str) -> Any:
@@ -78,10 +78,10 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What one function says of one item."""
+    """Result of one function for one item."""
 
     value: float | None
-    """None: the function does not apply to this item."""
+    """None if the function does not apply to this item."""
     extras: dict[str, float] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
 
@@ -90,32 +90,32 @@ Outcome = Score | RewardFailure
 
 
 def private_copy(item: Item, columns: Iterable[str]) -> Item:
-    """Return the item with copies and only these columns; RewardError names what cannot be copied."""
+    """Return a deep copy of the item with only these columns. Raises RewardError for a value that cannot be copied."""
     memo: dict[int, Any] = {}
 
-    def mine(name: str, value: Any) -> Any:
+    def copied(name: str, value: Any) -> Any:
         try:
             return copy.deepcopy(value, memo)
         except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-            raise RewardError(f"{name} can't be copied for a reward ({said}); give plain data in its place") from error
+            why = f"{type(error).__name__}: {error}"
+            raise RewardError(f"{name} can't be copied for a reward function ({why}); use plain data") from error
 
     return replace(
         item,
-        prompt=mine("prompt", item.prompt),
-        messages=mine("messages", item.messages),
-        ground_truth=mine("ground_truth", item.ground_truth),
-        columns={name: mine(f"column {name!r}", item.columns[name]) for name in columns if name in item.columns},
+        prompt=copied("prompt", item.prompt),
+        messages=copied("messages", item.messages),
+        ground_truth=copied("ground_truth", item.ground_truth),
+        columns={name: copied(f"column {name!r}", item.columns[name]) for name in columns if name in item.columns},
         response_ids=list(item.response_ids) if isinstance(item.response_ids, list) else item.response_ids,
     )
 
 
 def item_of_sample(sample: Sample, prompt_key: str = "prompt") -> Item:
-    """The item of a finished sample; `prompt_key` is the row's column that tells a plain prompt from a chat."""
+    """Return the item of a finished sample. `prompt_key`: column with the prompt, a string or chat messages."""
     prompt, response = sample.prompt, sample.response
     if response is None:
         raise ValueError(
-            f"sample {sample.id} has response None; only finished samples can be scored: generate it first"
+            f"sample {sample.id} has no response; only finished samples can be scored. Generate the response first"
         )
     messages = [dict(message) for message in prompt.messages]
     given = prompt.columns.get(prompt_key)
@@ -135,7 +135,7 @@ def item_of_sample(sample: Sample, prompt_key: str = "prompt") -> Item:
 
 
 def tokens_of(row: dict[str, Any]) -> list[int] | UnknownTokens:
-    """The response's tokens, or as much as a row says of them: a run's has their number, `response_tokens`."""
+    """Return the response tokens of a row, or a placeholder with their count (column `response_tokens` of a run)."""
     given, count = row.get("response_ids"), row.get("response_tokens")
     if given is not None and (len(given) or not row["response"]):
         return [int(token) for token in given]
@@ -143,12 +143,12 @@ def tokens_of(row: dict[str, Any]) -> list[int] | UnknownTokens:
 
 
 def item_of_row(row: dict[str, Any], number: int = 0) -> Item:
-    """The item of a plain row: `prompt` and `response`, and any columns of a verl or TRL row."""
+    """Return the item of a plain row with `prompt`, `response` and any columns of a verl or TRL row."""
     for name, kinds in (("prompt", str | Sequence), ("response", str)):
         if not isinstance(row.get(name), kinds):
-            wanted = "a string" if kinds is str else "a string or a list of chat messages"
+            valid = "a string" if kinds is str else "a string or a list of chat messages"
             raise ValueError(
-                f"row {number}: {name} is {row.get(name)!r}; it has to be {wanted}. Columns of the row: {list(row)}"
+                f"row {number}: {name} is {row.get(name)!r}; it must be {valid}. Columns of the row: {list(row)}"
             )
     prompt = row["prompt"] if isinstance(row["prompt"], str) else [dict(message) for message in row["prompt"]]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

@@ -1,7 +1,7 @@
-"""Convert what a reward function returned to scores, and what it raised to failures.
+"""Convert the return value of a reward function to scores, and its exception to a failure.
 
-NaN, infinity, a wrong length and non-numbers are `InvalidResult`. Readers may run custom code (`__repr__`, `__len__`) and
-let its errors pass; `failure` never raises.
+NaN, infinity, a wrong length and non-numbers raise `InvalidResult`. Parsing may run custom code (`__repr__`,
+`__len__`), whose exceptions propagate; `failure` never raises.
 """
 
 from __future__ import annotations
@@ -17,88 +17,88 @@ from rlfuse.samples import Reward, RewardFailure
 NOTE_LENGTH = 200
 LINE_LENGTH = 2000
 Values = list[tuple[Any, dict[str, Any]]]
-"""For each sample what a function gave as its reward, and what else is to be logged."""
+"""Per sample: the value returned as its reward, and further values to log."""
 
 
 class InvalidResult(ValueError):
-    """What a reward function returned is no reward. The message says what is."""
+    """A reward function returned a value that is not a reward. The message names the valid ones."""
 
 
 def failure(name: str, error: BaseException, defined_at: str = "") -> RewardFailure:
-    """The failure of a call that raised, or gave what can't be read; `defined_at`: where the function does."""
-    unreadable = isinstance(error, InvalidResult)
-    said = text(str(error)) if unreadable else headline(error)
-    where = defined_at if unreadable and user_frames(error) is None else user_traceback(error, defined_at)
-    return RewardFailure(name, hidden_text(said)[:LINE_LENGTH], hidden_text(where))
+    """Return the failure of a call that raised `error`. `defined_at`: file and line of the function."""
+    is_invalid = isinstance(error, InvalidResult)
+    message = text(str(error)) if is_invalid else headline(error)
+    where = defined_at if is_invalid and user_frames(error) is None else user_traceback(error, defined_at)
+    return RewardFailure(name, hidden_text(message)[:LINE_LENGTH], hidden_text(where))
 
 
 def number(value: Any, what: str = "a reward") -> float:
-    """A finite float; `what` it is to be, for whoever reads that it is none."""
+    """Return `value` as a finite float. Raises InvalidResult, whose message calls the value `what`."""
     found = value
     if hasattr(value, "item"):
         try:
             found = value.item()
         except (ValueError, RuntimeError):
-            raise InvalidResult(f"returned an array of shape {tuple(value.shape)} where one number belongs") from None
+            raise InvalidResult(f"returned an array of shape {tuple(value.shape)}; {what} must be one number") from None
     if not isinstance(found, bool | int | float):
-        raise InvalidResult(f"returned {_short(value)} ({type(value).__name__}); {what} has to be a number")
+        raise InvalidResult(f"returned {_short(value)} ({type(value).__name__}); {what} must be a number")
     try:
         found = float(found)
     except OverflowError:
         digits = int(int.bit_length(found) * math.log10(2)) + 1
-        raise InvalidResult(f"returned an integer of {digits} digits, above 1.8e308; {what} has to be finite") from None
+        raise InvalidResult(f"returned an integer of {digits} digits, above 1.8e308; {what} must fit a float") from None
     if not math.isfinite(found):
-        raise InvalidResult(f"returned {found}; {what} has to be finite")
+        raise InvalidResult(f"returned {found}; {what} must be finite")
     return found
 
 
-def listed(name: str, value: Any, length: int) -> list[Any]:
-    """A list with one entry for each of `length` samples."""
+def require_list(name: str, value: Any, length: int) -> list[Any]:
+    """Return `value` as a list of `length` entries, one per sample. Raises InvalidResult otherwise."""
     values = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(values, list | tuple):
         raise InvalidResult(
-            f"returned {_short(value)} ({type(value).__name__}) as {name}; it has to be a list of numbers"
+            f"returned {_short(value)} ({type(value).__name__}) as {name}; it must be a list of numbers"
         )
     if len(values) != length:
-        raise InvalidResult(f"returned {len(values)} {name} for {length} samples; it has to be one for each sample")
+        raise InvalidResult(f"returned {len(values)} {name} for {length} samples; it must return one per sample")
     return list(values)
 
 
-def split(shape: str, result: Any, logs: list[dict[str, Any]]) -> Values:
-    """What a batched function of this shape returned, by samples; `logs`: what it logged for each (TRL)."""
+def split_results(shape: str, result: Any, logs: list[dict[str, Any]]) -> Values:
+    """Split the result of a batched function by sample. `logs`: values that it logged per sample (TRL)."""
     if shape == "openrlhf":
         return _split_dict(result, logs)
     name = "scores" if shape == "verl batch" else "rewards"
-    return list(zip(listed(name, result, len(logs)), logs, strict=True))
+    return list(zip(require_list(name, result, len(logs)), logs, strict=True))
 
 
 def _split_dict(result: Any, logs: list[dict[str, Any]]) -> Values:
     if not isinstance(result, dict) or "rewards" not in result:
         keys = f"a dict with the keys {list(result)}" if isinstance(result, dict) else _short(result)
-        raise InvalidResult(f"returned {keys}; it has to be a dict with `rewards`")
-    values = listed("rewards", result["rewards"], len(logs))
+        raise InvalidResult(f"returned {keys}; it must be a dict with the key `rewards`")
+    values = require_list("rewards", result["rewards"], len(logs))
     given = {key: value for key, value in result.items() if key not in ("rewards", "extra_logs")}
     for key, value in {**given, **(result.get("extra_logs") or {})}.items():
-        spread(logs, key, value)
+        log_values(logs, key, value)
     return list(zip(values, logs, strict=True))
 
 
-def spread(logs: list[dict[str, Any]], key: str, value: Any) -> None:
-    """Write `value` into each sample's log: entry by entry if it has one for each sample, else the same for all."""
+def log_values(logs: list[dict[str, Any]], key: str, value: Any) -> None:
+    """Add `value` to the log of each sample: one entry per sample if the length matches, else the whole value."""
     values = value.tolist() if hasattr(value, "tolist") else value
     each = values if isinstance(values, list | tuple) and len(values) == len(logs) else [values] * len(logs)
     for log, entry in zip(logs, each, strict=True):
         log[key] = entry
 
 
-def read(shape: str, value: Any, log: dict[str, Any]) -> Outcome:
-    """Return one sample's result in this shape: a number, a dict (verl), None (TRL), or a `Reward`."""
+def read_outcome(shape: str, value: Any, log: dict[str, Any]) -> Outcome:
+    """Return the outcome of one sample's result: a number, a dict (verl), None (TRL) or a `Reward`."""
     if isinstance(value, RewardFailure):
         message = hidden_text(text(str(value.message)))[:LINE_LENGTH] or "(no message)"
         return RewardFailure("", message, hidden_text(text(str(value.traceback or "")))[:TRACEBACK_LENGTH])
     if shape in ("verl", "verl batch") and isinstance(value, dict):
         if "score" not in value:
-            raise InvalidResult(f"returned a dict with the keys {list(value)}; it needs `score`")
+            raise InvalidResult(f"returned a dict with the keys {list(value)}; the key `score` is required")
         return Score(number(value["score"]), *_extras({key: value[key] for key in value if key != "score"}))
     if shape == "samples" and isinstance(value, Reward):
         return Score(number(value.value), *_extras(value.parts | ({"text": value.text} if value.text else {})))

@@ -1,9 +1,9 @@
-"""Call a custom reward in the shape it was written for: verl's, TRL's, OpenRLHF's, or one that takes samples.
+"""Call a custom reward function with the signature it was written for: verl, TRL, OpenRLHF, or a list of samples.
 
-Parameter names select the shape, and a function receives only the columns it names, unless it has `**kwargs`. verl
-passes no columns except `extra_info`: in its shapes a column goes only to a parameter without default.
-A function receives copies. Whatever it raises or returns costs only the samples of that call, except for an interrupt
-by the user. Ordinary functions run on the calling thread; coroutines on one event loop in a thread of its own.
+Parameter names select the shape. A function receives only the columns that it names, unless it has `**kwargs`. verl
+passes no columns except `extra_info`; in its shapes a column is passed only to a parameter without a default.
+Functions receive copies. An exception or invalid result fails only the samples of that call; only Ctrl-C by the user
+propagates. Ordinary functions run on the calling thread, coroutines on one event loop in a separate thread.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from rlfuse.config.secrets import hidden, hidden_text, remember
 from rlfuse.errors import RewardError
 from rlfuse.rewards.api import interrupts
 from rlfuse.rewards.api.items import Item, Outcome, private_copy
-from rlfuse.rewards.api.results import failure, read, split, spread
+from rlfuse.rewards.api.results import failure, log_values, read_outcome, split_results
 from rlfuse.rewards.reasoning_tags import without_reasoning
 from rlfuse.samples import RewardFailure, Visual
 
 SHAPES = """\
   verl       def f(data_source, solution_str, ground_truth, extra_info=None) -> number, or dict with "score"
-  verl batch def f(data_sources, solution_strs, ground_truths, extra_infos) -> list of those
-  TRL        def f(prompts, completions, **columns) -> list of numbers or None, one for each completion
+  verl batch def f(data_sources, solution_strs, ground_truths, extra_infos) -> list of numbers or such dicts
+  TRL        def f(prompts, completions, **columns) -> list of numbers or None, one per completion
   OpenRLHF   def f(queries, prompts, labels, **kwargs) -> dict with "rewards"
-  samples    def f(samples), or an object with score(samples) -> list of Reward, numbers or None, one for each sample;
-             with start() too it is a model, which gets a process of its own and is started there"""
+  samples    def f(samples), or an object with score(samples) -> list of Reward, numbers or None, one per sample;
+             an object with start() as well is a model, which runs in a separate process"""
 
-# Parameters that only this shape has. TRL and OpenRLHF share `prompts`.
+# Parameters that identify a shape. TRL and OpenRLHF share `prompts`.
 SHAPE_OF_PARAMETER = {
     "solution_str": "verl",
     "solution_strs": "verl batch",
@@ -51,37 +51,38 @@ SHAPE_PARAMETERS = {
     "openrlhf": {"queries", "prompts", "labels"},
     "samples": {"samples"},
 }
-# What every row has, whatever its columns.
+# Available for every row.
 COMMON_COLUMNS = ("data_source", "ground_truth")
-# Columns that a TRL data set may hold and TRL does not hand on.
+# Columns of a TRL data set that TRL does not pass on.
 WITHHELD_COLUMNS = {"prompt", "completion"}
 
 
 @dataclass(frozen=True, slots=True)
 class RewardFunction:
-    """A user's function with its shape."""
+    """A custom reward function with its shape."""
 
     name: str
     shape: str
     call: Callable[..., Any]
     source: str | Callable[..., Any]
-    """Where another process loads it from: absolute path or module with `:function`, URL, or the callable itself."""
+    """Origin for other processes: absolute path or module with `:function`, URL, or the callable itself."""
     is_required: dict[str, bool]
+    """Parameter name -> whether it has no default."""
     takes_kwargs: bool
     kwargs: dict[str, Any] = field(default_factory=dict)
     factory_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the class or factory at `source` that made it."""
+    """Arguments of the class or factory at `source` that created the function."""
     start: Callable[[], None] | None = None
-    """Of a model, an object with `start()` beside `score(samples)`: to be called before `score`, in the same process.
-    It may take long and hold much, so that models get a process each."""
+    """For models only: called once before `score`, in the same process. Models get one process each, because loading
+    may be slow and take much memory."""
     unsupported_reason: Callable[[Sequence[Visual]], str | None] | None = None
-    """Of a model that may be shown clips and images: why it can't be shown these, as far as can be said before it is
-    started; None: it can."""
+    """For models only: returns why the model can't process these clips and images, or None. Works before `start`."""
     answer_only: bool = False
-    """It is shown what follows a response's thought, and nothing of a thought without an end."""
+    """The function receives the answer after the reasoning, and an empty text if the reasoning is not closed."""
     defined_at: str = ""
+    """File and line of the function."""
     returns_awaitable: threading.Event = field(default_factory=threading.Event, compare=False)
-    """Set for a coroutine function, and once a call of any other function has returned an awaitable."""
+    """Set for a coroutine function, and once any other function has returned an awaitable."""
 
     @property
     def is_async(self) -> bool:
@@ -96,7 +97,7 @@ class RewardFunction:
         return self.shape != "verl"
 
     def score(self, items: Sequence[Item], timeout_s: float | None = None) -> list[Outcome]:
-        """Return one outcome per item, in order. `timeout_s` bounds calls of async functions only."""
+        """Return one outcome per item, in order. `timeout_s` limits calls of async functions only."""
         outcomes = self._attempt(self._outcomes, items, timeout_s)
         return [outcomes] * len(items) if type(outcomes) is RewardFailure else outcomes
 
@@ -107,13 +108,13 @@ class RewardFunction:
         return [item if type(item) is RewardFailure else next(outcomes) for item in shown]
 
     def _shown(self, item: Item) -> Item | RewardFailure:
-        """Copy what the function may see of an item; a failure if it lacks a column."""
+        """Return a copy of the item with the columns that the function receives, or a failure if one is missing."""
         item = without_reasoning(item) if self.answer_only else item
-        if lacks := self._lacks(item):
-            return lacks
-        wanted = item.columns if self.shape == "samples" else {*self._columns([item]), "extra_info"}
+        if failed := self._missing_column(item):
+            return failed
+        columns = item.columns if self.shape == "samples" else {*self._columns([item]), "extra_info"}
         try:
-            return private_copy(item, wanted)
+            return private_copy(item, columns)
         except RewardError as error:
             return RewardFailure(self.name, str(error))
 
@@ -123,13 +124,13 @@ class RewardFunction:
         log = _Log(len(items))
         [result] = self._results([self._batch(items, log)], timeout_s)
         if type(result) is not RewardFailure:
-            result = self._attempt(lambda: split(self.shape, result, log.entries()))
+            result = self._attempt(lambda: split_results(self.shape, result, log.entries()))
         if type(result) is RewardFailure:
             return [result] * len(items)
         return [self._read(value, more) for value, more in result]
 
     def _read(self, value: Any, more: dict[str, Any] | None = None) -> Outcome:
-        found = self._attempt(read, self.shape, value, more or {})
+        found = self._attempt(read_outcome, self.shape, value, more or {})
         return replace(found, function=self.name) if type(found) is RewardFailure else found
 
     def _attempt(self, action: Callable[..., Any], *arguments: Any) -> Any:
@@ -143,17 +144,17 @@ class RewardFunction:
     def _results(self, calls: list[dict[str, Any]], timeout_s: float | None) -> list[Any]:
         results = [self._attempt(self._start, arguments, timeout_s) for arguments in calls]
         waiting = [result for result in results if type(result) is CoroutineType]
-        settled = iter(_settled(waiting) if waiting else ())
-        return [next(settled) if type(result) is CoroutineType else result for result in results]
+        gathered = iter(_gather(waiting) if waiting else ())
+        return [next(gathered) if type(result) is CoroutineType else result for result in results]
 
     def _start(self, arguments: dict[str, Any], timeout_s: float | None) -> Any:
         result = self.call(**(arguments | self.kwargs))
         if not inspect.isawaitable(result):
             return result
         self.returns_awaitable.set()
-        return self._settle(result, timeout_s)
+        return self._await_with_timeout(result, timeout_s)
 
-    async def _settle(self, awaitable: Awaitable[Any], timeout_s: float | None) -> Any:
+    async def _await_with_timeout(self, awaitable: Awaitable[Any], timeout_s: float | None) -> Any:
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 return await awaitable
@@ -162,14 +163,16 @@ class RewardFunction:
                 return timeout_failure(self.name, timeout_s)
             return failure(self.name, error, self.defined_at)
 
-    def _lacks(self, item: Item) -> RewardFailure | None:
+    def _missing_column(self, item: Item) -> RewardFailure | None:
         if missing := self.missing(item.columns):
             found = sorted({*item.columns, *COMMON_COLUMNS})
-            return RewardFailure(self.name, f"parameter {missing[0]!r} is no column of the row; its columns: {found}")
+            return RewardFailure(
+                self.name, f"parameter {missing[0]!r} is not a column of the row; its columns: {found}"
+            )
         return None
 
     def missing(self, columns: Collection[str]) -> list[str]:
-        """Parameters that nothing is given for, of a row with these columns."""
+        """Return the required parameters that a row with these columns has no value for."""
         known = {*columns, *COMMON_COLUMNS, *SHAPE_PARAMETERS[self.shape], *self.kwargs}
         return [name for name, required in self.is_required.items() if required and name not in known]
 
@@ -181,7 +184,7 @@ class RewardFunction:
             "extra_info": item.columns.get("extra_info") or {},
         }
         columns = {name: item.column(name) for name in self._columns([item])}
-        return {**columns, **self._wanted(given)}
+        return {**columns, **self._accepted(given)}
 
     def _batch(self, items: list[Item], log: _Log) -> dict[str, Any]:
         if self.shape == "samples":
@@ -208,25 +211,25 @@ class RewardFunction:
                 "log_metric": log.metric,
                 "log_extra": log.extra,
             }
-        # A row of a mixed data set may lack a column of the others; data sets show that as None.
+        # Rows of a mixed data set may lack columns of other rows; data sets represent them as None.
         columns = {
             name: [item.column(name) if _has(item, name) else None for item in items] for name in self._columns(items)
         }
-        return {**columns, **self._wanted(given)}
+        return {**columns, **self._accepted(given)}
 
-    def _wanted(self, given: dict[str, Any]) -> dict[str, Any]:
+    def _accepted(self, given: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in given.items() if self.takes_kwargs or name in self.is_required}
 
     def _columns(self, items: list[Item]) -> list[str]:
-        """Select columns: those named, or all; for verl's shapes those without a default."""
+        """Return the columns to pass: named parameters, or all with `**kwargs`; for verl only required parameters."""
         present = {"data_source": None, "ground_truth": None}
         for item in items:
             present.update(dict.fromkeys(item.columns))
-        verls = self.shape.startswith("verl")
-        by_name = [name for name in self.is_required if self.is_required[name] or not verls]
+        is_verl = self.shape.startswith("verl")
+        by_name = [name for name in self.is_required if self.is_required[name] or not is_verl]
         rest = (
             present.keys() - self.is_required - WITHHELD_COLUMNS - SHAPE_PARAMETERS[self.shape]
-            if self.takes_kwargs and not verls
+            if self.takes_kwargs and not is_verl
             else ()
         )
         return [name for name in present if name in by_name or name in rest]
@@ -235,18 +238,21 @@ class RewardFunction:
 def adapt(
     name: str, found: Any, source: str | Callable[..., Any], kwargs: dict[str, Any] | None = None
 ) -> RewardFunction:
-    """Recognise the shape by parameter names or a method `score`. A class or factory is called with `kwargs`."""
+    """Return a RewardFunction whose shape is recognised by parameter names or a method `score`.
+
+    A class or factory is called with `kwargs`, which otherwise are passed to each call.
+    """
     remember([kwargs, source])
     if inspect.isclass(found) or (kwargs and _shape(name, found) is None):
-        return replace(adapt(name, _made(name, found, kwargs or {}), source), factory_kwargs=dict(kwargs or {}))
+        return replace(adapt(name, _call_factory(name, found, kwargs or {}), source), factory_kwargs=dict(kwargs or {}))
     scores = getattr(found, "score", None)
-    call = functools.partial(_ask, scores) if callable(scores) else found
+    call = functools.partial(_call_score, scores) if callable(scores) else found
     shape = "samples" if callable(scores) else _shape(name, found)
     if shape is None:
         given = ", ".join(str(parameter) for parameter in _parameters(name, found))
         raise RewardError(
-            f"reward function {name} has the parameters ({given}), which match no known signature. Name them as in one "
-            f"of:\n{SHAPES}\nor give kwargs with which it makes such a function"
+            f"reward function {name} has the parameters ({given}), which match no known signature. Use the parameter "
+            f"names of one of:\n{SHAPES}\nor set kwargs if it is a factory that returns such a function"
         )
     parameters = _parameters(name, call)
     is_required = {
@@ -280,17 +286,19 @@ def _shape(name: str, found: Any) -> str | None:
     if callable(getattr(found, "score", None)):
         return "samples"
     names = {parameter.name for parameter in _parameters(name, found)}
-    return next((shape for telling, shape in SHAPE_OF_PARAMETER.items() if telling in names), None)
+    return next((shape for parameter, shape in SHAPE_OF_PARAMETER.items() if parameter in names), None)
 
 
 def _parameters(name: str, call: Any) -> list[inspect.Parameter]:
     try:
         return list(inspect.signature(call).parameters.values())
     except (TypeError, ValueError) as error:
-        raise RewardError(f"reward function {name}: its parameters can't be read ({error}); wrap it in a def") from None
+        raise RewardError(
+            f"reward function {name}: its signature can't be inspected ({error}); wrap it in a def"
+        ) from None
 
 
-def _made(name: str, factory: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+def _call_factory(name: str, factory: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
     try:
         made = factory(**kwargs)
     except RewardError as error:
@@ -303,22 +311,22 @@ def _made(name: str, factory: Callable[..., Any], kwargs: dict[str, Any]) -> Any
             f"entry's kwargs.\n{hidden_text(user_traceback(error))}"
         ) from error
     if not callable(made) and not hasattr(made, "score"):
-        call = f"{name}(**{hidden(kwargs)}) made {hidden_text(repr(made))}"
-        raise RewardError(f"reward function {name}: {call}, which is no function of a shape")
+        call = f"{name}(**{hidden(kwargs)}) returned {hidden_text(repr(made))}"
+        raise RewardError(f"reward function {name}: {call}, which is neither callable nor has a method score")
     return made
 
 
-def _ask(score: Callable[..., Any], samples: list[Item]) -> Any:
+def _call_score(score: Callable[..., Any], samples: list[Item]) -> Any:
     return score(samples)
 
 
 def timeout_failure(name: str, seconds: float) -> RewardFailure:
-    """The failure of a call that was given up."""
+    """Return the failure of a call that exceeded its time limit."""
     return RewardFailure(name, f"{name} took longer than {seconds:g} s (reward.timeout_s) and was stopped")
 
 
 class _Log:
-    """What a TRL function logs while it scores one batch."""
+    """Values that a TRL function logs while it scores one batch."""
 
     def __init__(self, length: int):
         self._length = length
@@ -326,19 +334,19 @@ class _Log:
         self._metrics: dict[str, list[float]] = {}
 
     def extra(self, column: str, values: list[Any]) -> None:
-        """A column with one entry for each sample."""
+        """Log a column with one entry per sample."""
         self._extras[column] = values
 
     def metric(self, name: str, value: float) -> None:
-        """A number for the batch; called several times, the mean."""
+        """Log a number for the batch; repeated calls are averaged."""
         self._metrics.setdefault(name, []).append(float(value))
 
     def entries(self) -> list[dict[str, Any]]:
         logs: list[dict[str, Any]] = [{} for _ in range(self._length)]
         for name, values in self._metrics.items():
-            spread(logs, name, sum(values) / len(values))
+            log_values(logs, name, sum(values) / len(values))
         for column, values in self._extras.items():
-            spread(logs, column, values)
+            log_values(logs, column, values)
         return logs
 
 
@@ -355,7 +363,7 @@ def _loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
 
     def run() -> None:
-        while True:  # KeyboardInterrupt and SystemExit of a task that a function made end the loop
+        while True:  # KeyboardInterrupt or SystemExit in a task ends run_forever
             with suppress(BaseException):
                 loop.run_forever()
 
@@ -363,8 +371,8 @@ def _loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _settled(waiting: list[CoroutineType]) -> list[Any]:
-    async def together() -> list[Any]:
+def _gather(waiting: list[CoroutineType]) -> list[Any]:
+    async def gather() -> list[Any]:
         return await asyncio.gather(*waiting)
 
-    return asyncio.run_coroutine_threadsafe(together(), _loop()).result()
+    return asyncio.run_coroutine_threadsafe(gather(), _loop()).result()

@@ -1,7 +1,7 @@
 """Score with a sequence-classification reward model: `reward.model_path`.
 
-A score is a raw logit of a head from the checkpoint. Text is never truncated: a sample that exceeds the context is a
-`RewardFailure`. A score does not depend on the rest of the batch. torch and vLLM are imported by `start` only.
+A score is a raw logit of the head in the checkpoint. Text is never truncated: a sample that exceeds the context is a
+`RewardFailure`. A score does not depend on the rest of the batch. Only `start` imports torch and vLLM.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from rlfuse.rewards.models.visual_inputs import VisualInputs
 from rlfuse.samples import RewardFailure, Visual
 
 MAX_BATCH_TOKENS = 16384
-"""Padded tokens of one forward pass; a longer sequence goes alone."""
+"""Padded tokens per forward pass; a longer sequence is a batch of its own."""
 MAX_CACHED_SEQUENCES = 4096
 Tokens = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A model and what runs it; equal settings share one model per process."""
+    """Model and backend settings; equal settings share one model per process."""
 
     path: str
     backend: str
@@ -52,7 +52,7 @@ class Settings:
 
 
 class Classifier:
-    """Scores samples by one label of a model."""
+    """Reward function that returns the score of one label of a model."""
 
     def __init__(
         self,
@@ -64,25 +64,28 @@ class Classifier:
         engine_kwargs: dict[str, Any] | None = None,
         label: str = "",
     ):
-        """`device`: cpu | cuda | auto. `label`: whose score it is; empty for a model with one."""
+        """Check the arguments without loading the model. Raises RewardError.
+
+        `device`: cpu | cuda | auto. `label`: label whose score is returned; empty for a model with one label.
+        """
         for key, value in (("reward.model_dtype", dtype), ("reward.model_backend", backend)):
             if value not in (valid := by_name()[key].names):
-                raise RewardError(f"{key} is {value!r}; it has to be one of {valid}")
+                raise RewardError(f"{key} is {value!r}; it must be one of {valid}")
         if engine_kwargs and backend != "vllm":
-            raise RewardError(f"reward.engine_kwargs={engine_kwargs} is for reward.model_backend=vllm only")
+            raise RewardError(f"reward.engine_kwargs={engine_kwargs} requires reward.model_backend=vllm")
         self._name = f"{MODEL_PART}/{label}" if label else MODEL_PART
         path = resolve_model_path(path, KEY)
         if Path(path).is_dir():
-            labels, own = saved_labels(Path(path))
-            check_trust(path, KEY, own, trust_remote_code)
+            labels, custom_class = saved_labels(Path(path))
+            check_trust(path, KEY, custom_class, trust_remote_code)
             if labels:
                 label_columns(path, labels, [self._name])
             _check_tokens(path, trust_remote_code)
             if is_video_model(Path(path)):
                 if backend != "vllm":
                     raise RewardError(
-                        f"reward.model_backend={backend}: {path} is a video model, of which transformers has no "
-                        "classifier; set reward.model_backend=vllm"
+                        f"reward.model_backend={backend}: {path} is a video model, for which transformers has no "
+                        "sequence classifier; set reward.model_backend=vllm"
                     )
                 check_head(Path(path))
         more = json.dumps(engine_kwargs or {}, sort_keys=True)
@@ -97,11 +100,11 @@ class Classifier:
         self._column = label_columns(self._settings.path, self._model.labels, [self._name])[self._name]
 
     def unsupported_reason(self, visual: Sequence[Visual]) -> str | None:
-        """Return why it can't score rows with these clips and images, else None. Loads no weights."""
+        """Return why the model can't score rows with these clips and images, or None. Loads no weights."""
         if self._settings.backend != "vllm":
             return (
-                f"{KEY}={self._settings.path} can't see {visual[0].path}: by reward.model_backend="
-                f"{self._settings.backend} it reads text alone. Give a video model under a head, and "
+                f"{KEY}={self._settings.path} can't process {visual[0].path}: reward.model_backend="
+                f"{self._settings.backend} supports text only. Use a video model with a score head and "
                 f"reward.model_backend=vllm, or {ALTERNATIVE}"
             )
         self._visual_inputs = self._visual_inputs or load_visual_inputs(
@@ -111,15 +114,15 @@ class Classifier:
 
     def score(self, samples: Sequence[Item]) -> list[float | RewardFailure]:
         refused = [self.unsupported_reason(item.visual) if item.visual else None for item in samples]
-        seen = iter(self._model.logits([item for item, why in zip(samples, refused, strict=True) if not why]))
-        return [RewardFailure("", why) if why else self._own(next(seen)) for why in refused]
+        scored = iter(self._model.logits([item for item, why in zip(samples, refused, strict=True) if not why]))
+        return [RewardFailure("", why) if why else self._score(next(scored)) for why in refused]
 
-    def _own(self, logits: list[float] | RewardFailure) -> float | RewardFailure:
+    def _score(self, logits: list[float] | RewardFailure) -> float | RewardFailure:
         return logits if isinstance(logits, RewardFailure) else _finite(logits[self._column])
 
 
 class LoadedClassifier:
-    """A model with its tokenizer; `first`: the first label used."""
+    """Loaded model with its tokenizer. `first`: first label that is used."""
 
     def __init__(self, settings: Settings, first: str):
         from transformers import AutoTokenizer
@@ -129,42 +132,42 @@ class LoadedClassifier:
             config = read_config(path, KEY, trusts)
         except OSError as error:
             raise RewardError(
-                f"reward.model_path: {path} is no folder here and the hub gave none: {headline(error)}"
+                f"reward.model_path: {path} is neither a local folder nor available on the hub: {headline(error)}"
             ) from error
         self.labels = list(config.id2label.values())
-        label_columns(path, self.labels, [first])  # before its weights are loaded
+        label_columns(path, self.labels, [first])  # checked before the weights are loaded
         self._tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trusts)
         self._runner = Pooling(settings) if settings.backend == "vllm" else Transformers(settings, config)
         self._context = min(limit for limit in (self._runner.context, self._tokenizer.model_max_length) if limit)
-        self._kept: dict[ScoringInput, list[float]] = {}
+        self._cache: dict[ScoringInput, list[float]] = {}
 
     def logits(self, samples: Sequence[Item]) -> list[list[float] | RewardFailure]:
-        """Return all labels' logits of each sample, in order."""
-        asked = [self._asked(item) for item in samples]
-        found = self._run({each for each in asked if isinstance(each, ScoringInput)})
-        return [found[each] if isinstance(each, ScoringInput) else each for each in asked]
+        """Return the logits of all labels for each sample, in order."""
+        sequences = [self._encode(item) for item in samples]
+        found = self._run({each for each in sequences if isinstance(each, ScoringInput)})
+        return [found[each] if isinstance(each, ScoringInput) else each for each in sequences]
 
-    def _asked(self, item: Item) -> ScoringInput | RewardFailure:
+    def _encode(self, item: Item) -> ScoringInput | RewardFailure:
         try:
-            asked = self._runner.asked(item, self._tokenizer)
+            sequence = self._runner.encode(item, self._tokenizer)
         except Exception as error:
             return failure("", error)
-        if 0 < len(asked.tokens) <= self._context:
-            return asked
+        if 0 < len(sequence.tokens) <= self._context:
+            return sequence
         return RewardFailure(
             "",
-            f"prompt and response are {len(asked.tokens)} tokens of the reward model, which takes 1 to "
-            f"{self._context}: lower data.max_response_length or give a model with a longer context",
+            f"prompt and response are {len(sequence.tokens)} tokens for the reward model, which accepts 1 to "
+            f"{self._context}: lower data.max_response_length or use a model with a longer context",
         )
 
     def _run(self, sequences: set[ScoringInput]) -> dict[ScoringInput, list[float] | RewardFailure]:
-        found = {asked: self._kept[asked] for asked in sequences if asked in self._kept}
-        if new := sorted(sequences - found.keys(), key=lambda asked: asked.tokens):
+        found = {sequence: self._cache[sequence] for sequence in sequences if sequence in self._cache}
+        if new := sorted(sequences - found.keys(), key=lambda sequence: sequence.tokens):
             found |= zip(new, self._runner.logits(new), strict=True)
         if len(self.labels) > 1:
-            self._kept |= {asked: each for asked, each in found.items() if isinstance(each, list)}
-            for oldest in list(self._kept)[:-MAX_CACHED_SEQUENCES]:
-                del self._kept[oldest]
+            self._cache |= {sequence: each for sequence, each in found.items() if isinstance(each, list)}
+            for oldest in list(self._cache)[:-MAX_CACHED_SEQUENCES]:
+                del self._cache[oldest]
         return found
 
 
@@ -172,7 +175,7 @@ LOADED_CLASSIFIERS: WeakValueDictionary[Settings, LoadedClassifier] = WeakValueD
 
 
 class Transformers:
-    """Runs the model in transformers, in padded batches."""
+    """Runner of the model in transformers, in padded batches."""
 
     def __init__(self, settings: Settings, config: Any):
         import torch
@@ -188,7 +191,7 @@ class Transformers:
         )
         if info["missing_keys"]:
             raise RewardError(
-                f"reward.model_path: {settings.path} holds no weights for {sorted(info['missing_keys'])}, which would "
+                f"reward.model_path: {settings.path} has no weights for {sorted(info['missing_keys'])}, so they would "
                 "be random. Use a trained sequence-classification model, not a language model."
             )
         self._device = settings.device
@@ -199,8 +202,8 @@ class Transformers:
         self._pad_id = text.pad_token_id
         self.context = getattr(text, "max_position_embeddings", None) or math.inf
 
-    def asked(self, item: Item, tokenizer: Any) -> ScoringInput:
-        """Return the item's tokens by the model's chat template, if any, as reward models are trained."""
+    def encode(self, item: Item, tokenizer: Any) -> ScoringInput:
+        """Return the tokens of the item, formatted with the chat template of the model if it has one."""
         from rlfuse.data.messages import conversation
         from rlfuse.data.tokenizers import conversation_ids  # imports transformers
 
@@ -208,15 +211,15 @@ class Transformers:
         return ScoringInput(tuple(conversation_ids(tokenizer, messages, item.columns.get("tools"))))
 
     def logits(self, sequences: Sequence[ScoringInput]) -> list[list[float] | RewardFailure]:
-        """Return each sequence's logits, or its batch's failure."""
+        """Return the logits of each sequence, or the failure of its batch."""
         found: dict[Tokens, list[float] | RewardFailure] = {}
-        for batch in self._batches([asked.tokens for asked in sequences]):
+        for batch in self._batches([sequence.tokens for sequence in sequences]):
             try:
                 logits = self._forward(batch)
             except Exception as error:
                 logits = [failure("", error)] * len(batch)
             found |= zip(batch, logits, strict=True)
-        return [found[asked.tokens] for asked in sequences]
+        return [found[sequence.tokens] for sequence in sequences]
 
     def _batches(self, sequences: Iterable[Tokens]) -> Iterator[list[Tokens]]:
         """Yield batches of similar length, longest first, within the token budget."""
@@ -245,19 +248,21 @@ class Transformers:
 
 
 def resolve_model_path(path: Any, key: str) -> str:
-    """Return a model's folder, or a hub name unchanged. RewardError for a missing or wrong folder."""
+    """Return the folder of a model, or a hub name unchanged. Raises RewardError for a missing or wrong folder."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         if str(path).startswith(("/", ".", "~")) or str(path).count("/") > 1:
-            raise RewardError(f"{key}: there is no folder {folder}; correct it, or give a hub name (owner/model)")
+            raise RewardError(
+                f"{key}: folder {folder} does not exist; correct the path, or use a hub name (owner/model)"
+            )
         return path
     if not (folder / "config.json").is_file():
-        raise RewardError(f"{key}: {folder} has no config.json; give the folder that save_pretrained wrote")
+        raise RewardError(f"{key}: {folder} has no config.json; use a folder that save_pretrained wrote")
     return str(folder)
 
 
 def _check_tokens(path: str, trusts: bool) -> None:
-    """Raise RewardError if the tokenizer has tokens without an embedding."""
+    """Raise RewardError if the tokenizer has tokens for which the model has no embedding."""
     from transformers import AutoTokenizer
 
     from rlfuse.data.tokenizers import check_vocabulary_size
@@ -273,4 +278,6 @@ def _check_tokens(path: str, trusts: bool) -> None:
 def _finite(logit: float) -> float | RewardFailure:
     if math.isfinite(logit):
         return logit
-    return RewardFailure("", f"the model's logit is {logit}; check its weights, or use reward.model_dtype=float32")
+    return RewardFailure(
+        "", f"the logit of the reward model is {logit}; check the weights, or set reward.model_dtype=float32"
+    )

@@ -1,10 +1,10 @@
-"""Compare a response with a reference answer by a generative judge (Seed1.5-VL, arXiv 2505.07062).
+"""Compare a response with a reference answer by a generative judge, LLM-as-a-judge (Seed1.5-VL, arXiv 2505.07062).
 
     template with (response, reference) -> P(A) of (A, B) = p
     template with (reference, response) -> P(B) of (A, B) = q        reward = (p + q) / 2, between 0 and 1
 
-Averaging both orders cancels a preference for a position. Probabilities are over the two verdict tokens only. Text is
-never truncated; a sample without a verdict (no reference, prompt too long) is a `RewardFailure`.
+Averaging both orders cancels position bias. Probabilities are normalised over the two verdict tokens. Text is never
+truncated; a sample without a verdict (no reference, prompt too long) is a `RewardFailure`.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ Compare two answers to a question.
 
 Which answer is better: more correct, helpful and to the point? Say A or B, and nothing else."""
 PLACEHOLDERS = ("prompt", "a", "b")
-ALTERNATIVE = "blind=true, where question and answers are enough, or an entry with sources that show nothing"
+ALTERNATIVE = "set blind=true if question and answers suffice, or set sources to data without clips and images"
 
 
 class Judge:
-    """Compares each response with a reference."""
+    """Reward function that compares each response with a reference answer."""
 
     def __init__(
         self,
@@ -61,22 +61,21 @@ class Judge:
         engine_kwargs: dict[str, Any] | None = None,
         blind: bool = False,
     ):
-        """Looks at what can be seen without loading; RewardError for what is wrong.
+        """Check the arguments without loading the model. Raises RewardError.
 
-        `template`: what the judge reads, with {prompt}, {a} and {b}; as a user's message, where it has a chat template
-        (`chat_template_kwargs`, for instance {enable_thinking: false}: its first token is what counts).
-        `verdicts`: what it says for a and for b, a token each.
-        `reference`: the column with the answer to compare with, shown as it is.
-        `dtype`: auto, as vLLM chooses (16 bits), or as of model.dtype.
-        `engine_kwargs`: more of vLLM's EngineArgs.
-        `blind`: it goes by question and answers, and is not shown the clips and images of a row.
+        `template`: prompt of the judge with {prompt}, {a} and {b}; a user message if the model has a chat template.
+        `chat_template_kwargs`: for instance {enable_thinking: false}, because only the first generated token counts.
+        `verdicts`: texts for "a is better" and "b is better", one token each.
+        `reference`: column with the reference answer.
+        `dtype`: auto (chosen by vLLM, 16 bits) or a value of model.dtype.
+        `engine_kwargs`: further EngineArgs of vLLM.
+        `blind`: judge by question and answers only, without the clips and images of the row.
         """
         model = resolve_model_path(model, "model")
         if missing := [f"{{{place}}}" for place in PLACEHOLDERS if f"{{{place}}}" not in template]:
-            raise RewardError(f"template: lacks {', '.join(missing)}; it has to show the question and both answers")
+            raise RewardError(f"template: {', '.join(missing)} is missing; add the question and both answers")
         if len(verdicts) != 2 or len(set(verdicts)) != 2 or not all(isinstance(v, str) and v for v in verdicts):
-            told = f"verdicts: got {verdicts}; give two different texts, for the first answer and the second"
-            raise RewardError(told)
+            raise RewardError(f"verdicts: got {verdicts}; use two different texts, for the first and the second answer")
         more = json.dumps(engine_kwargs or {}, sort_keys=True)
         self._settings = EngineSettings(
             model, dtype, max_model_len, kv_cache_memory_mb, trust_remote_code, engine_kwargs=more
@@ -90,11 +89,11 @@ class Judge:
     def start(self) -> None:
         if self._engine is not None:
             return
-        sight = self._new_sight()
-        with sight.served() as model:
+        visual_inputs = self._load_visual_inputs()
+        with visual_inputs.model_folder() as model:
             started = engine(replace(self._settings, model=model))
-        sight.start(started)
-        self._visual_inputs, self._tokenizer = sight, started.tokenizer
+        visual_inputs.start(started)
+        self._visual_inputs, self._tokenizer = visual_inputs, started.tokenizer
         self._tokens = [self._token(verdict) for verdict in self._verdicts]
         self._engine = started
 
@@ -103,19 +102,19 @@ class Judge:
 
     def _compared(self, samples: Sequence[Item]) -> list[Reward | RewardFailure]:
         orders = [self._orders(item) for item in samples]
-        asked = [prompt for pair in orders if not isinstance(pair, RewardFailure) for prompt in pair]
-        said = self._engine.log_probs(asked, self._tokens) if asked else []
-        verdicts = map(verdict, said[::2], said[1::2])
+        prompts = [prompt for pair in orders if not isinstance(pair, RewardFailure) for prompt in pair]
+        log_probs = self._engine.log_probs(prompts, self._tokens) if prompts else []
+        verdicts = map(verdict, log_probs[::2], log_probs[1::2])
         return [pair if isinstance(pair, RewardFailure) else next(verdicts) for pair in orders]
 
     def unsupported_reason(self, visual: Sequence[Visual]) -> str | None:
-        """Return why it can't score a row with these clips and images, else None. Loads no weights."""
+        """Return why the judge can't score a row with these clips and images, or None. Loads no weights."""
         if self._blind:
             return None
-        self._visual_inputs = self._visual_inputs or self._new_sight()
+        self._visual_inputs = self._visual_inputs or self._load_visual_inputs()
         return self._visual_inputs.unsupported_reason(visual)
 
-    def _new_sight(self) -> VisualInputs:
+    def _load_visual_inputs(self) -> VisualInputs:
         return VisualInputs(self._settings.model, self._settings.trust_remote_code, key="model", otherwise=ALTERNATIVE)
 
     def _orders(self, item: Item) -> list[dict[str, Any]] | RewardFailure:
@@ -127,10 +126,10 @@ class Judge:
         except KeyError:
             return _failure(f"the row has no column {self._reference!r}; its columns: {sorted(item.columns)}")
         if reference is None or not isinstance(reference, str | int | float):
-            return _failure(f"{self._reference} is {reference!r}; a judge compares with a text")
+            return _failure(f"{self._reference} is {reference!r}; the reference answer must be a text or a number")
         contents = [message.get("content") for message in item.messages]
         if not all(isinstance(content, str) for content in contents):
-            return _failure("the prompt has parts other than text, which a judge can't be shown")
+            return _failure("the prompt has parts other than text, which the judge does not support")
         roles = [message.get("role", "user") for message in item.messages]
         several = [f"{role}: {content}" for role, content in zip(roles, contents, strict=True)]
         question = contents[0] if len(contents) == 1 else "\n\n".join(several)
@@ -138,8 +137,8 @@ class Judge:
             shown, question = question, self._visual_inputs.escape_markers(question)
             if shown != question and item.lacks_visual and not self._blind:
                 return _failure(
-                    "the question has the marker of a clip or image, and none came along, as none does from saved "
-                    "samples; blind=true has the judge go by the text"
+                    "the question has a marker of a clip or image that is not available, as in saved samples; set "
+                    "blind=true to judge by the text only"
                 )
         answers = [self._visual_inputs.escape_markers(answer).strip() for answer in (item.response, str(reference))]
         try:
@@ -150,8 +149,8 @@ class Judge:
         except Exception as error:
             return failure("", error)
         return _failure(
-            f"question and answers are {longest} tokens of the judge, which takes {self._engine.context - 1}: give a "
-            "judge of more context (max_model_len), or lower data.max_response_length"
+            f"question and answers are {longest} tokens for the judge, which accepts {self._engine.context - 1}: use a "
+            "judge with a longer context (max_model_len), or lower data.max_response_length"
         )
 
     def _prompt(self, question: str, a: str, b: str, visual: Sequence[Visual]) -> VideoPrompt:
@@ -160,37 +159,42 @@ class Judge:
         if self._tokenizer.chat_template is None:
             return self._visual_inputs.assemble(text, visual, special=True)
         message = [{"role": "user", "content": text}]
-        whole = self._tokenizer.apply_chat_template(
+        text_with_template = self._tokenizer.apply_chat_template(
             message, tokenize=False, add_generation_prompt=True, **self._chat_template_kwargs
         )
-        return self._visual_inputs.assemble(whole, visual, special=False)
+        return self._visual_inputs.assemble(text_with_template, visual, special=False)
 
     def _token(self, verdict: str) -> int:
         tokens = self._tokenizer.encode(verdict, add_special_tokens=False)
         if len(tokens) == 1 and tokens[0] != self._tokenizer.unk_token_id:
             return tokens[0]
         raise RewardError(
-            f"verdicts: {verdict!r} is {len(tokens) or 'no'} token(s) of {self._settings.model}; it has to be one "
-            "that the judge knows. A blank in front may be a part of it"
+            f"verdicts: {verdict!r} is {len(tokens) or 'no'} token(s) of {self._settings.model}; it must be one token "
+            "in its vocabulary. A leading space may be part of the token"
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle without the engine."""
-        return self.__dict__ | {"_engine": None, "_tokenizer": None, "_sight": None}
+        """Exclude the engine from pickling."""
+        return self.__dict__ | {"_engine": None, "_tokenizer": None, "_visual_inputs": None}
 
 
 def verdict(forward: Sequence[float], backward: Sequence[float]) -> Reward | RewardFailure:
-    """Return the reward from both orders' log-probs. `consistency`: both prefer the same answer; `position`:
-    probability of the first place; `said`: of a verdict at all (near 0: wrong template or verdicts)."""
+    """Return the reward from the verdict log-probs of both orders.
+
+    Parts: `consistency`, 1 if both orders prefer the same answer; `position`, probability of the first position;
+    `verdict_mass`, probability of either verdict token (near 0: wrong template or verdicts).
+    """
     masses = [math.exp(a) + math.exp(b) for a, b in (forward, backward)]
     if not all(math.isfinite(mass) and mass > 0 for mass in masses):
-        return _failure(f"the log-probs of the verdicts are {list(forward)} and {list(backward)}; check the judge")
+        return _failure(
+            f"the log-probs of the verdicts are {list(forward)} and {list(backward)}; check the weights of the judge"
+        )
     first = 1 / (1 + math.exp(min(forward[1] - forward[0], 700.0)))
     second = 1 / (1 + math.exp(min(backward[0] - backward[1], 700.0)))
     parts = {
         "consistency": float((first - 0.5) * (second - 0.5) > 0),
         "position": (first + 1 - second) / 2,
-        "said": sum(masses) / 2,
+        "verdict_mass": sum(masses) / 2,
     }
     return Reward((first + second) / 2, parts)
 

@@ -1,6 +1,6 @@
-"""Run a reward model in vLLM's pooling mode: of text, or a video model with a head `score.weight` [labels, hidden].
+"""Run a reward model in vLLM's pooling mode: a text model, or a video model with a head `score.weight`.
 
-Scores are raw, without vLLM's activation; the head is never randomly initialised.
+The head has shape [labels, hidden] and is never randomly initialised. Scores are raw logits, without activation.
 """
 
 from __future__ import annotations
@@ -27,45 +27,45 @@ if TYPE_CHECKING:
 
 KEY = "reward.model_path"
 ALTERNATIVE = (
-    "score such rows by a judge or by functions, and name in this entry's sources data_sources that show nothing"
+    "score these rows by a judge or by functions and limit `sources` of this entry to data without clips and images"
 )
 WEIGHT, BIAS = "score.weight", "score.bias"
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringInput:
-    """A sequence to score; equal ones have the same logits."""
+    """Sequence to score; equal sequences have equal logits."""
 
     tokens: tuple[int, ...]
-    shown: tuple[tuple[str, FramePlan | None], ...] = ()
+    media: tuple[tuple[str, FramePlan | None], ...] = ()
     visual: tuple[Visual, ...] = field(default=(), compare=False)
-    made: VideoPrompt | None = field(default=None, compare=False)
+    prompt: VideoPrompt | None = field(default=None, compare=False)
 
 
 def load_visual_inputs(path: str, trust_remote_code: bool) -> VisualInputs:
-    """Return how the reward model sees; for a text model, why not."""
+    """Return the visual inputs of a reward model, which for a text model only report why it has none."""
     return VisualInputs(path, trust_remote_code, key=KEY, otherwise=ALTERNATIVE)
 
 
 class Pooling:
-    """Runs the model on a vLLM engine of this process. `settings`: `classifier.Settings`."""
+    """Runner of the model on a vLLM engine in this process. `settings`: `classifier.Settings`."""
 
     def __init__(self, settings: Any):
         if not head_labels(settings.path, settings.trust_remote_code):
             raise RewardError(
-                f"{KEY}: {settings.path} is no sequence classifier by the architectures of its "
-                "config.json; give a trained one, not a language model"
+                f"{KEY}: {settings.path} is not a sequence classifier according to the architectures in its "
+                "config.json; use a trained classifier, not a language model"
             )
         same = {name: getattr(settings, name) for name in ("dtype", "trust_remote_code", "engine_kwargs")}
         self._visual_inputs = load_visual_inputs(settings.path, settings.trust_remote_code)
-        with self._visual_inputs.served(read_head) as model:
+        with self._visual_inputs.model_folder(read_head) as model:
             self._engine = engine(EngineSettings(model, **same, pooling=True))
         self._visual_inputs.start(self._engine)
         self.context = self._engine.context
         self._pad_id = self._engine.model_config.get_text_config().pad_token_id
 
-    def asked(self, item: Item, tokenizer: PreTrainedTokenizerBase) -> ScoringInput:
-        """Return the sequence to score. RewardError or VideoError if markers do not match what the item shows."""
+    def encode(self, item: Item, tokenizer: PreTrainedTokenizerBase) -> ScoringInput:
+        """Return the sequence to score. Raises RewardError or VideoError if markers do not match clips and images."""
         from rlfuse.data.messages import conversation, map_texts
         from rlfuse.data.tokenizers import conversation_text, without_padding
 
@@ -75,19 +75,19 @@ class Pooling:
             unmarked = map_texts(escape_markers, messages)
             if item.lacks_visual and unmarked != messages:
                 raise RewardError(
-                    "the prompt has the marker of a clip or image, and none came along, as none does from saved samples"
+                    "the prompt has a marker of a clip or image that is not available, as in saved samples"
                 )
             messages = unmarked
         text, special = conversation_text(tokenizer, messages, item.columns.get("tools"))
         made = self._visual_inputs.assemble(text, item.visual, special)
-        # transformers scores the last token that is no padding, vLLM the last.
+        # transformers scores the last token before padding, vLLM the last token.
         ids = without_padding(made.token_ids.tolist(), self._pad_id, tokenizer.pad_token_id)
         made = replace(made, token_ids=made.token_ids[: len(ids)])
         shown = tuple((each.path, each.plan) for each in item.visual)
         return ScoringInput(tuple(made.token_ids.tolist()), shown, item.visual, made)
 
     def logits(self, sequences: Sequence[ScoringInput]) -> list[list[float] | RewardFailure]:
-        """Return each sequence's logits, or why it can't be shown."""
+        """Return the logits of each sequence, or the failure to build its prompt."""
         found: list[list[float] | RewardFailure] = []
         for few in split_by_visual_tokens(sequences):
             prompts = [self._prompt(each) for each in few]
@@ -95,15 +95,15 @@ class Pooling:
             found += [each if isinstance(each, RewardFailure) else next(logits) for each in prompts]
         return found
 
-    def _prompt(self, asked: ScoringInput) -> dict[str, Any] | RewardFailure:
+    def _prompt(self, sequence: ScoringInput) -> dict[str, Any] | RewardFailure:
         try:
-            return self._visual_inputs.prompt(asked.made, asked.visual)
+            return self._visual_inputs.prompt(sequence.prompt, sequence.visual)
         except Exception as error:
             return failure("", error)
 
 
 def is_video_model(folder: Path) -> bool:
-    """Return whether the folder is a whole video model and has no transformers classifier."""
+    """Return whether the folder is a complete video model, for which transformers has no classifier."""
     config = json.loads((folder / "config.json").read_text())
     if config.get("vision_config") is None or AUTO_MAP_CLASS in (config.get("auto_map") or {}):
         return False
@@ -113,11 +113,11 @@ def is_video_model(folder: Path) -> bool:
 
 
 def check_head(folder: Path) -> dict[str, Path]:
-    """Return the files of the head's tensors. RewardError unless they match the folder's config.json."""
+    """Return the files with the tensors of the head. Raises RewardError unless they match config.json."""
     from rlfuse.video.checkpoints import locate_tensors, tensor_shape
 
     config = json.loads((folder / "config.json").read_text())
-    labels = len(config.get("id2label") or "01")  # transformers writes none where there are two without names
+    labels = len(config.get("id2label") or "01")  # transformers omits it for two unnamed labels
     hidden = (config.get("text_config") or config).get("hidden_size")
     try:
         places = locate_tensors(folder)
@@ -125,26 +125,26 @@ def check_head(folder: Path) -> dict[str, Path]:
         raise RewardError(f"{KEY}: {error}") from error
     if WEIGHT not in places:
         raise RewardError(
-            f"{KEY}: {folder} holds no {WEIGHT}, so that scores would be a random head's. Give a trained reward model, "
-            "whose head is in its *.safetensors, not a language model"
+            f"{KEY}: {folder} has no {WEIGHT}, so its head would be random. Use a trained reward model with its head "
+            "in *.safetensors, not a language model"
         )
     named = config.get("architectures") or []
     if not any("SequenceClassification" in name for name in (*named, *(config.get("auto_map") or ()))):
         raise RewardError(
-            f"{KEY}: {folder} has a {WEIGHT}, but its config.json has architectures={named}; if that is a linear layer "
-            "over the last token's features, name there the model's ...ForSequenceClassification"
+            f"{KEY}: {folder} has a {WEIGHT}, but architectures={named} in config.json. If it is a linear layer over "
+            "the features of the last token, set architectures to the model's ...ForSequenceClassification"
         )
     shape = tensor_shape(places[WEIGHT], WEIGHT)
     if shape[0] != labels or hidden not in (None, *shape[1:]):
         raise RewardError(
-            f"{KEY}: {folder} has a {WEIGHT} of shape {shape}, and a config.json that speaks of {labels} labels "
-            f"(id2label) and {hidden} hidden features; give head and config.json of one model"
+            f"{KEY}: {folder} has a {WEIGHT} of shape {shape}, but config.json has {labels} labels (id2label) and "
+            f"hidden size {hidden}; use head and config.json of the same model"
         )
     return {name: places[name] for name in (WEIGHT, BIAS) if name in places}
 
 
 def read_head(folder: str) -> torch.nn.Linear:
-    """Read the head of the reward model in this folder. RewardError as `check_head`."""
+    """Read the head of the reward model in this folder. Raises RewardError like `check_head`."""
     import torch
 
     from rlfuse.video.checkpoints import read_tensor

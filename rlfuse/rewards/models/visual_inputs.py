@@ -1,7 +1,8 @@
-"""Show clips and images of a row to a judge or classifier that runs in vLLM.
+"""Build vLLM prompts with the clips and images of a row for a judge or classifier.
 
-The model sees the frames and sizes of the row's plan. Embeddings of the policy's tower are reused if file, plan and
-tower are the same; otherwise the model's own tower makes them, cached up to KEPT_BYTES. Markers in answers are text.
+The model sees the frames and sizes of the row's plan. Embeddings of the policy's vision tower are reused if file, plan
+and tower are the same; otherwise the model's vision tower computes them, cached up to MAX_CACHED_BYTES. Markers in
+answers are treated as text.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ if TYPE_CHECKING:
 MAX_CACHED_BYTES = 1 << 30
 BLOCK_BYTES = 64 << 20
 MAX_VISUAL_TOKENS = 1 << 16
-"""Visual tokens of samples scored together: of 3,584 features, half a GB per copy."""
+"""Visual tokens of samples that are scored in one batch; with 3,584 features, half a GB per copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class InProcessEmbedding(Embedding):
-    """Rows in this process."""
+    """Embedding whose rows are in the memory of this process."""
 
     rows: torch.Tensor | None = None
 
@@ -48,10 +49,13 @@ class InProcessEmbedding(Embedding):
 
 
 class VisualInputs:
-    """Shows clips to one model. `unsupported_reason` works at once, the rest after `start`."""
+    """Clips and images as inputs of one model. Only `unsupported_reason` works before `start`."""
 
     def __init__(self, path: str, trust_remote_code: bool = False, *, key: str, otherwise: str):
-        """`key`: how the user named the model; `otherwise`: the remedy for rows that it cannot see."""
+        """Read the model's config. Raises RewardError if that fails.
+
+        `key`: config key of the model. `otherwise`: remedy in messages about rows that the model does not support.
+        """
         from rlfuse.video.video_model import VideoModel
 
         self._name, self._otherwise = f"{key}={path}", otherwise
@@ -63,7 +67,7 @@ class VisualInputs:
         except (OSError, ValueError) as error:
             raise RewardError(f"{self._name} can't be read: {error}") from error
         self._tower: Any = None
-        self._own: OrderedDict[str, InProcessEmbedding] = OrderedDict()
+        self._embeddings: OrderedDict[str, InProcessEmbedding] = OrderedDict()
 
     def unsupported_reason(self, visual: Sequence[Visual]) -> str | None:
         return next((why for each in visual if (why := self._refusal(each))), None)
@@ -75,21 +79,21 @@ class VisualInputs:
         model, plan = self._model, visual.plan
         if model is None:
             families = known_families()
-            return f"{self._name} can't see {visual.path}: give a model of {families}, or {self._otherwise}"
-        own = self._image_geometry if plan.is_image else model.geometry
-        if own != plan.geometry:
+            return f"{self._name} can't process {visual.path}: use a model of {families}, or {self._otherwise}"
+        geometry = self._image_geometry if plan.is_image else model.geometry
+        if geometry != plan.geometry:
             return (
-                f"{self._name} can't see {visual.path}: it takes frames as {own}, and they were planned for the "
-                f"policy as {plan.geometry}. Give a model of the policy's family, or {self._otherwise}"
+                f"{self._name} can't process {visual.path}: it expects frames of {geometry}, but they were planned for "
+                f"the policy as {plan.geometry}. Use a model of the policy's family, or {self._otherwise}"
             )
         if model.family.route is Route.VIDEO_EMBEDS:
             route = select_route(self._config, plan)
-            return f"{self._name} can't see {visual.path}: {route.reason}" if isinstance(route, Refusal) else None
+            return f"{self._name} can't process {visual.path}: {route.reason}" if isinstance(route, Refusal) else None
         return None
 
     @cached_property
     def _config(self) -> PreTrainedConfig:
-        """Cached: `unsupported_reason` is called for every row of a data set."""
+        """Model config, cached because `unsupported_reason` is called for every row of a data set."""
         from transformers import AutoConfig
 
         return AutoConfig.from_pretrained(self._model.folder)
@@ -99,8 +103,8 @@ class VisualInputs:
         return self._model.image_sizes(None)[1]
 
     @contextmanager
-    def served(self, read_head: Callable[[str], torch.nn.Linear] | None = None) -> Iterator[str]:
-        """Yield the folder that vLLM loads: the whole model, or its text part, removed afterwards."""
+    def model_folder(self, read_head: Callable[[str], torch.nn.Linear] | None = None) -> Iterator[str]:
+        """Yield the folder that vLLM loads: the model of a text model, else a temporary folder with the text part."""
         if self._model is None:
             yield self._path
         else:
@@ -112,9 +116,9 @@ class VisualInputs:
         self._tokenizer, self._dtype, self._prompts = engine.tokenizer, engine.dtype, engine.prompts
 
     def assemble(self, text: str, visual: Sequence[Visual], special: bool) -> VideoPrompt:
-        """Return the prompt's tokens with visual ones; VideoError if markers do not match.
+        """Return the prompt tokens, including visual ones. Raises VideoError if markers do not match `visual`.
 
-        `special`: the text has no chat template, so special tokens are added as the tokenizer does.
+        `special`: add special tokens as the tokenizer does, for text without a chat template.
         """
         from rlfuse.data.templates import with_bos
         from rlfuse.video.prompt import VideoPrompt
@@ -126,7 +130,7 @@ class VisualInputs:
         return self._model.prompt(self._tokenizer, text, [each.plan for each in visual])
 
     def escape_markers(self, text: str) -> str:
-        """Escape markers in the text, for `assemble`."""
+        """Escape markers in the text, so that `assemble` treats them as text."""
         from rlfuse.video.prompt import escape_markers
 
         return escape_markers(text) if self._model else text
@@ -150,13 +154,16 @@ class VisualInputs:
         key, given = embedding_key(content_hash(visual.path), visual.plan, self._tower.version), visual.source
         if given is not None and given.key == key and any(map(os.path.exists, (given.path, *given.copies))):
             return given
-        if key not in self._own:
+        if key not in self._embeddings:
             rows = self._encode(visual)
-            self._own[key] = InProcessEmbedding(key, "", *rows.shape, rows=rows)
-            while sum(each.rows.nbytes for each in self._own.values()) > MAX_CACHED_BYTES and len(self._own) > 1:
-                self._own.popitem(last=False)
-        self._own.move_to_end(key)
-        return self._own[key]
+            self._embeddings[key] = InProcessEmbedding(key, "", *rows.shape, rows=rows)
+            while (
+                sum(each.rows.nbytes for each in self._embeddings.values()) > MAX_CACHED_BYTES
+                and len(self._embeddings) > 1
+            ):
+                self._embeddings.popitem(last=False)
+        self._embeddings.move_to_end(key)
+        return self._embeddings[key]
 
     def _encode(self, visual: Visual) -> torch.Tensor:
         import torch
@@ -172,7 +179,7 @@ class VisualInputs:
 
 
 def split_by_visual_tokens(samples: Sequence[Any]) -> Iterator[list[Any]]:
-    """Split samples by the tokens of their `visual`, which bounds the copies of embeddings."""
-    behind = accumulate(sum(each.plan.tokens for each in sample.visual) for sample in samples)
-    for _, few in groupby(zip(behind, samples, strict=True), key=lambda pair: pair[0] // MAX_VISUAL_TOKENS):
+    """Split samples into batches of about MAX_VISUAL_TOKENS, which limits the memory for embeddings."""
+    tokens = accumulate(sum(each.plan.tokens for each in sample.visual) for sample in samples)
+    for _, few in groupby(zip(tokens, samples, strict=True), key=lambda pair: pair[0] // MAX_VISUAL_TOKENS):
         yield [sample for _, sample in few]

@@ -1,4 +1,4 @@
-"""Start a Python process for untrusted code: clean environment, own session, no inherited files, no `site`."""
+"""Start a Python process for untrusted code: clean environment, new session, no inherited files, no `site`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ main = importlib.import_module(module).main
 sys.path.remove(root)
 main()
 """
-"""The project itself is off the path again before anybody's code runs."""
+"""The project is removed from sys.path before untrusted code runs."""
 
 
 class SandboxError(RuntimeError):
-    """The process for untrusted code failed, not the code in it."""
+    """The sandbox process failed, as opposed to the code in it."""
 
 
 def start_python(module: str, folder: str) -> subprocess.Popen[bytes]:
-    """Run `module`'s `main` in `folder`, with pipes for all three streams. Installed packages can be imported there."""
-    # As `-I`, whose options -s -P these are, but for the hash seed: the order of sets must not decide about a reward.
+    """Run `main` of `module` in `folder`, with pipes for all three streams. Installed packages can be imported."""
+    # -s -P are `-I` without -E, so that PYTHONHASHSEED applies: the order of sets must not affect a reward.
     options = ["-s", "-P", "-S", "-B", "-X", "utf8"]
     packages = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     environment = {
@@ -35,7 +35,7 @@ def start_python(module: str, folder: str) -> subprocess.Popen[bytes]:
         "TMPDIR": folder,
         "LANG": "C.UTF-8",
         "PYTHONHASHSEED": "0",
-        # A pool of threads for each of many small processes would be all that they do.
+        # Starting a thread pool in each of many small processes would take most of their time.
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
     }

@@ -1,11 +1,11 @@
-"""The process that runs untrusted code, one test after the other; started by `sandbox`, never imported by a run.
+"""Host process that runs untrusted code against tests, one after the other. Started by `sandbox`, never imported.
 
-    sandbox (reward worker) --job, tests--> host --requests--> candidate: a fork for each test, confined, runs the code
+    sandbox (reward worker) --job, tests--> host --requests--> candidate: confined fork per test that runs the code
                             <---outcomes---      <--replies---
 
-A candidate is forked before its test is read and has none of the host's pipes: neither expected values nor the way to
-report success are in its memory. Nothing runs before the candidate has reported its isolation. A test may use
-`timeout_s` of CPU time and BUSY times that in all; all tests together `total_s`.
+A candidate is forked before its test is read and has none of the host's pipes, so its memory contains neither expected
+values nor a way to report success. No code runs before the candidate has reported its isolation. A test may use
+`timeout_s` of CPU time and WALL_TIME_FACTOR times that of wall time; all tests together `total_s` of wall time.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from rlfuse.rewards.sandbox.known_names import known_names
 from rlfuse.rewards.sandbox.messages import MessageError, decode, encode, pack, receive, send, write
 
 TICK_S = 0.01
-"""How often limits are looked at: what code takes in between comes on top, at most some GB/s for each processor."""
+"""Interval of limit checks. In between, code can exceed its limits by a few GB/s per CPU core at most."""
 WALL_TIME_FACTOR = 3
-"""So much longer than its CPU time may a test take."""
+"""Limit of wall time as a multiple of the limit of CPU time."""
 MAX_FILES = 1000
 MAX_THREADS = 500
 OPEN_FILES = 64
 MAX_DEPTH = 200
-"""Levels of JSON; a tuple or a set takes two, a dict three."""
+"""Nesting levels of JSON; a tuple or set takes two, a dict three."""
 MAX_TEXT = 300
 NAME = "<solution>"
 
 
 class TestAborted(BaseException):
-    """The test is over: a limit was reached or the candidate is gone. No test's `except Exception` catches it."""
+    """The test ended early: a limit was exceeded or the candidate died. Not caught by `except Exception` in a test."""
 
     def __init__(self, reason: str, text: str):
         super().__init__(reason, text)
@@ -50,15 +50,15 @@ class TestAborted(BaseException):
 
 
 class CodeError(Exception):
-    """The code raised an exception that Python does not come with."""
+    """The code raised an exception that is not built in."""
 
 
 def main() -> None:
-    """Read the job from standard input, write one outcome for each test to standard output."""
+    """Read the job from stdin and write one outcome per test to stdout."""
     job = receive(0)
     die_with_parent(job["parent"])
     limit(job["memory_bytes"], math.ceil(job["total_s"]) + 2, job["file_bytes"], OPEN_FILES)
-    confine_files([os.getcwd()], ["/proc"])  # of processes, Landlock shows their own user only those it confines too
+    confine_files([os.getcwd()], ["/proc"])  # Landlock hides processes outside its domain
     job["known"] = known_names()
     end = time.monotonic() + job["total_s"]
     for _ in range(job["tests"]):
@@ -73,12 +73,12 @@ def _test(job: dict[str, Any], end: float) -> dict[str, Any]:
         if isolation and job["demand"]:
             return {"isolation": isolation}
         try:
-            _watch(job, candidate, end)
+            _enforce_limits(job, candidate, end)
             outcome = {"program": _program, "calls": _call, "asserts": _assert}[job["kind"]](candidate, job, test)
         except TestAborted as stopped:
             outcome = stopped.outcome
         finally:
-            signal.signal(signal.SIGALRM, signal.SIG_IGN)  # a look that is due would set the timer again
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)  # a pending check would restart the timer
             signal.setitimer(signal.ITIMER_REAL, 0)
         return {**outcome, "isolation": isolation}
     finally:
@@ -92,14 +92,14 @@ def _program(candidate: Candidate, job: dict[str, Any], given: str) -> dict[str,
     if reply is None:
         candidate.died(allowed=0)
     if reply and "error" in reply:
-        return {"reason": _reason(reply["error"]), "text": _headline(reply)}
+        return {"reason": _reason(reply["error"]), "text": _format_error(reply)}
     return {"value": output}
 
 
 def _call(candidate: Candidate, job: dict[str, Any], arguments: Any) -> dict[str, Any]:
     reply = candidate.ask(job["fn_name"], arguments)
     if "error" in reply:
-        return {"reason": _reason(reply["error"]), "text": _headline(reply)}
+        return {"reason": _reason(reply["error"]), "text": _format_error(reply)}
     return {"value": reply.get("value")}
 
 
@@ -112,17 +112,17 @@ def _assert(candidate: Candidate, job: dict[str, Any], source: str) -> dict[str,
     try:
         exec(compile(source, "<test>", "exec"), names)
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"[:MAX_TEXT]
+        message = f"{type(error).__name__}: {error}"[:MAX_TEXT]
         if isinstance(error, AssertionError):
-            return {"reason": "wrong", "text": f"{said} in {source.strip()[:MAX_TEXT]}"}
-        return {"reason": _reason(type(error).__name__), "text": said}
+            return {"reason": "wrong", "text": f"{message} in {source.strip()[:MAX_TEXT]}"}
+        return {"reason": _reason(type(error).__name__), "text": message}
     finally:
-        names.clear()  # functions hold on to it, and so to the test, where the next candidate could find it
+        names.clear()  # functions keep a reference to the test, which the next candidate could find
     return {"value": True}
 
 
 class _Names(dict):
-    """Global names of a test: tested code cannot replace the `sorted` or `all` that judges it."""
+    """Global names of a test, in which tested code cannot replace builtins such as `sorted` or `all`."""
 
     def __init__(self, candidate: Candidate, fn_name: str | None):
         super().__init__(__name__="test")
@@ -141,14 +141,14 @@ class _Names(dict):
             return decode(reply.get("value"))
         kind = getattr(builtins, str(reply["error"]), None)
         known = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError)
-        raise (kind(reply.get("message")) if known else CodeError(_headline(reply)))
+        raise (kind(reply.get("message")) if known else CodeError(_format_error(reply)))
 
 
 class Candidate:
-    """One forked process with the code, as the host sees it."""
+    """Host's handle of one forked process that runs the code."""
 
     def __init__(self, job: dict[str, Any]):
-        self._most = job["output_bytes"]
+        self._max_bytes = job["output_bytes"]
         self._input = os.memfd_create("input")
         self._untouched = os.stat(".").st_mtime_ns
         requests, self._requests = os.pipe()
@@ -162,15 +162,15 @@ class Candidate:
         self._status: int | None = None
 
     def isolation(self) -> str:
-        """What is missing of the isolation; "" where nothing is. Said before the code runs."""
+        """Return which isolation is missing, "" if none. Received before the code runs."""
         try:
-            return str(receive(self._replies, self._most))
+            return str(receive(self._replies, self._max_bytes))
         except EOFError:
-            raise RuntimeError("the process for the code ended before it ran any") from None
+            raise RuntimeError("the sandbox process ended before it ran the code") from None
 
     def cpu_s(self) -> float:
         try:
-            return time.clock_gettime(~self._pid << 3 | 2)  # its clock, as clock_getcpuclockid(3) names it
+            return time.clock_gettime(~self._pid << 3 | 2)  # clock ID as in clock_getcpuclockid(3)
         except OSError:
             return 0.0
 
@@ -178,13 +178,13 @@ class Candidate:
         return len(resource_usage.threads(self._pid))
 
     def files(self, file_bytes: int) -> dict[int, int]:
-        if os.stat(".").st_mtime_ns == self._untouched:  # each file has a name at first
+        if os.stat(".").st_mtime_ns == self._untouched:  # every new file changes the folder first
             return {}
         found = resource_usage.files(self._pid, OPEN_FILES, file_bytes)
         found.pop(os.fstat(self._input).st_ino, None)
         return found
 
-    def run(self, given: str, most: int) -> str:
+    def run(self, given: str, max_bytes: int) -> str:
         os.write(self._input, given.encode())
         os.lseek(self._input, 0, os.SEEK_SET)
         self._send({})
@@ -192,8 +192,8 @@ class Candidate:
         while part := os.read(self._output, 2**16):
             parts.append(part)
             size += len(part)
-            if size > most:
-                raise TestAborted("output", f"wrote more than {most} bytes")
+            if size > max_bytes:
+                raise TestAborted("output", f"wrote more than {max_bytes} bytes")
         return b"".join(parts).decode(errors="replace")
 
     def ask(self, name: str, arguments: Any, named: Any = None) -> dict[str, Any]:
@@ -205,11 +205,11 @@ class Candidate:
 
     def reply(self) -> dict[str, Any] | None:
         try:
-            reply = receive(self._replies, self._most)
+            reply = receive(self._replies, self._max_bytes)
         except EOFError:
             return None
         except (MessageError, MemoryError) as error:
-            raise TestAborted("output", f"returned what can't be read: {str(error)[:MAX_TEXT]}") from None
+            raise TestAborted("output", f"returned an unreadable value: {str(error)[:MAX_TEXT]}") from None
         if not isinstance(reply, dict) or _nested(reply):
             raise TestAborted(
                 "output", f"returned what can't be read: no value, or one more than {MAX_DEPTH} levels deep"
@@ -217,14 +217,14 @@ class Candidate:
         return reply
 
     def died(self, allowed: int | None = None) -> None:
-        """Stop, for the reason that the process ended for, unless with the exit status `allowed`."""
+        """Raise TestAborted with the reason for the end of the process, unless its exit status is `allowed`."""
         self._status = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
         if self._status == -signal.SIGXCPU:
             raise TestAborted("timeout", "used up its CPU time")
         if self._status < 0:
-            raise TestAborted("crash", f"died of {signal.Signals(-self._status).name}")
+            raise TestAborted("crash", f"was killed by {signal.Signals(-self._status).name}")
         if self._status != allowed:
-            raise TestAborted("exit", f"ended the process with status {self._status}")
+            raise TestAborted("exit", f"exited with status {self._status}")
 
     def end(self) -> None:
         if self._status is None:
@@ -240,17 +240,17 @@ class Candidate:
             self.died()
 
 
-def _watch(job: dict[str, Any], candidate: Candidate, end: float) -> None:
-    """Raise Stopped wherever the host is, as soon as time is over or too much was written."""
-    late = time.monotonic() + WALL_TIME_FACTOR * job["timeout_s"]
+def _enforce_limits(job: dict[str, Any], candidate: Candidate, end: float) -> None:
+    """Set a timer that raises TestAborted in the host as soon as a limit is exceeded."""
+    deadline = time.monotonic() + WALL_TIME_FACTOR * job["timeout_s"]
 
     def stop(reason: str, text: str) -> NoReturn:
-        # Once more only for a test that catches everything, and not on the way out.
+        # Raise again every second for a test that catches BaseException.
         signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)
         raise TestAborted(reason, text)
 
-    def look(*_: Any) -> None:
-        if candidate.cpu_s() > job["timeout_s"] or time.monotonic() > late:
+    def check_limits(*_: Any) -> None:
+        if candidate.cpu_s() > job["timeout_s"] or time.monotonic() > deadline:
             stop("timeout", f"took longer than {job['timeout_s']:g} s")
         if time.monotonic() > end:
             stop("timeout", f"all tests took longer than {job['total_s']:g} s")
@@ -260,9 +260,9 @@ def _watch(job: dict[str, Any], candidate: Candidate, end: float) -> None:
         if len(files) > MAX_FILES or sum(files.values()) > 2 * job["file_bytes"]:
             stop("files", f"wrote more than {2 * job['file_bytes']} bytes or {MAX_FILES} files")
 
-        signal.setitimer(signal.ITIMER_REAL, TICK_S)  # only now: a look that takes longer is not looked into
+        signal.setitimer(signal.ITIMER_REAL, TICK_S)  # last, so that checks do not overlap
 
-    signal.signal(signal.SIGALRM, look)
+    signal.signal(signal.SIGALRM, check_limits)
     signal.setitimer(signal.ITIMER_REAL, TICK_S)
 
 
@@ -274,7 +274,7 @@ def _clear() -> None:
 
 
 def _candidate(job: dict[str, Any], host: int, given: int, output: int, requests: int, replies: int) -> NoReturn:
-    """Run in the fork: confine, report, execute, answer calls."""
+    """Run in the fork: confine the process, report its isolation, execute the code, answer calls."""
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         die_with_parent(host)
@@ -287,7 +287,7 @@ def _candidate(job: dict[str, Any], host: int, given: int, output: int, requests
         os.closerange(3, 62)
         limit(job["memory_bytes"], math.ceil(job["timeout_s"]) + 2, job["file_bytes"], OPEN_FILES)
         vars(builtins).update(job["known"])
-        sys.setrecursionlimit(50_000)  # as where public data sets run code
+        sys.setrecursionlimit(50_000)  # as the harnesses of public data sets
         missing = [problem for problem in (confine_files([os.getcwd()]), confine_calls()) if problem]
         send(replies, "; ".join(missing))
         if program:
@@ -311,14 +311,14 @@ def _run_program(code: str) -> dict[str, Any]:
         exec(compile(code, NAME, "exec"), module.__dict__)
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code not in (0, None):
-            problem = _described(error, module.__dict__)
+            problem = _describe(error, module.__dict__)
     try:
         for thread in threading.enumerate():
             if thread is not threading.current_thread() and not thread.daemon:
                 thread.join()
         sys.stdout.flush()
     except BaseException as error:
-        problem = problem or _described(error, module.__dict__)
+        problem = problem or _describe(error, module.__dict__)
     finally:
         os.close(1)
     return problem
@@ -330,38 +330,38 @@ def _run_module(code: str) -> tuple[dict[str, Any], dict[str, Any]]:
         exec(compile(code, NAME, "exec"), module.__dict__)
     except BaseException as error:
         if not isinstance(error, SystemExit) or error.code not in (0, None):
-            return {}, _described(error, module.__dict__)
+            return {}, _describe(error, module.__dict__)
     return module.__dict__, {}
 
 
-def _answer(namespace: dict[str, Any], request: dict[str, Any], most: int) -> bytes:
+def _answer(namespace: dict[str, Any], request: dict[str, Any], max_bytes: int) -> bytes:
     try:
         function = namespace.get(request["name"])
         if function is None and "Solution" in namespace:
             function = getattr(namespace["Solution"](), request["name"], None)
         if function is None:
-            return pack({"error": "NameError", "message": f"the code defines no {request['name']}"})
+            return pack({"error": "NameError", "message": f"the code does not define {request['name']}"})
         value = function(*decode(request["arguments"]), **decode(request["named"]))
-        if isinstance(value, str | bytes | list | tuple | set | dict) and len(value) > most:
-            return pack({"error": "ValueError", "message": f"returned {len(value)} entries; {most} at most"})
+        if isinstance(value, str | bytes | list | tuple | set | dict) and len(value) > max_bytes:
+            return pack({"error": "ValueError", "message": f"returned {len(value)} entries; the limit is {max_bytes}"})
         return pack({"value": encode(value)})
     except BaseException as error:
-        return pack(_described(error, {}))
+        return pack(_describe(error, {}))
 
 
-def _described(error: BaseException, namespace: dict[str, Any]) -> dict[str, Any]:
+def _describe(error: BaseException, namespace: dict[str, Any]) -> dict[str, Any]:
     if isinstance(error, MemoryError):
-        namespace.clear()  # room for the words that say so
+        namespace.clear()  # free memory for the message
     frames = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == NAME]
     try:
         name, message = type(error).__name__ + "", "".join(str(error)[:MAX_TEXT])
-    except BaseException as other:  # the code's own class may say anything
-        name, message = "Exception", f"one that raises {type.__repr__(type(other))} when asked what it is"
+    except BaseException as other:  # __str__ of the code's exception class may raise
+        name, message = "Exception", f"an exception whose message can't be read ({type.__repr__(type(other))})"
     return {"error": name, "message": message, "line": frames[-1] if frames else None}
 
 
 def _nested(value: Any) -> bool:
-    """Return whether JSON is too deep for its readers."""
+    """Return whether JSON is nested more than MAX_DEPTH levels deep."""
     layer = [value]
     for _ in range(MAX_DEPTH):
         layer = [
@@ -373,9 +373,9 @@ def _nested(value: Any) -> bool:
     return bool(layer)
 
 
-def _headline(reply: dict[str, Any]) -> str:
-    said = f"{reply.get('error')}: {reply.get('message')}" if reply.get("message") else str(reply.get("error"))
-    return f"{said[:MAX_TEXT]} (line {reply['line']})" if isinstance(reply.get("line"), int) else said[:MAX_TEXT]
+def _format_error(reply: dict[str, Any]) -> str:
+    text = f"{reply.get('error')}: {reply.get('message')}" if reply.get("message") else str(reply.get("error"))
+    return f"{text[:MAX_TEXT]} (line {reply['line']})" if isinstance(reply.get("line"), int) else text[:MAX_TEXT]
 
 
 def _reason(error: Any) -> str:

@@ -1,4 +1,4 @@
-"""Names of the star imports that APPS, TACO, LiveCodeBench and LeetCode put before answers, for untrusted code only."""
+"""Names of the star imports that APPS, TACO, LiveCodeBench and LeetCode prepend to answers, for untrusted code only."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ MODULES = (
     "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json "
     "typing"
 )
-"""Later ones take precedence, and Python's own names over all."""
+"""Later modules take precedence over earlier ones, and builtins over all."""
 
 
 def known_names() -> dict[str, Any]:
-    """Return the names with what they stand for."""
+    """Return the names with their values."""
     names: dict[str, Any] = {}
     for module in map(importlib.import_module, MODULES.split()):
         public = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]

@@ -1,6 +1,6 @@
-"""Exchange JSON messages with a length prefix with processes of untrusted code. Standard library only.
+"""Exchange length-prefixed JSON messages with processes of untrusted code. Standard library only.
 
-Reading never runs code of the sender and never reads more than `most` bytes. Values keep their Python type.
+Reading never runs code of the sender and never reads more than `max_bytes`. Values keep their Python type.
 """
 
 from __future__ import annotations
@@ -12,56 +12,56 @@ import time
 from typing import Any
 
 MAX_MESSAGE_BYTES = 64 * 2**20
-"""Of one message between processes that trust each other."""
+"""Limit of one message between trusted processes."""
 
 
 LONG_BITS = 4096
-"""Longer whole numbers go as hexadecimal digits: Python reads and writes 4,300 decimal ones at most."""
+"""Longer integers are sent in hexadecimal: Python converts at most 4,300 decimal digits."""
 MAX_HASH_COLLISIONS = 1000
-"""Entries of one set or dict whose hash another has too. Each is compared with all those, so that forty thousand of
-them take half a minute; the powers of two, by comparison, share 61 hashes."""
+"""Limit of hash collisions in one set or dict. Time is quadratic: 40,000 collisions take half a minute. For comparison,
+the powers of two have 61 distinct hashes."""
 
 
 class MessageError(ValueError):
-    """What arrived is no message, or is too long."""
+    """The received bytes are not a valid message, or exceed the limit."""
 
 
 def pack(content: Any) -> bytes:
-    """A message of what JSON can say."""
+    """Return a message with JSON-serialisable content."""
     body = json.dumps(content).encode()
     return len(body).to_bytes(4, "big") + body
 
 
 def send(pipe: int, content: Any) -> None:
-    """Write a message; OSError where nobody reads."""
+    """Write a message. Raises OSError if the pipe has no reader."""
     write(pipe, pack(content))
 
 
 def write(pipe: int, message: bytes) -> None:
-    """Write what `pack` made."""
+    """Write a message of `pack` completely."""
     rest = memoryview(message)
     while rest:
         rest = rest[os.write(pipe, rest) :]
 
 
-def receive(pipe: int, most: int = MAX_MESSAGE_BYTES, deadline: float | None = None) -> Any:
-    """Return the next message. EOFError, TimeoutError at `deadline` (monotonic), or MessageError."""
-    length = int.from_bytes(_exactly(pipe, 4, deadline), "big")
-    if length > most:
-        raise MessageError(f"a message of {length} bytes; {most} at most")
-    return unpack(_exactly(pipe, length, deadline))
+def receive(pipe: int, max_bytes: int = MAX_MESSAGE_BYTES, deadline: float | None = None) -> Any:
+    """Return the next message. Raises EOFError, TimeoutError at `deadline` (monotonic time) or MessageError."""
+    length = int.from_bytes(_read_exactly(pipe, 4, deadline), "big")
+    if length > max_bytes:
+        raise MessageError(f"a message of {length} bytes exceeds the limit of {max_bytes}")
+    return unpack(_read_exactly(pipe, length, deadline))
 
 
 def unpack(body: bytes) -> Any:
-    """A message's content, without the length in front."""
+    """Return the content of a message body (without length prefix)."""
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise MessageError(f"no message: {error}") from None
+        raise MessageError(f"not a message: {error}") from None
 
 
 def unpack_all(stream: bytes) -> list[Any]:
-    """The messages of a whole stream; what an ended sender did not finish is left out."""
+    """Return all messages of a stream, without an incomplete last one."""
     found, place = [], 0
     while len(stream) >= place + 4:
         end = place + 4 + int.from_bytes(stream[place : place + 4], "big")
@@ -73,7 +73,7 @@ def unpack_all(stream: bytes) -> list[Any]:
 
 
 def encode(value: Any) -> Any:
-    """A value as JSON can say it; TypeError for objects."""
+    """Encode a value as JSON types. Raises TypeError for arbitrary objects."""
     kind = type(value)
     if isinstance(value, int) and value.bit_length() > LONG_BITS:
         return {"int": f"{int(value):x}"}
@@ -95,19 +95,19 @@ def encode(value: Any) -> Any:
             return base(value)
     if hasattr(value, "tolist"):  # numpy
         return encode(value.tolist())
-    raise TypeError(f"a value of type {kind.__name__} can't be handed over; plain data can")
+    raise TypeError(f"a value of type {kind.__name__} can't be transferred; use plain data")
 
 
-def decode(said: Any) -> Any:
-    """The value again; MessageError for what `encode` never says."""
-    if isinstance(said, list):
-        return [decode(entry) for entry in said]
-    if not isinstance(said, dict):
-        return said
+def decode(content: Any) -> Any:
+    """Decode a value of `encode`. Raises MessageError for anything else."""
+    if isinstance(content, list):
+        return [decode(entry) for entry in content]
+    if not isinstance(content, dict):
+        return content
     try:
-        [(name, content)] = said.items()
+        [(name, content)] = content.items()
         if name == "dict":
-            keys = _few_alike([decode(key) for key, _ in content])
+            keys = _check_collisions([decode(key) for key, _ in content])
             return dict(zip(keys, (decode(entry) for _, entry in content), strict=True))
         if name == "int":
             return int(content, 16)
@@ -117,19 +117,19 @@ def decode(said: Any) -> Any:
             return complex(*content)
         kinds = {"tuple": tuple, "set": set, "frozenset": frozenset, "list": list}
         entries = [decode(entry) for entry in content]
-        return kinds[name](_few_alike(entries) if "set" in name else entries)
+        return kinds[name](_check_collisions(entries) if "set" in name else entries)
     except (ValueError, TypeError, KeyError) as error:
-        raise MessageError(f"no value: {error}") from None
+        raise MessageError(f"not a value: {error}") from None
 
 
-def _few_alike(entries: list[Any]) -> list[Any]:
-    """Refuse entries whose comparison would take exponential time."""
+def _check_collisions(entries: list[Any]) -> list[Any]:
+    """Return the entries. Raises MessageError if their comparison would take too long."""
     if len(entries) - len(set(map(hash, entries))) > MAX_HASH_COLLISIONS:
-        raise MessageError(f"more than {MAX_HASH_COLLISIONS} entries have hashes that others have")
+        raise MessageError(f"more than {MAX_HASH_COLLISIONS} entries have colliding hashes")
     return entries
 
 
-def _exactly(pipe: int, length: int, deadline: float | None) -> bytes:
+def _read_exactly(pipe: int, length: int, deadline: float | None) -> bytes:
     parts, missing = [], length
     while missing:
         if deadline is not None and not select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:

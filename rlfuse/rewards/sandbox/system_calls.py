@@ -1,11 +1,11 @@
-"""Every Linux system call in families: which of them untrusted code may make, and why.
+"""Linux system calls that untrusted code may make, by family, with the reason.
 
-An allowed call acts only on the process itself or on a descriptor that it holds. Files by path are Landlock's; here is
-what Landlock does not govern in each of its versions. Newer calls get ENOSYS, so that libraries fall back.
+An allowed call affects only the process itself or its open descriptors. Landlock restricts files by path; this filter
+covers operations that some Landlock version does not. Newer calls get ENOSYS, so that libraries fall back.
 All other known calls get EPERM: other processes and their memory, sessions, networks, shared memory and queues, locked
-memory, attributes and links of files, `truncate` by path, io_uring and other calls that no filter sees, scheduling,
-identities, namespaces, keys, kernel modules, and the machine's clock, name and disks.
-A condition compares as many bits as the kernel reads: WORD for an `int`.
+memory, attributes and links of files, `truncate` by path, io_uring and other calls that bypass filters, scheduling,
+identities, namespaces, keys, kernel modules, and clock, name and disks of the machine.
+A condition compares only the bits that the kernel reads: WORD for an `int`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from __future__ import annotations
 WORD = 0xFFFF_FFFF
 ALL = 0xFFFF_FFFF_FFFF_FFFF
 OWN_PID = -1
-"""Among values: the number of the process itself."""
+"""Placeholder value for the process's own ID."""
 
 Check = tuple[int, int, int]
-"""Number of an argument, mask, value: the check holds where the masked argument is the value."""
+"""(argument index, mask, value): true if the masked argument equals the value."""
 Condition = tuple[tuple[Check, ...], ...]
-"""Alternatives: a call is allowed where all checks of one of them hold."""
+"""Alternatives: a call is allowed if all checks of one alternative are true."""
 
-# Linux 6.18; the place of a name is its number. "-" is a number without a call.
+# Linux 6.18; the position of a name is its number. "-" is an unused number.
 _X86_64 = """
     read write open close stat fstat lstat poll lseek mmap mprotect munmap brk rt_sigaction rt_sigprocmask
     rt_sigreturn ioctl pread64 pwrite64 readv writev access pipe select sched_yield mremap msync mincore madvise
@@ -103,7 +103,7 @@ def _numbered(names: str) -> dict[int, str]:
 
 
 MACHINES = {"x86_64": (0xC000003E, _numbered(_X86_64)), "aarch64": (0xC00000B7, _numbered(_AARCH64))}
-"""What the kernel calls the architecture (linux/audit.h), and its calls by number; by `os.uname().machine`."""
+"""`os.uname().machine` -> architecture ID (linux/audit.h) and names of calls by number."""
 
 ALLOWED = {
     "its open descriptors": """
@@ -136,7 +136,7 @@ ALLOWED = {
     "machine name, memory and random numbers": "uname sysinfo getrandom",
     "exit and wait": "exit exit_group wait4 waitid",
 }
-"""Family, with the reason it is allowed for, and its calls."""
+"""Family with the reason why it is allowed -> its calls."""
 
 
 def _one_of(argument: int, *values: int) -> Condition:
@@ -144,8 +144,10 @@ def _one_of(argument: int, *values: int) -> Condition:
 
 
 def _opening(flags: int) -> Condition:
-    """Allow writing, or reading without O_TRUNC. Access mode 3 needs no right of Landlock and empties files before
-    its version 3. Not O_TMPFILE: without one, a change of the folder shows that there are files to look for.
+    """Allow writing, or reading without O_TRUNC, and never O_TMPFILE.
+
+    Access mode 3 needs no Landlock right and truncates files before Landlock version 3. Without O_TMPFILE, every new
+    file changes the folder, which shows that there are files to measure.
     """
     access, truncate, nameless = 0o3, 0o1000, 0o20000000
     return tuple(
@@ -157,38 +159,36 @@ _OF_ITSELF = _one_of(0, OWN_PID)
 _F_SETFL, _O_ASYNC = 4, 0o20000
 _FEW = 0x40000 | 0x2000
 CONDITIONAL: dict[str, tuple[str, Condition]] = {
-    "open": ("nothing is emptied by who may not write it, each file has a name", _opening(1)),
-    "openat": ("nothing is emptied by who may not write it, each file has a name", _opening(2)),
-    # Of files; or MAP_ANONYMOUS with MAP_PRIVATE: shared memory stays whole as long as one page of it is mapped, so
-    # that RLIMIT_AS would not bound it.
+    "open": ("no truncation without write access, no unnamed files", _opening(1)),
+    "openat": ("no truncation without write access, no unnamed files", _opening(2)),
+    # Files, or MAP_ANONYMOUS with MAP_PRIVATE. Shared memory persists while one of its pages is mapped, so RLIMIT_AS
+    # would not limit it.
     "mmap": (
-        "neither huge pages nor locked ones, which are few for all, nor memory to be shared with processes it has not",
+        "no huge or locked pages, which are scarce, and no anonymous shared memory",
         (((3, _FEW | 0x20, 0),), ((3, _FEW | 0x23, 0x22),)),
     ),
-    # As C libraries start threads; musl adds CLONE_DETACHED, which means nothing. `sandbox.host` counts them.
-    "clone": ("threads, no processes", (((0, WORD & ~0x400000, 0x3D0F00),),)),
-    "kill": ("signals to itself, as abort() sends them", _OF_ITSELF),
+    # Flags of C libraries for threads; musl adds CLONE_DETACHED, which has no effect. `sandbox.host` counts threads.
+    "clone": ("threads only, no processes", (((0, WORD & ~0x400000, 0x3D0F00),),)),
+    "kill": ("signals to itself, as abort() sends", _OF_ITSELF),
     "tgkill": ("signals to its own threads", _OF_ITSELF),
     "prlimit64": ("its own limits", (*_one_of(0, 0), *_OF_ITSELF)),
-    "socketpair": ("AF_UNIX: asyncio wakes its loop with a pair", _one_of(0, 1)),
-    "sendto": ("to the other end, no address", (((4, ALL, 0),),)),
-    # DUPFD GETFD SETFD GETFL, GETLK SETLK SETLKW, DUPFD_CLOEXEC, GETPIPE_SZ. Not OFD_SETLKW: each thread that waits
-    # for a lock of its own process would hold a file without a descriptor.
+    "socketpair": ("AF_UNIX, for the event loop of asyncio", _one_of(0, 1)),
+    "sendto": ("to the other end of a pair, without address", (((4, ALL, 0),),)),
+    # DUPFD GETFD SETFD GETFL, GETLK SETLK SETLKW, DUPFD_CLOEXEC, GETPIPE_SZ. Not OFD_SETLKW: a thread that waits for a
+    # lock of its own process would keep a file open without a descriptor.
     "fcntl": (
-        "copies, flags but O_ASYNC, and locks; no owner and no signal, which would reach any process of the user",
+        "copies, flags except O_ASYNC, and locks; no owner and no signal, which could reach any process of the user",
         (*_one_of(1, 0, 1, 2, 3, 5, 6, 7, 1030, 1032), ((1, WORD, _F_SETFL), (2, _O_ASYNC, 0))),
     ),
     # TCGETS TCGETS2 TIOCGWINSZ (is it a terminal?), FIONREAD FIONBIO FIONCLEX FIOCLEX.
     "ioctl": (
-        "questions and flags of descriptors; nothing that devices do, no owner and no FIOASYNC",
+        "queries and flags of descriptors; no device operations, no owner, no FIOASYNC",
         _one_of(1, 0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451),
     ),
-    # PR_SET_NAME PR_GET_NAME; not PR_SET_PDEATHSIG, with which it would outlive its host.
+    # PR_SET_NAME PR_GET_NAME; not PR_SET_PDEATHSIG, with which the process could outlive its host.
     "prctl": ("names of threads", _one_of(0, 15, 16)),
 }
-"""Call, with what of it is allowed and the condition; otherwise EPERM."""
+"""Call -> what is allowed, and the condition for it; otherwise EPERM."""
 
-ABSENT = {
-    "flags in memory, which no filter sees; C libraries use clone and openat where there is none": "clone3 openat2"
-}
-"""Family and its calls, which answer ENOSYS."""
+ABSENT = {"flags in memory, which filters cannot see; C libraries fall back to clone and openat": "clone3 openat2"}
+"""Reason -> calls that return ENOSYS."""

@@ -1,6 +1,6 @@
-r"""Find the final answer of a response, and build the result dict of all verifiers. Pure.
+r"""Extract the final answer of a response, and build the result dict of all verifiers. Pure.
 
-Time is linear in the length of the response; responses longer than MAX_CHARS hold no answer, nor do truncated ones,
+Time is linear in the length of the response. Responses longer than MAX_CHARS have no answer, nor have truncated ones
 whose last `\boxed{` or `<answer>` is not closed.
 """
 
@@ -67,8 +67,11 @@ _BEFORE_NOUN = {
 
 
 class Parts(NamedTuple):
-    """Where a response may state its answer, in this order: its last box, what follows its last announcement ("the
-    answer is"), both unwrapped; its text. All are within the last `<answer>` tag, if there is one (`is_tagged`)."""
+    """Parts of a response that may state its answer, in order of precedence.
+
+    They are the last box, the text after the last announcement ("the answer is"), both unwrapped, and the whole text;
+    all within the last `<answer>` tag if there is one (`is_tagged`).
+    """
 
     box: str | None
     announced_answer: str | None
@@ -81,7 +84,7 @@ class Parts(NamedTuple):
 
 
 def answer_in(solution_str: str) -> str | None:
-    """Return the response without its thought, `normalize_width`; None if it is longer than MAX_CHARS."""
+    """Return the response without its reasoning, in ASCII width; None if it is longer than MAX_CHARS."""
     answer = answer_after_reasoning(solution_str)
     return normalize_width(answer) if len(answer) <= MAX_CHARS else None
 
@@ -92,21 +95,21 @@ def normalize_width(text: str) -> str:
 
 
 def parts_of(answer: str) -> Parts | None:
-    """Return where the response may state its answer; None if it is empty or its last tag or box is not closed."""
+    """Return the parts that may state the answer; None if the text is empty or its last tag or box is not closed."""
     text, tags = answer, list(_TAG.finditer(answer))
     if tags:
         last = max((index for index, tag in enumerate(tags) if not tag[1]), default=-1)  # -1: the prompt opened it
         if last == len(tags) - 1:
             return None
         text = answer[tags[last].end() if last >= 0 else 0 : tags[last + 1].start()].strip()
-    in_box, said = boxed(text), announced_answer(text)
+    in_box, after = boxed(text), announced_answer(text)
     if not text or (in_box is None and _BOX.search(text)):
         return None
-    return Parts(*(None if part is None else strip_wrapping(part) for part in (in_box, said)), text, bool(tags))
+    return Parts(*(None if part is None else strip_wrapping(part) for part in (in_box, after)), text, bool(tags))
 
 
 def read_from(answer: str, find: Callable[..., Found | None]) -> Found | None:
-    """Return what `find` reads in the last box; without one in the announcement, `first` there, else in the text."""
+    """Apply `find` to the last box, else to the part after the last announcement, else to the whole text."""
     parts = parts_of(answer)
     if parts is None or parts.box is not None:
         return find(parts.box) if parts else None
@@ -119,7 +122,7 @@ def boxed(text: str) -> str | None:
     if start is None:
         return None
     rest = text[start:].lstrip()
-    if not rest.startswith("{"):  # \boxed 5, as MATH has it
+    if not rest.startswith("{"):  # \boxed 5, as in MATH
         return rest.partition("\n")[0].partition("$")[0].strip() or None
     end = _closing(rest)
     return None if end is None else rest[1:end].strip()
@@ -135,8 +138,10 @@ def _closing(text: str) -> int | None:
 
 
 def announced_answer(text: str) -> str | None:
-    """Return what follows the last "answer is", "Final answer:", "答案" and so on: the rest of the line, the next line
-    if the rest is empty, or a displayed formula; None if nothing is announced."""
+    """Return the text after the last "answer is", "Final answer:", "答案" and so on, or None.
+
+    That is the rest of the line, the next line if the rest is empty, or a displayed formula.
+    """
     end = max((match.end() for match in _ANNOUNCEMENT.finditer(text)), default=None)
     if end is None:
         return None
@@ -157,17 +162,17 @@ def _after_announcement(text: str) -> str:
 
 
 def strip_wrapping(text: str) -> str:
-    """Return the text without enclosing tags, emphasis, quotes, delimiters and final punctuation."""
+    """Return the text without enclosing tags, emphasis, quotes, delimiters and trailing punctuation."""
     text = text.strip()
     for _ in range(_LAYERS):
-        inner = _layer_removed(text)
+        inner = _strip_layer(text)
         if inner == text:
             break
         text = inner
     return text
 
 
-def _layer_removed(text: str) -> str:
+def _strip_layer(text: str) -> str:
     for mark in _SYMMETRIC:
         inner = text[len(mark) : -len(mark)]
         if len(text) > 2 * len(mark) and text.startswith(mark) and text.endswith(mark) and mark not in inner:
@@ -192,7 +197,7 @@ def _layer_removed(text: str) -> str:
 
 
 def strip_markup(text: str) -> str:
-    r"""Return the text without emphasis, quotes, math delimiters and the commands around the content of \text{...}."""
+    r"""Return the text without emphasis, quotes and math delimiters, with \text{...} replaced by its content."""
     return _MARKUP.sub(r"\1", text)
 
 
@@ -212,39 +217,39 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
 
 
 def verdict(score: float, reason: str = "", *, right: bool | None = None, found: bool = True) -> dict[str, Any]:
-    """Return a verifier's result. Pass `right` if the score is more than right or wrong."""
+    """Return the result dict of a verifier. Pass `right` (the `acc`) if the score is not just 0 or 1."""
     accurate = bool(score) if right is None else right
     result = {"score": float(score), "acc": float(accurate), "format": float(found)}
     return {**result, "reason": reason} if reason else result
 
 
-def not_found(answer: str | None, wanted: str) -> dict[str, Any]:
-    """Return the result of a response that holds no answer of the kind."""
+def not_found(answer: str | None, expected: str) -> dict[str, Any]:
+    """Return the result for a response without an answer of the expected kind; `answer` None: too long."""
     if answer is None:
         return verdict(0.0, f"the answer is longer than {MAX_CHARS} characters", found=False)
-    return verdict(0.0, f"no {wanted} in {excerpt(answer)}", found=False)
+    return verdict(0.0, f"no {expected} in {excerpt(answer)}", found=False)
 
 
 def wrong_answer(found: Any, truth: Any) -> dict[str, Any]:
-    """Return the result of a wrong answer."""
-    return verdict(0.0, f"answered {excerpt(found)}, right is {excerpt(truth)}")
+    """Return the result for a wrong answer."""
+    return verdict(0.0, f"answered {excerpt(found)}, expected {excerpt(truth)}")
 
 
 def overlap_result(overlap: float, threshold: float, given: str, true: str) -> dict[str, Any]:
-    """Return the result of an answer that overlaps the true one; right from `threshold` on."""
+    """Return the result for an answer whose overlap (IoU) counts as right from `threshold` on."""
     right = overlap >= threshold
-    return verdict(overlap, "" if right else f"answered {given}, right is {true}", right=right)
+    return verdict(overlap, "" if right else f"answered {given}, expected {true}", right=right)
 
 
 def ground_truth_error(ground_truth: Any, valid: str) -> ValueError:
-    """Return the error for a ground truth that cannot be read."""
-    return ValueError(f"ground_truth: got {ground_truth!r:.500}; valid is {valid}. Correct the row.")
+    """Return the error for a ground truth that cannot be parsed."""
+    return ValueError(f"ground_truth: got {ground_truth!r:.500}; it must be {valid}. Correct the row.")
 
 
 def excerpt(value: Any) -> str:
-    """Return the end of a value's representation, where an answer is, for a reason."""
+    """Return the end of repr(value), where an answer usually is, for a message."""
     try:
         text = repr(value)
-    except ValueError:  # Python's limit
-        text = "a whole number of more than 4,300 digits"
+    except ValueError:  # above Python's limit for conversion
+        text = "an integer of more than 4,300 digits"
     return text if len(text) <= MAX_SHOWN_CHARS else "..." + text[-MAX_SHOWN_CHARS:]

@@ -1,7 +1,7 @@
-r"""Score a box in a picture, `[x1, y1, x2, y2]`, by its IoU with the true one.
+r"""Score a bounding box in an image, `[x1, y1, x2, y2]`, by its IoU with the true box.
 
-The last box in the last `\boxed{}` counts, else the first announced one, else the last one. If one of answer and truth
-is in shares of the picture (0 to 1), `size` (width, height) converts it to pixels.
+The answer is the last box in the last `\boxed{}`, else the first announced one, else the last one. If either answer or
+truth has relative coordinates (0 to 1), `size` (width, height) converts them to pixels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlfuse.rewards.verifiers.answers import (
     verdict,
 )
 
-# All quantifiers are bounded and white space is collapsed before, so that searching is linear.
+# All quantifiers are bounded and white space is collapsed first, so that searching takes linear time.
 _NUMBER = r"([-+]?\d{1,9}(?:\.\d{1,15})?+)"
 _NEXT = r"(?:\s?[,;]\s?|\s)"
 _CORNERS = r"\s?[\])]\s?(?:[,;]\s?)?(?:to\s|and\s|-\s?)?(?:bottom[- ]right:?\s)?[\[(]\s?"
@@ -49,23 +49,25 @@ def score(
     threshold: float = 0.5,
     size: Sequence[float] | None = None,
 ) -> dict[str, Any]:
-    """Area in both boxes over area in either. `acc` is 1 from `threshold` on; `size`, or `extra_info["size"]`, is the
-    picture's width and height in pixels."""
+    """Return the IoU as the score; `acc` is 1 from `threshold` on.
+
+    `size`, or `extra_info["size"]`: width and height of the image in pixels.
+    """
     true = _true_box(ground_truth)
     size = _size(size if size is not None else (extra_info or {}).get("size"))
     answer = answer_in(solution_str)
     given = read_from(answer, box_in) if answer else None
     if given is None:
         return not_found(answer, "box [x1, y1, x2, y2]")
-    if _shares(given) != _shares(true):
+    if _is_relative(given) != _is_relative(true):
         if size is None:
-            return verdict(0.0, f"answered {_words(given)}, right is {_words(true)}: one is in pixels, one in shares")
-        given, true = (_scaled(box, size) if _shares(box) else box for box in (given, true))
-    return overlap_result(box_iou(given, true), threshold, _words(given), _words(true))
+            return verdict(0.0, f"answered {_text(given)}, expected {_text(true)}: one is in pixels, one is relative")
+        given, true = (_scaled(box, size) if _is_relative(box) else box for box in (given, true))
+    return overlap_result(box_iou(given, true), threshold, _text(given), _text(true))
 
 
 def box_in(text: str, *, first: bool = False) -> Box | None:
-    """Return the last or `first` box in a text, corners in order; None if there is none."""
+    """Return the last or `first` box in a text with ordered corners, or None."""
     text = " ".join(strip_markup(text).split())
     found = _BOX.findall(text)
     if not found:
@@ -76,7 +78,7 @@ def box_in(text: str, *, first: bool = False) -> Box | None:
 
 
 def box_iou(one: Box, other: Box) -> float:
-    """Intersection over union of two boxes (left, top, right, bottom) that have an area."""
+    """Return the IoU of two boxes (left, top, right, bottom) with positive area."""
     wide = max(0.0, min(one[2], other[2]) - max(one[0], other[0]))
     high = max(0.0, min(one[3], other[3]) - max(one[1], other[1]))
     areas = [(box[2] - box[0]) * (box[3] - box[1]) for box in (one, other)]
@@ -99,7 +101,7 @@ def _true_box(ground_truth: Any) -> Box:
             numbers = []
         box = _ordered(numbers) if len(numbers) == 4 and all(map(math.isfinite, numbers)) else None
     if box is None:
-        raise ground_truth_error(ground_truth, "a box [x1, y1, x2, y2] with an area")
+        raise ground_truth_error(ground_truth, "a box [x1, y1, x2, y2] with positive area")
     return box
 
 
@@ -112,11 +114,11 @@ def _size(size: Any) -> tuple[float, float] | None:
     except (TypeError, ValueError):
         valid = False
     if not valid:
-        raise ValueError(f"size: got {size!r}; valid are width and height in pixels")
+        raise ValueError(f"size: got {size!r}; it must be (width, height) in pixels")
     return width, height
 
 
-def _shares(box: Box) -> bool:
+def _is_relative(box: Box) -> bool:
     return min(box) >= 0 and max(box) <= 1
 
 
@@ -124,5 +126,5 @@ def _scaled(box: Box, size: tuple[float, float]) -> Box:
     return box[0] * size[0], box[1] * size[1], box[2] * size[0], box[3] * size[1]
 
 
-def _words(box: Box) -> str:
+def _text(box: Box) -> str:
     return "[" + ", ".join(f"{number:g}" for number in box) + "]"

@@ -1,7 +1,7 @@
 """Score a multiple-choice answer: a letter, or the text of an option.
 
-The letter is that of the last box, else of the last announcement, the last line or the first line. A letter before
-other words is a word ("A dog"); two letters, or a letter with another option's text, state nothing.
+The letter is taken from the last box, else from the last announcement, the last line or the first line. A letter before
+other words is a word ("A dog"). Two letters, or a letter with the text of another option, are no answer.
 """
 
 from __future__ import annotations
@@ -62,8 +62,11 @@ def score(
     *,
     options: Sequence[str] | dict[str, str] | str | None = None,
 ) -> dict[str, Any]:
-    """1 for the right option. `options` (or `extra_info["options"]`) are texts in order, or by their letters, or
-    either as JSON; without them only letters count."""
+    """Return 1 for the right option, else 0.
+
+    `options` (or `extra_info["options"]`): list of texts or dict from letter to text, also as JSON. Without options
+    only letters are accepted.
+    """
     texts = _options(options if options is not None else (extra_info or {}).get("options"))
     truth = _letter_of_truth(ground_truth, texts)
     answer = answer_in(solution_str)
@@ -79,10 +82,10 @@ def score(
 def _stated(parts: Parts, texts: dict[str, str]) -> str | None:
     lines = strip_wrapping(parts.text).splitlines() or [""]
     listed = {match[1] for line in lines if (match := _LISTED.match(line))}
-    outer = [] if len(listed) > 1 else [lines[-1], lines[0]]  # no choice: a list of the options
+    outer = [] if len(listed) > 1 else [lines[-1], lines[0]]  # a list of several options is not a choice
     places = [parts.box, parts.announced_answer, *outer]
     if parts.box is not None and _NAMED.search(parts.box[:_MAX_CHARS]):
-        places = [parts.box, announced_answer(parts.box)]  # nothing else counts
+        places = [parts.box, announced_answer(parts.box)]  # a letter in the box takes precedence
     for place in places:
         letter = _choice(place, texts) if place else None
         if letter is not None:
@@ -99,11 +102,11 @@ def _options(given: Any) -> dict[str, str]:
             texts = dict(zip(LETTERS[: len(texts)], texts, strict=True))
     except (ValueError, TypeError):
         texts = {}
-    # Parquet fills the letters that a row does not have with None.
+    # Parquet fills missing letters of a row with None.
     found = {str(letter).upper(): normalize_width(str(text)) for letter, text in texts.items() if text is not None}
     if not found or not all(len(letter) == 1 and letter in LETTERS for letter in found):
         raise ValueError(
-            f"options: got {given!r}; valid are up to 26 texts, in order or by their letters, also as JSON"
+            f"options: got {given!r}; it must be a list of up to 26 texts or a dict from letter to text, also as JSON"
         )
     return found
 
@@ -133,11 +136,11 @@ def _choice(place: str, texts: dict[str, str]) -> str | None:
     letter = match["bracketed"] or match["marked"] or match["alone"] or match["bare"]
     if match["bare"] and (letter.islower() or not _AFTER_BARE.match(rest)):
         return None
-    letter, said = letter.upper(), _plain(rest.strip(" -\u2013\u2014:).]"))
+    letter, option = letter.upper(), _plain(rest.strip(" -\u2013\u2014:).]"))
     if letter not in (texts or LETTERS):
         return None
-    if said in {_plain(text) for text in texts.values()}:
-        return letter if said == _plain(texts[letter]) else None
+    if option in {_plain(text) for text in texts.values()}:
+        return letter if option == _plain(texts[letter]) else None
     return None if any(search(rest) for search in (_SECOND.match, _RETRACTED.search)) else letter
 
 

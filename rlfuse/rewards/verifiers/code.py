@@ -1,7 +1,7 @@
-"""Score Python code by tests in the sandbox; ground truths have the forms of `code_tests`.
+"""Score Python code by running tests in the sandbox; `code_tests` describes the ground truth.
 
-Program outputs are compared up to white space at line ends and a relative error of 1e-6 in numbers; returned values
-also by type, where tuples equal lists. Assertions run outside of the code's process and pass plain data.
+Program outputs are compared up to white space at both ends of lines and a relative error of 1e-6 in numbers. Return
+values must also match in type, where tuples equal lists. Assertions run outside the process of the code.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ def score(
     memory_mb: int = _DEFAULT.memory_mb,
     demand_isolation: bool = False,
 ) -> dict[str, Any]:
-    """1 if all tests pass; with `continuous` the share that does. `passed` is that share, `isolated` 1 where the kernel
-    could isolate the code fully (`isolation` says what was missing); limits are those of `sandbox.Limits`."""
+    """Return 1 if all tests pass, else 0; with `continuous` the fraction of tests that pass.
+
+    Parts: `passed`, that fraction; `isolated`, 1 if the code was fully isolated, else `isolation` names what is
+    missing. Limits: see `sandbox.Limits`.
+    """
     limits = Limits(timeout_s, total_s, memory_mb, demand_isolation=demand_isolation)
     tests = read_tests(ground_truth)
     answer = answer_after_reasoning(solution_str)
@@ -47,7 +50,7 @@ def score(
     try:
         report = run_code(code, tests.kind, tests.given, fn_name=tests.fn_name, setup=tests.setup, limits=limits)
     except ValueError as error:
-        raise ground_truth_error(ground_truth, str(error)) from error
+        raise ground_truth_error(ground_truth, f"a set of tests that can run ({error})") from error
     problems = [_problem(tests, outcome, right) for outcome, right in zip(report.outcomes, tests.expected, strict=True)]
     passed = problems.count("") / len(problems)
     failed = [f"test {number}: {problem}" for number, problem in enumerate(problems, 1) if problem]
@@ -63,7 +66,7 @@ def _problem(tests: Tests, outcome: Outcome, right: Any) -> str:
         equal = _same_output(outcome.value, right)
     else:
         equal = _same(outcome.value, right) or (tests.is_wrapped and _same(outcome.value, right[0]))
-    return "" if equal else f"wrong: got {excerpt(outcome.value)}, right is {excerpt(right)}"
+    return "" if equal else f"wrong: got {excerpt(outcome.value)}, expected {excerpt(right)}"
 
 
 def _same_output(given: str, right: str) -> bool:
@@ -89,7 +92,7 @@ def _same(given: Any, right: Any) -> bool:
     if isinstance(given, list | tuple) and isinstance(right, list | tuple):
         return len(given) == len(right) and all(map(_same, given, right))
     if isinstance(given, dict) and isinstance(right, dict):
-        # JSON's keys are texts.
+        # Keys are strings in JSON.
         given, right = ({str(key): value for key, value in each.items()} for each in (given, right))
         return given.keys() == right.keys() and all(_same(given[key], right[key]) for key in given)
     if isinstance(given, bool) or isinstance(right, bool):
@@ -103,5 +106,5 @@ def _same(given: Any, right: Any) -> bool:
 def _close(given: float, right: float) -> bool:
     try:
         return math.isclose(given, right, rel_tol=1e-6, abs_tol=1e-9)
-    except OverflowError:  # a whole number above all floats
+    except OverflowError:  # an integer that exceeds float
         return given == right

@@ -1,4 +1,4 @@
-"""Find the Python solution among a response's fenced Markdown blocks, paired as in CommonMark. Pure, linear time."""
+"""Extract the Python solution from the fenced code blocks of a response, parsed as in CommonMark. Pure, linear time."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataclasses import dataclass, field
 _FENCE = re.compile(
     r"(?P<prefix>[ \t>]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)*)(?P<ticks>`{3,}(?=[^`]*$)|~{3,})[ \t]*(?P<info>.*)"
 )
-_LATE_FENCE = re.compile(r"(?<!`)(?P<ticks>`{3,})[ \t]*(?P<info>\w+)[ \t]*$")
-"""An opening fence behind other text: `Code: ```python`."""
+_TRAILING_FENCE = re.compile(r"(?<!`)(?P<ticks>`{3,})[ \t]*(?P<info>\w+)[ \t]*$")
+"""Opening fence after other text: `Code: ```python`."""
 _LANGUAGE = re.compile(r"\{?[ \t]*\.?([\w+#.-]+)")
 _PYTHON = re.compile(r"(?:i?python|py)[\d.]*")
 _MARKDOWN = ("markdown", "md")
 _STATEMENT = re.compile(
     r"^[ \t]*(?:(?:def|class|for|while|if|with|try)\b.*:|(?:import|from|return)\b|[A-Za-z_]\w*[ \t]*[=(])", re.MULTILINE
 )
-"""Tells code from output in a block without a language."""
+"""Distinguishes code from output in a block without a language."""
 
 
 @dataclass(slots=True)
 class Block:
-    """One fenced block."""
+    """Fenced code block."""
 
     ticks: str
     prefix: str
@@ -31,7 +31,7 @@ class Block:
 
     @property
     def code(self) -> str:
-        """The content without the indentation of its fence."""
+        """Content without the indentation of the fence."""
         text = "\n".join(self.lines)
         return textwrap.dedent(text) if text[:1] in (" ", "\t") else text
 
@@ -42,7 +42,7 @@ class Block:
         self.lines.append(line[len(margin) - len(margin.lstrip(" \t")) :])
 
     def ends_at(self, fence: re.Match[str] | None) -> bool:
-        """Whether a line's fence ends the block: one as long, and not indented further than code in it may be."""
+        """Return whether a fence closes the block: at least as long, and indented by at most 3 more characters."""
         return (
             fence is not None
             and fence["ticks"].startswith(self.ticks)
@@ -52,11 +52,11 @@ class Block:
 
 
 def solution(text: str, name: str | None = None, *, is_program: bool = True) -> str | None:
-    """Return the code of an answer: the last Python block, else the last without a language, else a text without any
-    block as a whole. None where all blocks are in other languages.
+    """Return the code of an answer, or None if all blocks are in other languages.
 
-    Of several blocks the last that defines the function `name`, or any function where that is None, unless a program
-    is wanted: what follows are examples of its use.
+    That is the last Python block, else the last block without a language; a text without blocks is code as a whole.
+    Unless a program is expected, the last block that defines the function `name` (any function if None) takes
+    precedence, because later blocks are usage examples.
     """
     outer = blocks(text)
     if not outer:
@@ -72,17 +72,17 @@ def solution(text: str, name: str | None = None, *, is_program: bool = True) -> 
 
 
 def blocks(text: str) -> list[Block]:
-    """Return the fenced blocks of a Markdown text, in order; the last may lack its closing fence."""
+    """Return the fenced blocks of a Markdown text, in order; the last one may be unclosed."""
     found: list[Block] = []
     current: Block | None = None
     for line in text.split("\n"):
         line, fence = line.rstrip("\r"), _FENCE.fullmatch(line.rstrip())
         if current is None:
-            current = _opened(line, fence)
+            current = _open_block(line, fence)
             found += [current] if current else []
         elif current.ends_at(fence):
-            # Code has no line that opens a block: where one does, the fence before it is missing.
-            current = _opened(line, fence) if _LANGUAGE.match(fence["info"]) else None
+            # Code does not contain opening fences, so the closing fence before this line is missing.
+            current = _open_block(line, fence) if _LANGUAGE.match(fence["info"]) else None
             found += [current] if current else []
         elif (body := _before_fence(line, current.ticks)) is not None:
             current.append(body)
@@ -92,14 +92,14 @@ def blocks(text: str) -> list[Block]:
     return found
 
 
-def _opened(line: str, fence: re.Match[str] | None) -> Block | None:
+def _open_block(line: str, fence: re.Match[str] | None) -> Block | None:
     if fence:
         language = _LANGUAGE.match(fence["info"])
         return Block(fence["ticks"], fence["prefix"], language[1].lower() if language else "")
-    late = _LATE_FENCE.search(line)
-    language = late["info"].lower() if late else ""
-    is_opening = _PYTHON.fullmatch(language) and line[: late.start()].count("```") % 2 == 0
-    return Block(late["ticks"], "", language) if is_opening else None
+    trailing = _TRAILING_FENCE.search(line)
+    language = trailing["info"].lower() if trailing else ""
+    is_opening = _PYTHON.fullmatch(language) and line[: trailing.start()].count("```") % 2 == 0
+    return Block(trailing["ticks"], "", language) if is_opening else None
 
 
 def _before_fence(line: str, ticks: str) -> str | None:

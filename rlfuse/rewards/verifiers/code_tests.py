@@ -1,13 +1,13 @@
-r"""Parse tests of a ground truth in the forms of public data sets. Pure. A form is a dict, a list, or JSON text of one:
+r"""Parse the tests in a ground truth, in the formats of public data sets: a dict, a list, or JSON text of either. Pure.
 
     {"inputs": ["3\n"], "outputs": ["4\n"]}                              programs (APPS, TACO, verl)
     {"fn_name": "f", "inputs": [[3], [4]], "outputs": [4, 5]}            functions, or methods of `Solution`
-    {"fn_name": "f", "inputs": ["3", "4"], "outputs": ["4", "5"]}        the same as text, an argument per line (verl)
+    {"fn_name": "f", "inputs": ["3", "4"], "outputs": ["4", "5"]}        the same as text, one argument per line (verl)
     [{"input": "3\n", "output": "4\n", "testtype": "stdin"}]             either, case by case; or "test_cases"
     {"assert_case": ["assert f(3) == 4"], "setup": "import math"}        assertions (verl; MBPP: "test_list")
     {"test": "def check(candidate): ...", "entry_point": "f"}            one function (HumanEval, LeetCode)
 
-A ground truth that fits no form, or several, is a ValueError that names the field.
+A ground truth in no known format, or with fields of several, raises a ValueError that names the field.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ ALIASES = {
     "test_setup_code": "setup",
 }
 TYPES = {"stdin": False, "stdin_stdout": False, "functional": True, "function_call": True}
-"""`testtype` or `type` of a case -> whether it calls a function."""
+"""`testtype` or `type` of a test case -> whether it calls a function."""
 _ASSIGNMENT = re.compile(r"[ \t]*[A-Za-z_]\w*[ \t]*=[ \t]*[^\s=]")
 _NODES = re.compile(r"\b(?:list_node|tree_node|is_same_list|is_same_tree|ListNode|TreeNode)\b")
 
 
 @dataclass(frozen=True, slots=True)
 class Tests:
-    """What code has to do."""
+    """Tests for a piece of code."""
 
     kind: Kind
     given: list[Any]
@@ -46,11 +46,11 @@ class Tests:
     fn_name: str | None = None
     setup: str = ""
     is_wrapped: bool = False
-    """Each expected value may be the only entry of a list."""
+    """True if each expected value may be wrapped in a list of length 1."""
 
 
 def read_tests(ground_truth: Any) -> Tests:
-    """Return the tests of a ground truth. Raises ValueError with what is wrong."""
+    """Return the tests of a ground truth. Raises ValueError for an unknown or inconsistent format."""
     try:
         return _tests(_decoded(ground_truth))
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -76,22 +76,22 @@ def _tests(truth: Any) -> Tests:
     if isinstance(truth, list) and truth and all(isinstance(each, str) and "assert" in each for each in truth):
         return _assertions({"assert_case": truth})
     if not isinstance(truth, dict):
-        raise ValueError(f"a {type(truth).__name__} of this content fits no form")
+        raise ValueError(f"a {type(truth).__name__} with this content has no known format")
     fields: dict[str, Any] = {}
     for given, value in truth.items():
         name = ALIASES.get(given, given)
-        # Parquet gives each row all keys that any row has.
+        # Parquet adds the keys of all rows to each row.
         if value is None or value in ([], {}) or (value == "" and name not in ("inputs", "outputs")):
             continue
         if name in fields:
-            raise ValueError(f"{name} is given twice, also as {given}")
+            raise ValueError(f"{name} is set twice, also as {given}")
         fields[name] = value
     for form, (optional, read) in FORMS.items():
         if form <= fields.keys():
             if unknown := sorted(fields.keys() - form - optional):
-                raise ValueError(f"{', '.join(unknown)} can't be read together with {', '.join(sorted(form))}")
+                raise ValueError(f"{', '.join(unknown)} can't be combined with {', '.join(sorted(form))}")
             return read(fields)
-    raise ValueError(f"{', '.join(sorted(fields)) or 'nothing'} fits no form")
+    raise ValueError(f"the fields {', '.join(sorted(fields)) or '(none)'} match no known format")
 
 
 def _assertions(fields: dict[str, Any]) -> Tests:
@@ -105,7 +105,7 @@ def _check_function(fields: dict[str, Any]) -> Tests:
     if not (isinstance(test, str) and re.search(r"^def check\(", test, re.MULTILINE)):
         raise ValueError(f"test is {excerpt(test)}, which does not define check(candidate)")
     if found := _NODES.search(test):
-        raise ValueError(f"test calls {found[0]}; linked lists and trees can't be handed to the sandbox")
+        raise ValueError(f"test calls {found[0]}; linked lists and trees are not supported by the sandbox")
     return Tests(Kind.ASSERTS, [f"{test}\ncheck({name})\n"], [True], name, fields.get("setup", ""))
 
 
@@ -122,11 +122,11 @@ def _cases(fields: dict[str, Any]) -> Tests:
         if (kind or "stdin") not in TYPES:
             raise ValueError(f"{where}: type {kind!r} is not one of {', '.join(TYPES)}")
         if case.keys() != {"input", "output"}:
-            raise ValueError(f"{where} has {', '.join(case)} where input and output belong")
+            raise ValueError(f"{where} has the fields {', '.join(case)}; it must have input and output")
         kinds.add(TYPES[kind] if kind else name is not None)
         names.add(name)
     if len(kinds) > 1 or len(names) > 1:
-        raise ValueError("test cases are of programs and of functions, or of several functions")
+        raise ValueError("test cases mix programs and functions, or several functions")
     pairs = {f"{side}s": [case[side] for case in cases] for side in ("input", "output")}
     if kinds == {False}:
         return _inputs_outputs(pairs)
@@ -144,7 +144,7 @@ def _case_function(case: dict[str, Any]) -> str | None:
 def _inputs_outputs(fields: dict[str, Any]) -> Tests:
     inputs, outputs = fields["inputs"], fields["outputs"]
     if all(isinstance(each, str) and isinstance(_json(each), list) for each in (inputs, outputs)):
-        raise ValueError("inputs and outputs are JSON text of lists; give the lists")
+        raise ValueError("inputs and outputs are JSON texts of lists; use lists")
     inputs, outputs = ([each] if isinstance(each, str) else each for each in (inputs, outputs))
     if not (isinstance(inputs, list | tuple) and isinstance(outputs, list | tuple) and len(inputs) == len(outputs)):
         sizes = [len(each) if isinstance(each, list | tuple) else excerpt(each) for each in (inputs, outputs)]
@@ -156,7 +156,7 @@ def _inputs_outputs(fields: dict[str, Any]) -> Tests:
         return Tests(Kind.CALLS, [arguments for arguments, _ in pairs], expected, name, is_wrapped=is_wrapped)
     given = [_lines("inputs", number, text) for number, text in enumerate(inputs)]
     if all(map(_ASSIGNMENT.match, given)):
-        raise ValueError(f"inputs are assignments ({excerpt(given[0])}); give fn_name and lists of arguments")
+        raise ValueError(f"inputs are assignments ({excerpt(given[0])}); set fn_name and use lists of arguments")
     return Tests(Kind.PROGRAM, given, [_lines("outputs", number, text) for number, text in enumerate(outputs)])
 
 
@@ -167,18 +167,18 @@ def _call(number: int, given: Any, expected: Any) -> tuple[list[Any], Any]:
             expected = json.loads(expected)
         except (ValueError, TypeError) as error:
             raise ValueError(
-                f"inputs[{number}] is text, so each line must be an argument in JSON, and outputs[{number}] the value "
-                f"in JSON: {error}"
+                f"inputs[{number}] is text, so each line must be one argument as JSON, and outputs[{number}] the "
+                f"result as JSON: {error}"
             ) from None
     elif isinstance(given, list | tuple):
         arguments = list(given)
     else:
-        raise ValueError(f"inputs[{number}] is {excerpt(given)} where a list of arguments belongs")
+        raise ValueError(f"inputs[{number}] is {excerpt(given)}; it must be a list of arguments")
     return [_with_numbers(each) for each in arguments], expected
 
 
 def _with_numbers(argument: Any) -> Any:
-    """Convert keys back to integers, which JSON has only as text (APPS, TACO)."""
+    """Convert numeric keys back to integers; JSON keys are strings (APPS, TACO)."""
     if isinstance(argument, dict) and all(re.fullmatch(r"-?\d{1,18}", str(key)) for key in argument):
         return {int(key): value for key, value in argument.items()}
     return argument
@@ -189,7 +189,7 @@ def _lines(field: str, number: int, given: Any) -> str:
         return "\n".join(given)
     if not isinstance(given, str):
         raise ValueError(
-            f"{field}[{number}] is {excerpt(given)}; that of a program is text, and a function needs fn_name"
+            f"{field}[{number}] is {excerpt(given)}; it must be text for a program, and a function needs fn_name"
         )
     return given
 
@@ -200,7 +200,7 @@ def _function(fields: dict[str, Any]) -> str | None:
         return None
     plain = re.sub(r"^Solution(\(\))?\.", "", str(name))
     if not plain.isidentifier():
-        raise ValueError(f"{name!r} is not the name of a function")
+        raise ValueError(f"fn_name {name!r} is not a valid function name")
     return plain
 
 
@@ -217,4 +217,4 @@ FORMS = {
     frozenset({"test_cases"}): (frozenset({"language", "fn_name"}), _cases),
     frozenset({"inputs", "outputs"}): (frozenset({"fn_name"}), _inputs_outputs),
 }
-"""Fields that a form needs -> those that it may have, and its reader."""
+"""Required fields of a format -> (optional fields, parser)."""

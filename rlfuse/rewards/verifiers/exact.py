@@ -1,4 +1,4 @@
-"""Score an exact match of the text, up to white space and wrapping."""
+"""Score an exact match of the text, ignoring white space and wrapping (quotes, emphasis, boxes)."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def score(
     *,
     ignore_case: bool = False,
 ) -> dict[str, Any]:
-    """1 if the answer is the ground truth or one of a list of them."""
+    """Return 1 if the answer equals the ground truth, or one of a list of ground truths, else 0."""
     truths = [ground_truth] if isinstance(ground_truth, str) else ground_truth
     if not isinstance(truths, list | tuple) or not truths or not all(isinstance(t, str) and t.strip() for t in truths):
-        raise ground_truth_error(ground_truth, "a text that is not empty, or a list of such")
+        raise ground_truth_error(ground_truth, "a non-empty text or a list of them")
     answer = answer_in(solution_str)
     if answer and _plain(answer, ignore_case) in {_plain(truth, ignore_case) for truth in truths}:
         return verdict(1.0)

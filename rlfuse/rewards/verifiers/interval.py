@@ -1,7 +1,7 @@
-"""Score a time interval in a video by its IoU with the true one.
+"""Score a time interval in a video by its IoU with the true interval.
 
-Forms: `3.2 to 5.0`, `[3.2, 5.0]`, `00:03.2 to 01:05`, `00:03.200 --> 00:05.000`, `{"start": 3.2, "end": 5.0}`. The last
-one in the last box counts, else the first announced one, else the last one.
+Formats: `3.2 to 5.0`, `[3.2, 5.0]`, `00:03.2 to 01:05`, `00:03.200 --> 00:05.000`, `{"start": 3.2, "end": 5.0}`. The
+answer is the last interval in the last box, else the first announced one, else the last one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlfuse.rewards.verifiers.answers import (
     strip_wrapping,
 )
 
-# All quantifiers are bounded, so that searching is linear; white space is collapsed before.
+# All quantifiers are bounded and white space is collapsed first, so that searching takes linear time.
 _TIME = r"((?:\d{1,6}:){0,2}\d{1,6}(?:\.\d{1,6})?)(?![\d:]|\.\d)"
 _UNIT = r"(?:\s?(?:s|secs?|seconds?|秒)(?![a-z]))?"
 _TO = r"(?:to|till|until|through|and|bis|à|hasta|до|到|至|,|;|-{1,2}>?|\u2013|\u2014|~|→)"
@@ -50,8 +50,10 @@ def score(
     threshold: float = 0.5,
     whole: bool = False,
 ) -> dict[str, Any]:
-    """Seconds in both over seconds in either; `acc` is 1 from `threshold` on. With `whole` the answer must be the
-    interval and nothing else."""
+    """Return the IoU as the score; `acc` is 1 from `threshold` on.
+
+    `whole`: the answer must consist of the interval only.
+    """
     true = _true_interval(ground_truth)
     answer = answer_in(solution_str)
     given = None
@@ -63,11 +65,13 @@ def score(
 
 
 def interval_in(text: str, *, whole: bool = False, first: bool = False) -> tuple[float, float] | None:
-    """Return start and end, in seconds, of the last or `first` interval in a text; with `whole`, of the interval that
-    the text consists of. None if there is none."""
+    """Return (start, end) in seconds of the last or `first` interval in a text, or None.
+
+    `whole`: the text must consist of the interval only.
+    """
     text = _MINUTES.sub(r"\1:\2", _COMMA.sub(".", " ".join(strip_markup(text).split())))
     starts, ends = (
-        [match[2] for match in _KEYED.finditer(text) if bool(match["start"]) is wanted] for wanted in (True, False)
+        [match[2] for match in _KEYED.finditer(text) if bool(match["start"]) is is_start] for is_start in (True, False)
     )
     if starts and ends and (not whole or not _KEYED.sub("", text).strip("{}[](),; ")):
         clocks = (starts[0], ends[0]) if first else (starts[-1], ends[-1])
@@ -92,12 +96,12 @@ def _true_interval(ground_truth: Any) -> tuple[float, float]:
         text = ""
     true = interval_in(text, whole=True)
     if true is None:
-        raise ground_truth_error(ground_truth, "an interval as in '3.2 to 5.0' or '[3.2, 5.0]', in seconds or mm:ss")
+        raise ground_truth_error(ground_truth, "an interval such as '3.2 to 5.0' or '[3.2, 5.0]', in seconds or mm:ss")
     return true
 
 
 def interval_iou(one: tuple[float, float], other: tuple[float, float]) -> float:
-    """Intersection over union of two intervals, each with start before end."""
+    """Return the IoU of two intervals, each with start < end."""
     both = max(0.0, min(one[1], other[1]) - max(one[0], other[0]))
     return min(1.0, both / (one[1] - one[0] + other[1] - other[0] - both))  # rounding may exceed it
 

@@ -1,7 +1,7 @@
-"""Score JSON against a schema: all of the answer, its last code block, or the content of its `<answer>` tag or box.
+"""Score JSON against a JSON schema: the whole answer, its last code block, or the content of its `<answer>` tag or box.
 
-The draft is that of `$schema`, else 2020-12; remote `$ref`s are not fetched. Validation has a time limit: each pattern
-of the schema in any thread, the whole in the main thread, where reward functions run.
+The draft is set by `$schema`, else 2020-12; remote `$ref`s are not fetched. Validation has a time limit, which applies
+per pattern of the schema and, in the main thread where reward functions run, to the whole validation.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ def score(
     *,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> dict[str, Any]:
-    """1 if the answer is JSON that the schema allows; `format` is 1 for any JSON. `timeout_s`: of validation."""
+    """Return 1 if the answer is valid for the schema, else 0; `format` is 1 for any JSON.
+
+    `timeout_s`: limit of the validation.
+    """
     try:
         validator = _validator(ground_truth if isinstance(ground_truth, str) else json.dumps(ground_truth), timeout_s)
     except (ValueError, TypeError, RecursionError, SchemaError) as error:
@@ -58,24 +61,24 @@ def score(
             given = json.loads(text, parse_constant=_not_json)
             break
         except (ValueError, RecursionError) as error:
-            problem = problem or f"no JSON: {_line(error)}"
+            problem = problem or f"not valid JSON: {_line(error)}"
     else:
         return verdict(0.0, problem, found=False)
     try:
         with _limited(timeout_s):
             error = best_match(validator.iter_errors(given))
     except TimeoutError:
-        return verdict(0.0, f"validating took longer than {timeout_s:g} s")
+        return verdict(0.0, f"validation took longer than {timeout_s:g} s")
     except (ArithmeticError, RecursionError) as error:
-        return verdict(0.0, f"validating {type(error).__name__}: {_line(error)}")
-    except (Unresolvable, regex.error) as error:  # in a part that only this answer led to
+        return verdict(0.0, f"validation failed with {type(error).__name__}: {_line(error)}")
+    except (Unresolvable, regex.error) as error:  # in a part of the schema that only this answer reaches
         raise ground_truth_error(ground_truth, f"a JSON schema ({_line(error)})") from None
     return verdict(0.0, f"{error.json_path}: {_line(error)}") if error else verdict(1.0)
 
 
 @contextmanager
 def _limited(timeout_s: float) -> Iterator[None]:
-    """Raise TimeoutError after `timeout_s` in the main thread, and restore the timer that was set."""
+    """Raise TimeoutError after `timeout_s` in the main thread; restore the previous timer at the end."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -92,7 +95,7 @@ def _limited(timeout_s: float) -> Iterator[None]:
 
 
 def _texts(answer: str) -> list[str]:
-    """Return candidates for the JSON: the answer as written, its last code block, its unwrapped parts."""
+    """Return candidates for the JSON text: the whole answer, its last code block, its unwrapped parts."""
     parts = parts_of(answer)
     text = parts.text if parts else answer
     blocks = [content for language, content in fenced_blocks(text) if language in ("", "json", "jsonc", "json5")]
@@ -104,10 +107,10 @@ def _texts(answer: str) -> list[str]:
 def _validator(text: str, timeout_s: float) -> Any:
     schema = json.loads(text)
     if not isinstance(schema, dict | bool):
-        raise ValueError("neither an object nor true or false")
+        raise ValueError("it is neither an object nor a boolean")
     kind = validator_for(schema, default=Draft202012Validator)
     kind.check_schema(schema)
-    # Without a registry it would fetch references from the network.
+    # Without a registry, references would be fetched from the network.
     return _bounded(kind, timeout_s)(schema, registry=Registry())
 
 
@@ -137,7 +140,7 @@ def _bounded(kind: Any, timeout_s: float) -> Any:
 
 
 def _not_json(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not valid JSON")
 
 
 def _line(error: Exception) -> str:

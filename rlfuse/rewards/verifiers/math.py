@@ -1,7 +1,7 @@
-r"""Score a mathematical expression that equals the true one, however it is written.
+r"""Score a mathematical expression by its equivalence to the true expression.
 
-The answer is the last `\boxed{}`, else what the response announces, else the last formula, else the last line. A ground
-truth that is no readable expression is compared as text.
+The answer is the last `\boxed{}`, else the announced answer, else the last formula, else the last line. A ground truth
+that cannot be parsed is compared as text.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _CLAUSE_END = re.compile(r"[.!]\s{1,4}(?=[A-Z])|[,;]?\s(?:because|since|which|wh
 def score(
     data_source: str, solution_str: str, ground_truth: str | float, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """1 if the answer equals the true expression."""
+    """Return 1 if the answer is equivalent to the true expression, else 0."""
     truth = _true_expression(ground_truth)
     answer = answer_in(solution_str)
     parts = parts_of(answer) if answer else None
@@ -77,7 +77,7 @@ def _stated(parts: Parts) -> str:
 
 
 def _last_formula(text: str) -> str:
-    """Return the last line if it is a formula and a few words, else the last formula, else the last line."""
+    """Return the last line if it is a formula with at most one word, else the last formula, else the last line."""
     text = strip_wrapping(text)
     spans = _formulas(text)
     line_start = text.rfind("\n") + 1
@@ -112,9 +112,9 @@ def _outside(text: str, spans: list[tuple[int, int]], place: int) -> Iterator[st
 
 def _too_large(text: str) -> str:
     if len(text) > MAX_CHARS:
-        return f"an expression of {len(text)} characters; {MAX_CHARS} at most"
+        return f"an expression of {len(text)} characters exceeds the limit of {MAX_CHARS}"
     depth = deepest = 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")
         deepest = max(depth, deepest)
-    return f"an expression nested {deepest} deep; {MAX_DEPTH} at most" if deepest > MAX_DEPTH else ""
+    return f"an expression of nesting depth {deepest} exceeds the limit of {MAX_DEPTH}" if deepest > MAX_DEPTH else ""

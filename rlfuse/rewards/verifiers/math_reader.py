@@ -1,6 +1,6 @@
 """Parse canonical LaTeX (`math_text`) into a tree: a Fraction, or a tuple of an operator and its operands.
 
-Anything that is not understood completely is Unreadable: f(x), integrals, numbers in other bases.
+Other expressions raise UnsupportedExpression: f(x), integrals, numbers in other bases.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _OPEN = ("(", "{", "[", r"\lfloor", r"\lceil")
 
 
 class UnsupportedExpression(ValueError):
-    """The expression is not understood, or too large to be evaluated."""
+    """The expression is not supported, or too large to be evaluated."""
 
 
 def read(latex: str) -> tuple[Any, set[str]]:
@@ -51,14 +51,14 @@ def read(latex: str) -> tuple[Any, set[str]]:
     try:
         return reader.whole(), reader.variables
     except RecursionError:
-        raise UnsupportedExpression("nested too deep") from None
+        raise UnsupportedExpression("nested too deeply") from None
 
 
 class _Reader:
-    """A recursive-descent reader: sums of products of powers, with products that are not written out."""
+    """Recursive-descent parser: sums of products of powers, with implicit products."""
 
     def __init__(self, latex: str):
-        if not _VARIABLE.search(latex):  # AB is a name of geometry, but the product of two variables in 3AB + x
+        if not _VARIABLE.search(latex):  # AB is a geometric name, but a product of two variables in 3AB + x
             latex = _CAPITALS.sub(lambda match: rf"\name{match[0]} ", latex)
         latex = _MIXED.sub(r"\1\\frac{\2}{\3}", latex)
         self.tokens = [(match.lastgroup, match[0]) for match in _TOKEN.finditer(latex)] + [("end", "")]
@@ -80,8 +80,8 @@ class _Reader:
     def _kind(self) -> str:
         return self.tokens[self.place][0]
 
-    def _take(self, *wanted: str) -> bool:
-        taken = self._next in wanted and self._kind != "end"
+    def _take(self, *tokens: str) -> bool:
+        taken = self._next in tokens and self._kind != "end"
         self.place += taken
         return taken
 
@@ -140,7 +140,7 @@ class _Reader:
         return tree
 
     def _argument(self, signed: bool = False) -> Any:
-        """Read an exponent or an argument of \\frac: braces, or one token, a digit of a longer number."""
+        """Read an exponent or an argument of \\frac: braces, or one token; of a longer number, one digit."""
         if signed and self._take("-"):
             return ("-", self._argument())
         if self._kind == "number" and self._next.isdecimal() and not signed:
@@ -179,7 +179,7 @@ class _Reader:
             raise UnsupportedExpression(token[:20])
         value = ("*", Fraction(mantissa), ("^", Fraction(10), Fraction(power))) if power else Fraction(mantissa)
         if self._kind == "number" or self._kind == "repeating":
-            raise UnsupportedExpression("two numbers side by side")
+            raise UnsupportedExpression("two adjacent numbers")
         if self._next == r"\frac" and token.isdecimal():  # a mixed number
             return ("+", value, self._atom())
         return value

@@ -1,7 +1,7 @@
 """Compare two canonical expressions: as text, then by structure, then by value.
 
-Sets match in any order, tuples and intervals in order with their brackets, equations up to a constant factor,
-quantities after unit conversion. A missing unit is not wrong, another one is. Unparsed text equals only itself.
+Sets match in any order, tuples and intervals in order with equal brackets, equations up to a constant factor,
+quantities after unit conversion. A missing unit is accepted, a different one is not. Unparsed text equals only itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlfuse.rewards.verifiers.units import conversion_factor, quantity
 
 MAX_PARTS = 40
 ROUNDED = Fraction(1, 10**5)
-"""Relative difference of decimal numbers that counts as rounding; EXACT where the truth is a whole number."""
+"""Relative difference of decimal numbers that counts as rounding; EXACT if the truth is an integer."""
 EXACT = Fraction(1, 10**9)
 _IDENTICAL = Fraction(1, 10**40)
 _SCAN = re.compile(r"\\\\|\\[A-Za-z]++|\\.|[(\[{]|[)\]}]|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|[^\\]", re.DOTALL)
@@ -43,7 +43,7 @@ _COMPARED = {"<": ("<", False), r"\le": ("<=", False), ">": ("<", True), r"\ge":
 
 
 class Part(NamedTuple):
-    """A part of an expression: what kind of thing it is, what tells two of a kind apart, and its own parts."""
+    """Part of an expression: its kind, a mark that distinguishes parts of the same kind, and its sub-parts."""
 
     kind: str
     mark: str
@@ -51,7 +51,7 @@ class Part(NamedTuple):
 
 
 def is_equivalent(truth: str, answer: str) -> bool:
-    """Return whether the answer equals the truth."""
+    """Return whether the answer is equivalent to the truth."""
     if key(truth) == key(answer):
         return True
     one, other = _read(truth), _read(answer)
@@ -109,7 +109,7 @@ def _same_in_any_order(truths: list[str], answers: list[str]) -> bool:
 
 
 def _same_solutions(truths: list[str], answers: list[str]) -> bool:
-    """Compare lists such as `x = 1, x = 2` or `1, 2` in any order; `x = 1, y = 2` needs its names."""
+    """Compare lists such as `x = 1, x = 2` or `1, 2` in any order; `x = 1, y = 2` must have equal names."""
     sides = [[_named_value(each) for each in texts] for texts in (truths, answers)]
     names = [{name for name, _ in side if name} for side in sides]
     if max(map(len, names)) > 1:
@@ -155,7 +155,7 @@ def _member_of(text: str) -> str:
 
 
 def _pieces(text: str, *separators: str) -> tuple[list[str], list[str]]:
-    """Split at separators outside of brackets. Return the pieces and the separators between them."""
+    """Split at separators outside brackets. Return the pieces and the separators between them."""
     pieces, found, depth, start = [], [], 0, 0
     for match in _SCAN.finditer(text):
         depth += (match[0] in _OPENING) - (match[0] in _CLOSING)
@@ -167,7 +167,7 @@ def _pieces(text: str, *separators: str) -> tuple[list[str], list[str]]:
 
 
 def _enclosed(text: str) -> Part | None:
-    """Read a tuple or interval `(a, b]`, or a set `\\{a, b\\}`; None for others, also for (x+1)(x+2)."""
+    """Parse a tuple or interval `(a, b]`, or a set `\\{a, b\\}`; None for anything else, such as (x+1)(x+2)."""
     tokens = [match for match in _SCAN.finditer(text)]
     if not tokens or tokens[0][0] not in _OPENING or tokens[-1][0] not in _CLOSING:
         return None
@@ -268,7 +268,7 @@ def _same_value(truth: str, answer: str) -> bool:
         return _equal(true, given) or _equal(true, given, Fraction(1, 100) if unit else Fraction(100))
     if r"\degree" in (true_unit, unit) and r"\pi" in (given if true_unit else true):
         return _equal(truth, answer)
-    # A value without a unit; or 5 m where the other side is the product 5m.
+    # One side has no unit, or is the product 5m where the other is 5 m.
     return _equal(true, given) or _equal(truth, answer)
 
 
@@ -293,7 +293,7 @@ def _equal(truth: str, answer: str, factor: Fraction = Fraction(1)) -> bool:
 
 
 def _is_name(text: str) -> bool:
-    """Return whether letters are a word or a geometric name and no product: on, east, AB."""
+    """Return whether letters are a word or a geometric name instead of a product: on, east, AB."""
     letters = text.strip()
     if not _LETTERS.fullmatch(letters):
         return False

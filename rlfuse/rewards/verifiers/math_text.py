@@ -1,4 +1,4 @@
-"""Normalise spellings of an expression (LaTeX variants, plain text, Unicode). Linear time."""
+"""Normalise spellings of an expression (LaTeX variants, plain text, Unicode) in linear time."""
 
 # ruff: noqa: RUF001
 from __future__ import annotations
@@ -57,9 +57,9 @@ _OLD_STYLE = re.compile(r"\{\s?\\(?:rm|bf|it)\s([^{}]{1,100}+)\}")
 
 
 def canonical(text: str) -> str:
-    """Return the expression in one spelling, white space collapsed, text in `\\text{}`."""
+    """Return the expression in canonical spelling, with collapsed white space and text in `\\text{}`."""
     text = _currency(text)
-    if _VECTOR.search(text):  # the cross product is no product of numbers
+    if _VECTOR.search(text):  # a cross product is not a product of numbers
         text = text.replace(r"\times", r"\cross ")
     text = _GROUPED.sub("", text).translate(_FRACTIONS)
     for scripts, mark in ((_RAISED, "^"), (_LOWERED, "_")):
@@ -75,12 +75,12 @@ def canonical(text: str) -> str:
 
 
 def key(canonical_text: str) -> str:
-    """Return the canonical text without what does not distinguish expressions: white space and the case of words."""
+    """Return a comparison key: the canonical text without irrelevant white space, and words in lower case."""
     return words_of(canonical_text) or _FREE_SPACE.sub("", canonical_text)
 
 
 def words_of(canonical_text: str) -> str:
-    """Return the words, case folded, if the text consists of words; "" for anything else, as for x or AB."""
+    """Return the case-folded words if the text consists of words, else "" (for instance for x or AB)."""
     plain = _PUNCTUATION.sub("", canonical_text.replace(r"\text{", " ").replace("}", " "))
     letters = "".join(plain.replace("-", " ").split())
     is_long = any(len(word) > 2 for word in plain.replace("-", " ").split()) and len(letters) > 3
@@ -89,7 +89,7 @@ def words_of(canonical_text: str) -> str:
 
 
 def _currency(text: str) -> str:
-    """Replace a dollar sign that is no delimiter by \\text{dollar}; drop delimiters."""
+    """Replace currency dollar signs by \\text{dollar}; remove math delimiters."""
     text = text.replace(r"\$", r"\text{dollar} ")
     if text.count("$") % 2 and not text.count("$$"):
         text = text.replace("$", r"\text{dollar} ", 1)

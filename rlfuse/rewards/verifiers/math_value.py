@@ -1,6 +1,6 @@
 """Evaluate expressions at fixed pseudo-random values of their variables: exactly if rational, else to 60 digits.
 
-Work is bounded: numbers beyond MAX_BITS, and sums that would lose digits, are Unreadable.
+Work is bounded: numbers beyond MAX_BITS, and sums that would lose digits, raise UnsupportedExpression.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Undefined(ValueError):
 
 
 def values(latex: str) -> list[Any]:
-    """Return the expression's values at the POINTS, None where it is undefined; just one if it has no variables."""
+    """Return the values of the expression at POINTS points (None if undefined); one value if it has no variables."""
     tree, variables = read(latex)
     try:
         return [_value_at(tree, variables, point) for point in range(POINTS if variables else 1)]
@@ -81,7 +81,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def to_mpf(value: Any) -> Any:
-    """Return a Fraction as a number of DIGITS digits."""
+    """Convert a Fraction to a number of DIGITS digits."""
     return _context.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
 
 
@@ -102,7 +102,7 @@ def _add(one: Any, other: Any) -> Any:
     one, other = to_mpf(one), to_mpf(other)
     small, large = sorted((abs(one), abs(other)))
     if large > small * _LOST:
-        raise UnsupportedExpression("a sum of numbers of too different sizes")
+        raise UnsupportedExpression("a sum of numbers whose magnitudes differ too much")
     result = one + other
     return Fraction(0) if abs(result) < large * to_mpf(_CANCELLED) else result
 

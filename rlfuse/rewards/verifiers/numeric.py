@@ -1,7 +1,7 @@
-r"""Score a number within a tolerance: the one in the last box, else the first announced one, else the last one.
+r"""Score a number within a tolerance: the number in the last box, else the first announced one, else the last one.
 
-Forms: `-1,234.5`, `1.2 \times 10^{-3}`, `3/4`, `1 1/2`, `\frac{3}{4}`, `45%`, `$18.90`, with or without unit. Several
-numbers in a box state none. If only one side is in percent, 45 and 0.45 both equal 45%. Calculation uses fractions.
+Formats: `-1,234.5`, `1.2 \times 10^{-3}`, `3/4`, `1 1/2`, `\frac{3}{4}`, `45%`, `$18.90`, with or without unit. Several
+numbers in a box are no answer. If only one side is in percent, 45 and 0.45 both equal 45%. Arithmetic is exact.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DIGITS = r"(?:\d{1,3}(?:,\d{3})++(?!\d)|\d++)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.\d++)?+|\.\d++)"
 _TIMES = r"\s?(?:\\times|\\cdot|[x\u00d7*·])\s?"
 _POWER = r"10\s?(?:\^|\*\*)\s?\{?(?P<{}>[-+]?\d++)\}?"
-# No number begins within a word, another number, an index or an exponent, as in x1, 2024-05-06 or m^2.
+# A number does not start within a word, another number, an index or an exponent: x1, 2024-05-06, m^2.
 _NUMBER = re.compile(
     rf"""(?<![\w.^])(?<!\^\{{)(?P<sign>[-+])?(?:\\?\$|[€£¥₹])?
     (?: (?P<lead>\d++)?\s?\\[dt]?frac\s?\{{\s?(?P<up>-?{_DECIMAL})\s?\}}\s?\{{\s?(?P<down>-?{_DECIMAL})\s?\}}
@@ -54,8 +54,10 @@ def score(
     relative: float | None = None,
     absolute: float = 0.0,
 ) -> dict[str, Any]:
-    """1 if the number differs from the true one by `absolute` at most, or by `relative` of the true one (where none is
-    given a hundred-thousandth; nothing between two whole numbers)."""
+    """Return 1 if |number - truth| <= max(`absolute`, `relative` * |truth|), else 0.
+
+    The default of `relative` is 1e-5, or 0 between two integers.
+    """
     true = number_in(normalize_width(str(ground_truth))) if isinstance(ground_truth, str | int | float) else None
     if true is None or isinstance(ground_truth, bool):
         raise ground_truth_error(ground_truth, "a number")
@@ -78,7 +80,7 @@ def _near(value: Fraction, true: Fraction, relative: float | None, absolute: flo
 
 
 def number_in(text: str) -> tuple[Fraction, bool] | None:
-    """Return the number that the text gives as its answer, and whether it is in percent; None if there is none."""
+    """Return (number, whether it is in percent) of the answer in the text, or None."""
     parts = parts_of(text)
     if parts is None:
         return None

@@ -1,4 +1,4 @@
-"""Score an answer by a regular expression of the `regex` package, with a time limit."""
+"""Score an answer by a regular expression (package `regex`), with a time limit."""
 
 from __future__ import annotations
 
@@ -24,8 +24,12 @@ def score(
     as_written: bool = False,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> dict[str, Any]:
-    """1 if the pattern matches the whole answer, unwrapped (not with `as_written`) or as written, or with `anywhere` a
-    part of it as written. Matching that exceeds `timeout_s` counts as no match."""
+    """Return 1 if the pattern matches the whole answer, as written or unwrapped, else 0.
+
+    `as_written`: match only the answer as written.
+    `anywhere`: search in the answer as written.
+    `timeout_s`: a longer search counts as no match.
+    """
     try:
         pattern = _compiled(ground_truth)
     except (regex.error, TypeError, ValueError) as error:

@@ -1,6 +1,6 @@
 r"""Split quantities (`5 \text{ cm}`, `90^\circ`, `\$18.90`, `12 apples`) into value and unit, and compare units.
 
-A word that is no known unit is a unit of its own: 3 apples are not 3 oranges.
+An unknown word is a unit of its own: 3 apples differ from 3 oranges.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PREFIXES = {
 }  # fmt: skip
 _JOULE, _NEWTON = {"kg": 1, "m": 2, "s": -2}, {"kg": 1, "m": 1, "s": -2}
 _VOLT = {"kg": 1, "m": 2, "s": -3, "A": -1}
-# Symbol, names, value in base units, dimensions.
+# (symbol, names, value in base units, dimensions)
 _METRIC: list[tuple[str, str, str, Dimensions]] = [
     ("m", "meter metre", "1", {"m": 1}), ("g", "gram gramme", "1/1000", {"kg": 1}), ("s", "second", "1", {"s": 1}),
     ("A", "ampere amp", "1", {"A": 1}), ("K", "kelvin", "1", {"K": 1}), ("mol", "mole", "1", {"mol": 1}),
@@ -29,7 +29,7 @@ _METRIC: list[tuple[str, str, str, Dimensions]] = [
     ("H", "henry", "1", _JOULE | {"A": -2}), ("eV", "electronvolt", "1602176634/10000000000000000000000000000", _JOULE),
     ("cal", "calorie", "4184/1000", _JOULE), ("B", "byte", "8", {"bit": 1}), ("bit", "", "1", {"bit": 1}),
 ]  # fmt: skip
-# Names, value in base units, dimensions. Some dimensions are units that are not converted.
+# (names, value in base units, dimensions). Units without conversion are dimensions themselves.
 _OTHER: list[tuple[str, str, Dimensions]] = [
     ("min minute", "60", {"s": 1}), ("h hr hour", "3600", {"s": 1}), ("sec", "1", {"s": 1}),
     ("day d", "86400", {"s": 1}), ("week wk", "604800", {"s": 1}), ("year yr", "1", {"year": 1}),
@@ -72,13 +72,13 @@ _NOT_UNITS = {"or", "and", "not", "because", "if", "when", "where", "to", "is", 
 
 
 def quantity(text: str) -> tuple[str, str]:
-    """Split a canonical expression into its value and its unit, "" for none."""
+    """Split a canonical expression into (value, unit); the unit is "" if there is none."""
     if (front := _TEXT.match(text)) and unit_of(front[1]):  # \text{dollar} 18.90
         return text[front.end() :].strip(), front[1]
     if (letter := _LETTER.search(text)) is None:
         return text, ""
     value, tail = text[: letter.start()], text[letter.start() :]
-    if _FUNCTION.search(value):  # the degrees of an angle within it
+    if _FUNCTION.search(value):  # degrees belong to the angle in a function
         return text, ""
     if not any(character.isdigit() for character in value) and r"\pi" not in value:
         return text, ""
@@ -96,7 +96,7 @@ def quantity(text: str) -> tuple[str, str]:
 
 
 def unit_of(text: str) -> Unit | None:
-    """Return a unit's value in base units and its dimensions; None for one that is not known."""
+    """Return (value in base units, dimensions) of a unit, or None if it is unknown."""
     scale, dimensions, sign, power, grouped, end = Fraction(1), dict[str, int](), 1, 1, False, 0
     text = _SQUARED.sub(lambda match: "^2" if match[1] == "squar" else "^3", text.replace(".", ""))
     for item in _ITEM.finditer(text):
@@ -104,7 +104,7 @@ def unit_of(text: str) -> Unit | None:
             return None
         end = item.end()
         if item["operator"] == "/" or item["word"] == "per":
-            sign = -1  # of the next unit, or of all in the next brackets
+            sign = -1  # of the next unit, or of all units in the next brackets
         elif item["bracket"]:
             grouped = item["bracket"] == "("
             sign = sign if grouped else 1
@@ -138,7 +138,7 @@ def _known(word: str) -> Unit | None:
 
 
 def conversion_factor(one: str, other: str) -> Fraction | None:
-    """Return how many of `other` one of `one` is; None if they do not measure the same."""
+    """Return the factor that converts `one` to `other`, or None if their dimensions differ."""
     units = unit_of(one), unit_of(other)
     if units[0] and units[1]:
         return units[0][0] / units[1][0] if units[0][1] == units[1][1] else None

@@ -1,13 +1,13 @@
 r"""Score batches of samples with functions and models in worker processes that may crash or hang (`RewardScorer`).
 
-    score() --put, waits while full--> functions queue (2 calls each) --> handle reward/0 --> RewardWorker process
-                                                                     \-> handle reward/1 --> RewardWorker process
-            --put, waits while full--> batches of a model, of all `score`s -> handle reward/model -> its own process
-    score() <--futures, one for each call------------------------------- handles
+    score() --put, waits while full--> queue of functions (2 calls per worker) --> handle reward/0 --> RewardWorker
+                                                                              \-> handle reward/1 --> RewardWorker
+            --put, waits while full--> queue of a model, shared by all `score` calls --> handle reward/model --> process
+    score() <--futures, one per call---------------------------------------- handles
 
-Each call has a process to itself and a time limit; a process that exceeds it is killed and replaced. Batching and order
-change no reward. A failed call is a `RewardFailure`; a batch that raised or lost its process is repeated sample by
-sample, one that timed out is not. A process that cannot be started is an `EngineError` for every waiting `score`.
+A process runs one call at a time, with a time limit; a process that exceeds it is killed and replaced. Batching and
+order change no reward. A failed call is a `RewardFailure`; a batch that raised or lost its process is repeated sample
+by sample, a batch that timed out is not. If a process cannot start, every waiting `score` raises `EngineError`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from rlfuse.rewards.workers.reward_worker_handle import Call, RewardWorkerHandle
 from rlfuse.samples import Prompt, Reward, RewardFailure, Sample
 
 MAX_WAITING_BATCHES = 2
-"""Batches that may wait before `put` does: the next is complete when the model is done with the present one."""
+"""Batches queued before `put` blocks, so that the next one is complete when the model finishes the current one."""
 
 
 class ModelCallQueue:
-    """Used as the queue of a `RewardWorkerHandle`."""
+    """Queue of a model's handle that merges calls into batches: up to `size` calls, or those of `age_s` seconds."""
 
     def __init__(self, size: int, age_s: float):
         self._size, self._age_s = size, age_s
@@ -51,7 +51,7 @@ class ModelCallQueue:
         await self._waiting.put((asyncio.get_running_loop().time(), call))
 
     async def get(self) -> Call:
-        while not (calls := [call for call in self._taken if not call.answer.done()]):  # the others were given up
+        while not (calls := [call for call in self._taken if not call.answer.done()]):  # skip cancelled ones
             self._taken = await self._take()
         self._taken = [call for call in calls if call.name != calls[0].name]
         return merge_calls([call for call in calls if call.name == calls[0].name])
@@ -79,12 +79,15 @@ class ModelCallQueue:
 
 
 def merge_calls(calls: Sequence[Call]) -> Call:
-    """One call for all of them, of one label of a model; its answer becomes theirs; given up when all of them are."""
+    """Merge calls for one label of a model into one call.
+
+    Its answer is split over them, and it is cancelled when all of them are done.
+    """
     items = [item for call in calls for item in call.items]
     positions = [position for call in calls for position in call.positions]
-    whole = replace(calls[0], items=items, positions=positions)
+    merged = replace(calls[0], items=items, positions=positions)
 
-    def hand_out(answer: asyncio.Future) -> None:
+    def split_answer(answer: asyncio.Future) -> None:
         if answer.cancelled():
             return
         error, start = answer.exception(), 0
@@ -95,26 +98,26 @@ def merge_calls(calls: Sequence[Call]) -> Call:
                 call.answer.set_result(answer.result()[start : start + len(call.items)])
             start += len(call.items)
 
-    def give_up(_: asyncio.Future) -> None:
+    def cancel_if_done(_: asyncio.Future) -> None:
         if all(call.answer.done() for call in calls):
-            whole.answer.cancel()
+            merged.answer.cancel()
 
-    whole.answer.add_done_callback(hand_out)
+    merged.answer.add_done_callback(split_answer)
     for call in calls:
-        call.answer.add_done_callback(give_up)
-    return whole
+        call.answer.add_done_callback(cancel_if_done)
+    return merged
 
 
-# Items of an async verl function that are awaited together in one call, for instance requests to a judge.
 ASYNC_ITEMS = 32
-# An async function bounds its own items; only where it blocks its event loop is the process killed, this much later.
+"""Items of an async verl function that are awaited concurrently in one call, for instance requests to a judge."""
 ASYNC_GRACE_S = 5.0
-# A plain function gets as many samples in a call as it is likely to finish in this time: a call has 4 ms of its own.
+"""Async items have their own time limit; the process is killed this much later if a function blocks its event loop."""
 CALL_S = 0.05
+"""Target duration of one call of a plain function; each call has an overhead of 4 ms."""
 
 
 class RewardPool:
-    """Reward functions in `reward.num_workers` processes, and each model and judge in one more."""
+    """Pool of `reward.num_workers` processes for reward functions and one process per model or judge."""
 
     def __init__(
         self,
@@ -124,7 +127,10 @@ class RewardPool:
         prompt_key: str = "prompt",
         video_family: str | None = None,
     ):
-        """`engine_timeout_s` bounds a process's start and one call of a model."""
+        """Load the reward functions. Raises RewardError.
+
+        `engine_timeout_s`: limit for the start of a process and for one call of a model.
+        """
         _check_numbers(reward.num_workers, reward.timeout_s)
         self.entries, self._functions = load_entries(
             reward.functions,
@@ -140,46 +146,51 @@ class RewardPool:
         self._workers = reward.num_workers if self._plain else 0
         self._settings, self._engine_timeout_s, self._prompt_key = reward, engine_timeout_s, prompt_key
         self._family = video_family
-        self._pace: dict[str, float] = {}  # seconds per sample, lately
+        self._pace: dict[str, float] = {}  # seconds per sample, recent
         self._handles: list[RewardWorkerHandle] = []
-        self._queues: dict[str, asyncio.Queue[Call] | ModelCallQueue] = {}  # by function; functions share one
+        self._queues: dict[
+            str, asyncio.Queue[Call] | ModelCallQueue
+        ] = {}  # by function name; plain functions share one
         self._tasks: list[asyncio.Task] = []
 
     def check_prompts(self, prompts: Sequence[Prompt], max_failure_rate: float = 0.0) -> None:
-        """Raise RewardError if a data_source has no reward, or too many rows lack a column."""
+        """Raise RewardError if a data_source has no reward function, or too many rows lack a required column."""
         if missing := uncovered_sources(self.entries, [prompt.data_source for prompt in prompts]):
             raise RewardError(
                 f"reward.functions: no entry scores data_source {', '.join(map(repr, missing[:8]))}"
                 + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-                + ". Add them to the sources of an entry, or add one for them; an entry without sources scores all."
+                + ". Add them to `sources` of an entry, or add an entry; an entry without `sources` scores all rows."
             )
-        checks = (lambda entry: self._lacking(entry, prompts, max_failure_rate)), (lambda e: self._unseen(e, prompts))
+        checks = (
+            lambda entry: self._missing_columns(entry, prompts, max_failure_rate),
+            lambda entry: self._unsupported_visual(entry, prompts),
+        )
         problems = [problem for entry in self.entries for check in checks if (problem := check(entry))]
         if problems:
             raise RewardError("\n".join(problems))
 
-    def _lacking(self, entry: RewardEntry, prompts: Sequence[Prompt], max_failure_rate: float) -> str | None:
+    def _missing_columns(self, entry: RewardEntry, prompts: Sequence[Prompt], max_failure_rate: float) -> str | None:
         function, rows = self._functions[entry.name], [each for each in prompts if covers(entry, each.data_source)]
         lacking = [(row, names) for row in rows if (names := function.missing(row.columns.keys() - {self._prompt_key}))]
         if len(lacking) <= max_failure_rate * len(rows):
             return None
         row, names = lacking[0]
         return (
-            f"reward function {entry.name}: its parameter {', '.join(map(repr, names))} is no column of {len(lacking)} "
-            f"of {len(rows)} rows; row {row.index} has {', '.join(sorted(row.columns))}. Rename the parameter or the "
-            "column, give it a default, or set it in the entry's kwargs."
+            f"reward function {entry.name}: {len(lacking)} of {len(rows)} rows have no column for parameter "
+            f"{', '.join(map(repr, names))}; row {row.index} has {', '.join(sorted(row.columns))}. Rename the "
+            "parameter or the column, give the parameter a default, or set it in the entry's kwargs."
         )
 
-    def _unseen(self, entry: RewardEntry, prompts: Sequence[Prompt]) -> str | None:
+    def _unsupported_visual(self, entry: RewardEntry, prompts: Sequence[Prompt]) -> str | None:
         unsupported_reason = self._functions[entry.name].unsupported_reason
         if unsupported_reason is None:
             return None
         shown = (each for each in prompts if each.visual and covers(entry, each.data_source))
         found = ((row.index, why) for row in shown if (why := unsupported_reason(row.visual)))
-        return next((f"{entry.name}, asked for row {index}: {why}" for index, why in found), None)
+        return next((f"{entry.name}, row {index}: {why}" for index, why in found), None)
 
     async def start(self, slots: Slots | None = None) -> None:
-        """Start all processes. `slots`: whose GPUs models may share; CPU without any."""
+        """Start all processes. `slots`: slots whose GPUs models may share; None for CPU only."""
         shared = asyncio.Queue(2 * max(self._workers, 1))
         self._queues = dict.fromkeys(self._plain, shared)
         for names in self._models.values():
@@ -195,19 +206,19 @@ class RewardPool:
 
     async def score(self, samples: Sequence[Sample]) -> list[Reward | RewardFailure]:
         if not self._tasks:
-            raise EngineError("the reward pool has no processes: score() belongs between start() and close()")
+            raise EngineError("the reward pool is not running: call score() between start() and close()")
         items = [item_of_sample(sample, self._prompt_key) for sample in samples]
         known: list[Outcomes] = [{} for _ in items]
         for wave in waves(self.entries):
-            asked = [
+            tasks = [
                 asyncio.ensure_future(self._ask(entry, items, positions_to_score(entry, items, known), known))
                 for entry in wave
             ]
             try:
-                await asyncio.gather(*asked)
+                await asyncio.gather(*tasks)
             finally:
-                for one in asked:
-                    one.cancel()
+                for task in tasks:
+                    task.cancel()
         return [compose(self.entries, item.data_source, found) for item, found in zip(items, known, strict=True)]
 
     async def _ask(
@@ -227,60 +238,64 @@ class RewardPool:
                 known[position][entry.name] = outcome
 
     async def drain(self, collect: bool = False) -> list[Span]:
-        """Return all spans since the last drain. `collect`: idle processes collect garbage."""
+        """Return all spans since the last drain. `collect`: run garbage collection in idle processes."""
         drained = await asyncio.gather(*(handle.drain(collect) for handle in self._handles))
         return sorted((span for spans in drained for span in spans), key=lambda span: span.start)
 
     async def close(self) -> None:
-        """Kill all processes; a `score` under way gets an EngineError."""
+        """Kill all processes; a running `score` raises EngineError."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for handle in self._handles:
             await handle.close()
-        self._sweep()
+        self._fail_waiting()
 
     async def _put(self, queue: asyncio.Queue[Call] | ModelCallQueue, call: Call) -> None:
         if self._tasks:
             await queue.put(call)
         else:
             call.fail(pool_closed_error())
-        if not self._tasks:  # closed while this waited for room: nobody else will look into the queue again
-            self._sweep()
+        if not self._tasks:  # closed while `put` waited: no handle reads the queue any more
+            self._fail_waiting()
 
-    def _sweep(self) -> None:
-        """Fail all waiting calls; the room that this makes lets blocked callers find the pool closed."""
+    def _fail_waiting(self) -> None:
+        """Fail all waiting calls, which also unblocks callers that wait in `put`."""
         for queue in self._queues.values():
             while not queue.empty():
                 queue.get_nowait().fail(pool_closed_error())
 
     def _calls(self, entry: RewardEntry, items: list[Item], positions: list[int]) -> Iterator[Call]:
-        """Cut calls when there is room: one sample or as many as are quick for verl's functions, several for async
-        ones, all for batched ones; those of models are joined again by `ModelCallQueue`.
+        """Yield calls lazily, as the queue accepts them.
+
+        A call has all items for batched functions, ASYNC_ITEMS for async ones, about CALL_S seconds of items for
+        other verl functions, and one item for models, whose calls `ModelCallQueue` merges.
         """
         function = self._functions[entry.name]
-        told = self._engine_timeout_s if function.is_model else self._settings.timeout_s
-        if function.is_model:  # by length, so that a batch's items pad each other little
+        timeout_s = self._engine_timeout_s if function.is_model else self._settings.timeout_s
+        if function.is_model:  # by length, for little padding
             positions = sorted(positions, key=lambda i: len(items[i].prompt_text) + len(items[i].response))
         start = 0
         while start < len(positions):
             chosen = positions[start : start + self._size(function, len(positions))]
             start += len(chosen)
-            limit = told + (ASYNC_GRACE_S if function.is_async and not function.is_model else 0.0)
-            call = Call(entry.name, [items[position] for position in chosen], chosen, limit, told, function.is_batched)
-            call.answer.add_done_callback(lambda _, call=call: self._learn(call))
+            limit_s = timeout_s + (ASYNC_GRACE_S if function.is_async and not function.is_model else 0.0)
+            call = Call(
+                entry.name, [items[position] for position in chosen], chosen, limit_s, timeout_s, function.is_batched
+            )
+            call.answer.add_done_callback(lambda _, call=call: self._update_pace(call))
             yield call
 
-    def _size(self, function: RewardFunction, most: int) -> int:
+    def _size(self, function: RewardFunction, count: int) -> int:
         if function.is_model:
             return 1
         if function.is_batched:
-            return most
+            return count
         return ASYNC_ITEMS if function.is_async else max(1, int(CALL_S / self._pace.get(function.name, math.inf)))
 
-    def _learn(self, call: Call) -> None:
-        """Update the function's pace: at most twice as fast as before, in case the next samples are slow."""
+    def _update_pace(self, call: Call) -> None:
+        """Update seconds per sample; a fast call at most halves them, because the next samples may be slow."""
         if call.returns_awaitable:
             self._functions[call.name].returns_awaitable.set()
         if call.seconds:
@@ -288,8 +303,8 @@ class RewardPool:
             self._pace[call.name] = max(pace, self._pace.get(call.name, 0.0) / 2)
 
     def _function_worker(self, index: int, queue: asyncio.Queue[Call]) -> RewardWorkerHandle:
-        # No CPU is asked for: a share that doesn't fit would leave the actor pending for ever, without a word.
-        # On the driver's node: there the functions' files have been found.
+        # num_cpus=0: an actor whose request doesn't fit would stay pending forever without an error.
+        # On the driver's node, where the files of the functions exist.
         driver_node = NodeAffinitySchedulingStrategy(this_node_id(), soft=False)
         actor = ray.remote(RewardWorker).options(num_cpus=0, max_restarts=0, scheduling_strategy=driver_node)
         sources, where = [pack(self._functions[name]) for name in self._plain], f"reward/{index}"
@@ -315,8 +330,8 @@ def _by_process(entries: Sequence[RewardEntry], functions: dict[str, RewardFunct
 
 
 def _check_numbers(num_workers: int, timeout_s: float) -> None:
-    """Replay and notebooks have no other check of these values."""
+    """Check values that replay and notebooks do not check elsewhere."""
     if num_workers < 1:
-        raise RewardError(f"reward.num_workers is {num_workers}; it has to be at least 1")
+        raise RewardError(f"reward.num_workers is {num_workers}; it must be at least 1")
     if not (timeout_s > 0 and math.isfinite(timeout_s)):
-        raise RewardError(f"reward.timeout_s is {timeout_s}; it has to be a finite number of seconds above 0")
+        raise RewardError(f"reward.timeout_s is {timeout_s}; it must be a finite number of seconds above 0")

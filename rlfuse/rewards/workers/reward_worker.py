@@ -1,4 +1,4 @@
-"""The actor that runs reward functions, or one model, so that a crash or a hang costs one sample and not the run.
+"""Ray actor that runs reward functions or one model, so that a crash or hang costs one sample and not the run.
 
 Methods are synchronous, so Ray runs them on the main thread and functions may use `signal.alarm` or `asyncio.run`.
 Errors of custom code are returned, never raised. Allocations beyond `memory_mb` raise MemoryError in the function.
@@ -27,12 +27,12 @@ from rlfuse.rewards.api.items import Item, Outcome
 from rlfuse.samples import RewardFailure
 
 DEFAULT_MB, RETAINED_DIVISOR = 1024, 16
-"""Without a limit of ours; a process that keeps less than this share of its limit is as good as a new one."""
+"""DEFAULT_MB: reference without `memory_mb`. A process that retains less than limit / RETAINED_DIVISOR is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionSource:
-    """What another process makes a reward function of."""
+    """Picklable description from which another process loads a reward function."""
 
     name: str
     place: str | bytes
@@ -41,7 +41,7 @@ class FunctionSource:
 
 
 class RewardWorker:
-    """Load the run's reward functions and call them by name."""
+    """Actor that loads the reward functions of a run and calls them by name."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class RewardWorker:
         restore_child_signals()
 
     def start(self) -> str | None:
-        """Load all functions and start what is a model; the reason in words if that failed."""
+        """Load all functions and start models. Return the error message if that failed, else None."""
         try:
             if self._family is not None:
                 from rlfuse.video.models.base import register_custom_family
@@ -78,7 +78,7 @@ class RewardWorker:
         return None
 
     def score(self, name: str, items: Sequence[Item]) -> tuple[list[Outcome], bool, bool]:
-        """(one outcome for each item, in order; whether the function returns awaitables; whether memory is used up)."""
+        """Return (outcomes in item order, whether the function is async, whether the process is out of memory)."""
         function = self._functions[name]
         try:
             outcomes = function.score(items, self._timeout_s)
@@ -87,26 +87,24 @@ class RewardWorker:
             self._garbage.collect_if_grown()
 
     def collect(self) -> list[Span]:
-        """Collect garbage; every such collection since the last call."""
+        """Collect garbage. Return the spans of all collections since the last call."""
         self._garbage.collect()
         return self._recorder.drain()
 
 
 class MemoryLimit:
-    """Limit private data (RLIMIT_DATA) of this process to `more_mb` MiB beyond now. Linux only."""
+    """Limit of private data (RLIMIT_DATA) of this process: `more_mb` MiB above the current size. Linux only."""
 
     def __init__(self, more_mb: int | None):
-        self._start, self._kept = (
-            _data_bytes(),
-            2**20 * (DEFAULT_MB if more_mb is None else more_mb) // RETAINED_DIVISOR,
-        )
+        self._start = _data_bytes()
+        self._kept = 2**20 * (DEFAULT_MB if more_mb is None else more_mb) // RETAINED_DIVISOR
         if more_mb is not None:
             limit, (_, hard) = self._start + more_mb * 2**20, resource.getrlimit(resource.RLIMIT_DATA)
             limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
             resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
     def is_exhausted(self, outcomes: Sequence[Outcome]) -> bool:
-        """Whether a sample failed for want of memory that earlier calls hold: another process may score it."""
+        """Return whether a sample failed because earlier calls still hold memory; a new process may score it."""
         failed = [outcome for outcome in outcomes if isinstance(outcome, RewardFailure)]
         if not any(NO_MEMORY.search(f"{each.message}\n{each.traceback}") for each in failed):
             return False
@@ -119,12 +117,12 @@ def _data_bytes() -> int:
 
 
 def pack(function: RewardFunction) -> FunctionSource:
-    """What another process loads the function from."""
+    """Return the description from which another process loads the function."""
     place = function.source if isinstance(function.source, str) else cloudpickle.dumps(function.source)
     return FunctionSource(function.name, place, function.kwargs or function.factory_kwargs, function.answer_only)
 
 
 def unpack(source: FunctionSource) -> RewardFunction:
-    """The function, under its name."""
+    """Load the function that `pack` described, under the same name."""
     place = cloudpickle.loads(source.place) if isinstance(source.place, bytes) else source.place
     return replace(load_function(place, source.kwargs), name=source.name, answer_only=source.answer_only)

@@ -1,7 +1,7 @@
-"""Feed one reward process and replace it when it is lost. Used by `RewardPool` only.
+"""Send calls to one reward process and replace it when it is lost. Used by `RewardPool` only.
 
-One call runs at a time. A lost process counts against a call only if the next process dies of it too, since it may have
-been killed from outside. Every call taken from the queue is answered, by outcomes or an EngineError.
+One call runs at a time. A lost process may have been killed from outside, so a call fails only if the next process
+dies in it too. Every call taken from the queue gets outcomes or an EngineError.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rlfuse.samples import RewardFailure
 
 @dataclass(slots=True)
 class Call:
-    """One function on some items."""
+    """Call of one function for some items."""
 
     name: str
     items: list[Item]
@@ -53,13 +53,13 @@ class Call:
 
 
 class Queue(Protocol):
-    """What a handle's calls come from."""
+    """Queue from which a handle takes calls."""
 
     async def get(self) -> Call: ...
 
 
 class ProcessLost(Exception):
-    """The process exceeded its time or memory, or died. `outcomes`: of the call unless repeated."""
+    """The process exceeded its time or memory limit, or died. `outcomes`: result if the call is not repeated."""
 
     def __init__(
         self, outcomes: list[Outcome], cause: str, is_timeout: bool = False, is_memory_exhausted: bool = False
@@ -70,7 +70,7 @@ class ProcessLost(Exception):
 
 
 class RewardWorkerHandle:
-    """Serves the calls of a queue with one process at a time."""
+    """Handle that serves the calls of a queue with one process at a time."""
 
     def __init__(self, where: str, queue: Queue, create: Callable[[], Any], start_timeout_s: float):
         self.where = where
@@ -106,11 +106,11 @@ class RewardWorkerHandle:
                 call.answer.set_result(outcomes)
 
     async def drain(self, collect: bool = False) -> list[Span]:
-        """Spans since the last call. `collect`: the process collects garbage first, unless it is at a call."""
+        """Return spans since the last call. `collect`: run garbage collection first, unless a call is running."""
         if collect and not self.recorder.open and self._actor is not None:
-            with suppress(WorkerLost):  # the next call finds it dead, and replaces it
-                asked = self._actor.collect.remote()
-                for span in await remote.call(asked, self.where, "collect garbage", self._start_timeout_s):
+            with suppress(WorkerLost):  # the next call replaces the dead process
+                collected = self._actor.collect.remote()
+                for span in await remote.call(collected, self.where, "collect garbage", self._start_timeout_s):
                     self.recorder.add(span)
         return self.recorder.drain()
 
@@ -133,7 +133,7 @@ class RewardWorkerHandle:
                 return outcomes
         except ProcessLost as lost:
             was_fresh = self._is_fresh
-            # The next call waits for the other process, the present answer does not.
+            # The next call waits for the new process; this answer does not.
             self._restart = asyncio.create_task(self._replacement(lost))
             if lost.is_timeout and (call.is_batched or not several):
                 return lost.outcomes
@@ -149,14 +149,14 @@ class RewardWorkerHandle:
         found = []
         for single, outcome in zip(call.singles(), outcomes, strict=True):
             if isinstance(outcome, RewardFailure):
-                if call.answer.done():  # given up by `score`: none of the rest is read
+                if call.answer.done():  # cancelled by `score`
                     break
                 [outcome] = await self._outcomes(single)
             found.append(outcome)
         return found
 
     async def _attempt(self, call: Call) -> list[Outcome]:
-        if self._restart:  # raises again for each call, where it failed
+        if self._restart:  # a failed restart raises for every call
             await self._restart
         with self.recorder.span(
             "reward",
@@ -172,12 +172,12 @@ class RewardWorkerHandle:
                 outcomes, call.returns_awaitable, is_memory_exhausted = await asyncio.wait_for(answer, call.limit_s)
             except TimeoutError:
                 if watchdog.is_stopped(self.where):
-                    failure = RewardFailure(call.name, f"the process of {call.name} was stopped by a signal")
+                    failure = RewardFailure(call.name, f"the process of {call.name} was suspended by a signal")
                     raise self._lost(call, failure) from None
                 stack = await watchdog.stack_of(self.where)
                 failure = replace(timeout_failure(call.name, call.timeout_s), traceback=stack)
                 raise self._lost(call, failure, is_timeout=True) from None
-            except RayError as error:  # its process lives on where what it ran broke it
+            except RayError as error:  # after a RayTaskError the process is alive; `_lost` kills it
                 raise self._lost(call, _death(self.where, call.name, error)) from error
             call.seconds = clock.now() - span.start
         if is_memory_exhausted:
@@ -198,7 +198,7 @@ class RewardWorkerHandle:
 
 
 def pool_closed_error() -> EngineError:
-    """The answer to calls that nobody will serve."""
+    """Return the error for calls that are never served."""
     return EngineError("the reward pool was closed while samples were waiting")
 
 
@@ -208,7 +208,7 @@ def _death(where: str, name: str, error: Exception) -> RewardFailure:
     else:
         why, _, more = remote.cause_of_death(error, where).partition("\n")
     why, more = hidden_text(why), hidden_text(text(more))
-    return RewardFailure(name, f"the process of {name} ended while it scored this sample: {why}", more)
+    return RewardFailure(name, f"the process of {name} died while scoring this sample: {why}", more)
 
 
 def _ids(call: Call) -> str:

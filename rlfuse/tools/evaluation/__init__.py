@@ -1,1 +1,1 @@
-"""Models measured and used without training: `rlfuse eval`, `rlfuse generate`, `rlfuse reward replay`."""
+"""Evaluate and use models without training: `rlfuse eval`, `rlfuse generate`, `rlfuse reward replay`, `rlfuse push`."""

@@ -1,8 +1,8 @@
 """Generate and score responses without a trainer, with the board, executor and engines of a run's validation.
 
-    Ray, slots -> towers | engines | reward workers -> Board -> Executor -> samples --> Responses, every half second
+    Ray, slots -> vision towers | engines | reward workers -> Board -> Executor -> samples --> Responses, every 0.5 s
 
-A lost engine is not replaced; the others take over its samples.
+A lost engine is not replaced; the other engines take over its samples.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PURPOSE = "testing"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EvaluationInputs:
-    """What is needed to answer, loaded and checked; `config` has the paths of what engines load."""
+    """Loaded and checked inputs of an evaluation; `config` has the paths of the models that engines load."""
 
     config: Config
     tokenizer: PreTrainedTokenizerBase
@@ -60,7 +60,7 @@ class EvaluationInputs:
 
 
 def load(config: Config, step: int, scored: bool, say: Callable[[str], None]) -> EvaluationInputs:
-    """Load tokenizer, prompts and rewards; seeds are those of the validation after `step`."""
+    """Load tokenizer, prompts and rewards. Seeds are those of the validation after `step`."""
     reward = inference.reward_pool(config) if scored else None
     judges = unsupported_judge_reasons(config) if scored else ()
     if problems := [*engine_actor(config.rollout.name).unsupported_reasons(config, trains=False), *judges]:
@@ -75,12 +75,12 @@ def load(config: Config, step: int, scored: bool, say: Callable[[str], None]) ->
     return EvaluationInputs(config, tokenizer, groups, reward, video_model)
 
 
-class _Untrained:
-    """In the places of trainer and weight sync: there is neither, and the model stays what engines have loaded."""
+class _NoTrainer:
+    """Placeholder for trainer and weight sync: the engines keep the weights that they loaded."""
 
     sharing = DeviceSharing()
 
-    async def start(self, let_engines_start: Callable[[], None]) -> tuple[_Untrained, dict[str, Any]]:
+    async def start(self, let_engines_start: Callable[[], None]) -> tuple[_NoTrainer, dict[str, Any]]:
         return self, {}
 
     async def measure(self) -> dict[str, Any]:
@@ -89,32 +89,34 @@ class _Untrained:
     async def release_device(self, slot: int) -> None: ...
 
     async def restart_engine(self, slot: int) -> None:
-        raise EngineError("The last rollout engine was lost; the same command goes on from what is written.")
+        raise EngineError(
+            "The last rollout engine was lost. Rerun the command to continue with the remaining responses."
+        )
 
 
 def answer(loaded: EvaluationInputs, groups: Sequence[Group], responses: Responses, display: Display) -> None:
-    """Generate and score the rest of `groups` into the file. EngineError, or Stopped by a signal."""
+    """Generate and score `groups` into the file of `responses`. Raises EngineError, or Stopped after a signal."""
     stopping = Stopping(0.0, display.say)
     try:
-        with ExitStack() as kept:
-            kept.enter_context(process_logs.logs_kept_on_failure(responses.path.absolute().with_suffix(".logs")))
+        with ExitStack() as stack:
+            stack.enter_context(process_logs.logs_kept_on_failure(responses.path.absolute().with_suffix(".logs")))
             if loaded.video_model is not None:
-                folder = Path(kept.enter_context(tempfile.TemporaryDirectory(prefix="rlfuse-text-part-")))
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlfuse-text-part-")))
                 loaded = dataclasses.replace(loaded, config=inference.with_served_models(loaded.config, folder))
-            asyncio.run(stopping.listen_during(_answered(loaded, groups, responses, display)))
+            asyncio.run(stopping.listen_during(_generate(loaded, groups, responses, display)))
     except Stopped as end:
-        told = f"{NAMES[end.by]}: {responses.written:,} responses are whole in {responses.path}"
-        raise Stopped(f"{told}; the same command goes on from there.", end.by) from end
+        message = f"{NAMES[end.by]}: {responses.written:,} complete responses are in {responses.path}"
+        raise Stopped(f"{message}. Rerun the command to continue.", end.by) from end
     except BaseExceptionGroup as error:
         raise first_error(error) from error
     finally:
         placement.stop()
         responses.close()
-    display.say(f"{display.tokens:,} tokens, {display.speed:,.0f} a second")
+    display.say(f"{display.tokens:,} tokens, {display.speed:,.0f} tokens/s")
 
 
-async def _answered(loaded: EvaluationInputs, groups: Sequence[Group], responses: Responses, display: Display) -> None:
-    config = with_values(loaded.config, {"cluster.max_restarts": 0})  # nobody could push weights to a new engine
+async def _generate(loaded: EvaluationInputs, groups: Sequence[Group], responses: Responses, display: Display) -> None:
+    config = with_values(loaded.config, {"cluster.max_restarts": 0})  # there are no weights to push to a new engine
     recorder = Recorder("driver")
     with display.part("Ray"):
         slots = await placement.start(config, WORKER_IMPORTS)
@@ -122,19 +124,19 @@ async def _answered(loaded: EvaluationInputs, groups: Sequence[Group], responses
     config = inference.with_transfer(config, slots.device)
     rollouts = inference.rollout_handles(config, slots, recorder, display.say)
     clips = inference.video_parts(config, loaded.video_model, slots, display.say).clips if loaded.video_model else None
-    untrained, reward = _Untrained(), loaded.reward
+    no_trainer, reward = _NoTrainer(), loaded.reward
     try:
         occupants = slots.occupants(config.rollout.tensor_model_parallel_size)
         starts = inference.engine_starts(rollouts, config, slots, display.part)
         rewards = [with_progress(display.part("rewards"), reward.start, slots)] if reward else []
         towers = [with_progress(display.part("encoder ranks"), clips.start)] if clips else []
-        telling = asyncio.ensure_future(display.report_starting())
+        reporting = asyncio.ensure_future(display.report_starting())
         try:
-            parts = start_parts(slots.device, trainer=untrained.start, engines=starts, towers=towers, rewards=rewards)
+            parts = start_parts(slots.device, trainer=no_trainer.start, engines=starts, towers=towers, rewards=rewards)
             facts = (await fail_on_lost_node(parts, occupants)).engine_facts
         finally:
-            telling.cancel()
-        engines = Engines(rollouts, reward, untrained, untrained, clips or NoClips())
+            reporting.cancel()
+        engines = Engines(rollouts, reward, no_trainer, no_trainer, clips or NoClips())
         slot_table = SlotTable(len(rollouts), inference.starting_costs(config, facts, slots))
         await fail_on_lost_node(
             run_until_done(config, groups, engines, slot_table, recorder, responses, display), occupants
@@ -152,7 +154,7 @@ async def run_until_done(
     responses: Responses,
     display: Display,
 ) -> None:
-    """As `Controller.validate`, with what has come written meanwhile."""
+    """Generate and score like `Controller.validate`, and write finished responses meanwhile."""
     if any(group.prompt.visual for group in groups):
         with display.part("clips encoded"):
             groups = await engines.clips.encode(groups, PURPOSE)
@@ -183,5 +185,5 @@ async def _write(engines: Engines, recorder: Recorder, responses: Responses, dis
 
 
 def _write_finished(responses: Responses, display: Display) -> None:
-    whole = responses.write()
-    display.add(len(whole), sum(len(sample.response.token_ids) for sample in whole))
+    finished = responses.write()
+    display.add(len(finished), sum(len(sample.response.token_ids) for sample in finished))

@@ -1,4 +1,4 @@
-"""Compose the job of an evaluation, with the evaluated model as model.path. Training-only keys are not checked."""
+"""Compose the job of an evaluation with the evaluated model as model.path. Keys for training only are not checked."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ from rlfuse.tools.run_code import add_option, model_code, refuse_code, reward_co
 REWARD = ("reward.functions", "reward.model_path")
 _CUSTOM = (f"{key.name}=" for key in keys() if key.custom and key.name != FAMILY)
 TRAINING_PROBLEMS = ("data.train_files: `", f"{METRICS}:", *_CUSTOM)
-"""What mistakes begin with that are those of data.val_files, or of functions that training alone calls."""
+"""Prefixes of config problems that do not affect an evaluation: train_files is val_files, and custom functions that
+only training calls."""
 EVALUATION_KEYS = ("rollout.val_kwargs.", "data.val_files=")
-"""Settings that an evaluation may have of its own."""
+"""Prefixes of settings that may differ from those of the run."""
 REWARD_KEYS = ("functions", "weights", "model_path", "model_dtype", "overlong_buffer")
 VIDEO_KEYS = ("sampling", "max_tokens", "levels", "fps_general", "fps_detail", "fps_motion", "task", "frames")
 VIDEO_KEYS += ("tokens_per_frame", "timestamps", "max_image_tokens", "mm_processor_kwargs")
 
 
 def make_parser(name: str, usage: str, **more: str) -> argparse.ArgumentParser:
-    """Of a command that takes a job; options of its own can be added."""
+    """Return the argument parser of a command that takes a job; callers may add options."""
     made = argparse.ArgumentParser(prog=f"rlfuse {name}", usage=f"rlfuse {name} {usage}", allow_abbrev=False, **more)
     for option in ("--config-dir", "--config-name"):
-        made.add_argument(option, metavar="NAME", help="as of rlfuse train")
+        made.add_argument(option, metavar="NAME", help="same as for rlfuse train")
     add_option(made)
     return made
 
 
 def parse_arguments(made: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Options, and the words that are left for `read`."""
+    """Return (options, remaining words for `read`)."""
     arguments, words = made.parse_known_args(argv)
     if unknown := [word for word in words if word.startswith("-")]:
         made.error(f"unrecognized option: {unknown[0]}")
@@ -53,10 +54,10 @@ def parse_arguments(made: argparse.ArgumentParser, argv: Sequence[str]) -> tuple
 def read(
     words: Sequence[str], files: Sequence[str] = (), scored: bool = True, run_code: bool = False
 ) -> tuple[Config, Source]:
-    """`my_job.yaml [CHECKPOINT] key=value ...` as a checked configuration, and the model it is about.
+    """Return the checked config of `my_job.yaml [CHECKPOINT] key=value ...`, and the model to evaluate.
 
-    `files`: of prompts, in the place of data.val_files. `scored`: whether rewards are asked for. Without a job file a
-    checkpoint's run has its own; what that names as code is refused without `run_code`.
+    `files`: prompt files that replace data.val_files. `scored`: whether rewards are computed. Without a job file, the
+    config.yaml of the checkpoint's run is used; code that it names requires `run_code`.
     """
     given, settings = split_checkpoint(words)
     folder = run_config_of(given) if given is not None and not any(is_job_argument(word) for word in settings) else []
@@ -69,31 +70,35 @@ def read(
     settings = [*folder, *settings]
     source = find(given, run_of(settings, job), job.model.path if not OmegaConf.is_missing(job.model, "path") else "")
     if not source.answers:
-        raise ConfigError([f"CHECKPOINT {source.path}: is a reward model, which answers nothing; give a policy's"])
+        raise ConfigError(
+            [f"CHECKPOINT {source.path}: it is a reward model, which generates no responses; use a policy"]
+        )
     if job.trainer.task == "reward_model":
-        raise ConfigError(["trainer.task=reward_model: pairs are judged at each validation; give the job of a policy"])
+        raise ConfigError(
+            ["trainer.task=reward_model: reward models are evaluated during training; use the job of a policy"]
+        )
     job.model.path = source.path
     job.critic.path = job.ref.path = None
     if files:
         job.data.val_files = list(files)
     if not job.data.val_files:
-        raise ConfigError(["data.val_files=[]: there are no prompts to answer; name held-out data"])
+        raise ConfigError(["data.val_files=[]: there are no prompts; set it to held-out data"])
     job.data.train_files = job.data.val_files
-    return map_functions(_checked(job, scored), absolute), source
+    return map_functions(_check(job, scored), absolute), source
 
 
-def _checked(job: DictConfig, scored: bool) -> Config:
-    spared = TRAINING_PROBLEMS if scored else TRAINING_PROBLEMS + REWARD
+def _check(job: DictConfig, scored: bool) -> Config:
+    ignored = TRAINING_PROBLEMS if scored else TRAINING_PROBLEMS + REWARD
     try:
         return to_config(job)
     except ConfigError as error:
-        if left := [line for line in error.problems if not line.startswith(spared)]:
+        if left := [line for line in error.problems if not line.startswith(ignored)]:
             raise ConfigError(left) from None
     return OmegaConf.to_object(job)
 
 
 def made_from(config: Config, source: Source, scored: bool) -> dict[str, Any]:
-    """What decides what is answered, and how that is scored."""
+    """Return the settings that determine the responses and their scores."""
     data, rollout, reward = config.data, config.rollout, dataclasses.asdict(config.reward)
     return hidden(
         {
@@ -118,14 +123,14 @@ def made_from(config: Config, source: Source, scored: bool) -> dict[str, Any]:
 
 
 def split_checkpoint(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The word that names a model, if any, and the others. A folder's name may have a `=`, as those of sweeps do."""
-    found = [word for word in words if _names_model(word)]
+    """Return (word that names a model or None, other words). Folder names may contain `=`, as in sweeps."""
+    found = [word for word in words if _is_model(word)]
     if len(found) > 1:
-        raise ConfigError([f"{' '.join(found)}: one CHECKPOINT at a time"])
+        raise ConfigError([f"{' '.join(found)}: only one CHECKPOINT is allowed"])
     return (found[0] if found else None), [word for word in words if word not in found]
 
 
-def _names_model(word: str) -> bool:
+def _is_model(word: str) -> bool:
     return (
         not word.startswith("-")
         and not word.endswith((".yaml", ".yml"))
@@ -135,19 +140,19 @@ def _names_model(word: str) -> bool:
 
 
 def is_job_argument(word: str) -> bool:
-    """Whether a word says which job it is."""
+    """Return whether a word selects the job."""
     return word.endswith((".yaml", ".yml")) or word.startswith(("experiment=", "--config-name="))
 
 
 def run_config_of(given: str) -> list[str]:
-    """The `config.yaml` of the run that a folder is of; none where there is none."""
+    """Return [path] of the `config.yaml` of the run that contains the folder, or []."""
     folder = Path(os.path.expanduser(given)).absolute()
     files = (each / "config.yaml" for each in (folder, *folder.parents[:3]))
     return [str(path) for path in files if path.is_file()][:1]
 
 
 def run_of(settings: Sequence[str], job: DictConfig) -> Path | None:
-    """The folder of the job's run; where the job gives no name, of its last one with these settings, if any."""
+    """Return the run folder of the job; for a job without a name, its last run with these settings, or None."""
     if job.trainer.experiment_name is None:
         trained = compose_job([word for word in settings if not word.lstrip("+").startswith(EVALUATION_KEYS)])
         if OmegaConf.missing_keys(trained):

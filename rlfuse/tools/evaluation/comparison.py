@@ -1,7 +1,8 @@
 """Compare two rewards of the same samples. Pure.
 
-Pairs of siblings are *flipped* if each reward prefers another, *parted* if only the second separates them, *tied* if
-only the first does. A sample has *turned* if it changed sides of its group's mean.
+A pair of responses to one prompt is `flipped` if the rewards disagree on the better one, `untied` if only the second
+reward separates them, `tied` if only the first does. A sample is `advantage_flipped` if its reward is above the mean of
+its group for one reward and below it for the other.
 """
 
 from __future__ import annotations
@@ -17,32 +18,32 @@ TEXTS = ("step", "id", "group", "data_source", "prompt", "response", "ground_tru
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` found."""
+    """Result of `compare`."""
 
     agreement: pd.DataFrame
-    """A row for each data_source and one for all: samples, means, pearson and spearman (NaN where a reward is
-    constant), pairs of siblings and how many are flipped, parted, tied; groups, and how many are flat (all samples
-    alike) before and after; samples that turned."""
+    """One row per data_source and one for all: number of samples, means, Pearson and Spearman correlations (NaN if a
+    reward is constant), number of pairs and how many are flipped, untied and tied, number of groups and how many have
+    zero std before and after, number of samples with flipped advantage."""
     samples: pd.DataFrame
-    """Those with both rewards: texts, `before`, `after`, `rank_shift` (of the rank among the data_source's samples, from -1
+    """Samples with both rewards: texts, `before`, `after`, `rank_shift` (change of the rank within the data_source, -1
     to 1) and `advantage_flipped`."""
     unscored: int
-    """Samples that lack one of the rewards, which are left out."""
+    """Number of samples without one of the rewards, which are excluded."""
 
     def disagreements(self, count: int = 10) -> pd.DataFrame:
-        """The samples whose rank shifted most, largest shift first."""
+        """Return the `count` samples with the largest change of rank, largest first."""
         order = self.samples["rank_shift"].abs().sort_values(ascending=False, kind="stable").index
         return self.samples.loc[order[:count]]
 
 
 def compare(before: pd.DataFrame, after: pd.DataFrame) -> Comparison:
-    """Compare two tables of the same rows, by index. ValueError if they do not belong together."""
+    """Compare two tables of the same rows, by index. Raises ValueError if their rows differ."""
     for name, table in (("before", before), ("after", after)):
         if "reward" not in table:
-            raise ValueError(f"{name}: the table has no column `reward`, only {list(table)}; score it first")
+            raise ValueError(f"{name}: the table has no column `reward`, only {list(table)}. Score it first")
     if not before.index.equals(after.index):
         raise ValueError(
-            f"after: has {len(after)} rows that are not the {len(before)} rows of before; score the same table"
+            f"after: its {len(after)} rows differ from the {len(before)} rows of before. Score the same table"
         )
     table = before[[name for name in TEXTS if name in before]].copy()
     table["before"], table["after"] = before["reward"].astype(float), after["reward"].astype(float)
@@ -71,8 +72,8 @@ def _agreement(samples: pd.DataFrame, group: pd.Series) -> dict[str, float]:
     }
     pairs = {"pairs": 0, "flipped": 0, "untied": 0, "tied": 0}
     groups = {"groups": 0, "zero_std_before": 0, "zero_std_after": 0}
-    for _, siblings in samples.groupby(group.loc[samples.index]):
-        first, second = (_order(siblings[name].to_numpy()) for name in ("before", "after"))
+    for _, responses in samples.groupby(group.loc[samples.index]):
+        first, second = (_order(responses[name].to_numpy()) for name in ("before", "after"))
         pairs["pairs"] += len(first)
         pairs["flipped"] += int((first * second < 0).sum())
         pairs["untied"] += int(((first == 0) & (second != 0)).sum())
@@ -88,5 +89,5 @@ def _order(values: np.ndarray) -> np.ndarray:
 
 
 def _correlation(one: pd.Series, other: pd.Series) -> float:
-    """Return Pearson's correlation; NaN if one side is constant or there are too few samples."""
+    """Return Pearson's correlation, or NaN if one side is constant."""
     return one.corr(other) if one.nunique() > 1 and other.nunique() > 1 else float("nan")

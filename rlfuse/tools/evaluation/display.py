@@ -1,4 +1,4 @@
-"""Show progress of engines and generation: a bar, or lines without a terminal."""
+"""Progress display of engine startup and generation: a bar, or lines if there is no terminal."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rlfuse.cluster.scratch import keep_temporary_files
 from rlfuse.progress import SILENT_S, Console, is_live_terminal, print_line, quiet_libraries, timed
 
 
-def begin(source: object) -> Display:
-    """The first line, before libraries are imported, which remember what is set and where temporary files are."""
+def start_display(source: object) -> Display:
+    """Print the first line and set up the process, before libraries read environment and temporary folder at import."""
     display = Display()
     display.say(f"rlfuse {__version__}: {source}")
     keep_temporary_files()
@@ -26,14 +26,14 @@ def begin(source: object) -> Display:
 
 
 class Display:
-    """Parts that start, then so many responses of so many."""
+    """Display of starting parts, then of the number of finished responses."""
 
     def __init__(self, console: Console | None = None):
         self.console = console or Console(highlight=False)
         self.total = self.done = self.tokens = 0
-        self._began = self._told = self._last = 0.0
-        self._under_way: list[str] = []
-        self._looked_at = is_live_terminal(self.console)
+        self._start = self._last_report = self._last = 0.0
+        self._starting: list[str] = []
+        self._is_live = is_live_terminal(self.console)
         self._status = self.console.status("")
         self._bars: Progress | None = None
 
@@ -42,34 +42,34 @@ class Display:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        self._under_way.append(name)
+        self._starting.append(name)
         self._draw()
         try:
             with timed(name, self.say):
                 yield
         finally:
-            self._under_way.remove(name)
+            self._starting.remove(name)
             self._draw()
 
     def _draw(self) -> None:
-        if self._looked_at and self._under_way:
-            self._status.update(", ".join(self._under_way))
+        if self._is_live and self._starting:
+            self._status.update(", ".join(self._starting))
             self._status.start()
         else:
             self._status.stop()
 
     async def report_starting(self) -> None:
-        """Say until cancelled what still starts, so that no log is silent."""
+        """Print the parts that are still starting at intervals, until cancelled. Only without a terminal."""
         while True:
             await asyncio.sleep(SILENT_S)
-            if self._under_way and not self._looked_at:
-                self.say(f"… still starting: {', '.join(self._under_way)}")
+            if self._starting and not self._is_live:
+                self.say(f"… still starting: {', '.join(self._starting)}")
 
     @contextmanager
     def generating(self, total: int, done: int) -> Iterator[None]:
         self.total, self.done = total, done
-        self._began = self._told = self._last = time.monotonic()
-        if not self._looked_at:
+        self._start = self._last_report = self._last = time.monotonic()
+        if not self._is_live:
             yield
             return
         speed, moving = TextColumn("{task.fields[speed]:,.0f} tokens/s"), (BarColumn(), MofNCompleteColumn())
@@ -82,7 +82,7 @@ class Display:
 
     @property
     def speed(self) -> float:
-        return self.tokens / max(self._last - self._began, 1e-9)
+        return self.tokens / max(self._last - self._start, 1e-9)
 
     def add(self, responses: int, tokens: int) -> None:
         self.done += responses
@@ -90,6 +90,6 @@ class Display:
         self._last = time.monotonic() if responses else self._last
         if self._bars is not None:
             self._bars.update(self._bars.task_ids[0], completed=self.done, speed=self.speed)
-        elif time.monotonic() - self._told > SILENT_S:
-            self._told = time.monotonic()
+        elif time.monotonic() - self._last_report > SILENT_S:
+            self._last_report = time.monotonic()
             self.say(f"{self.done:,} of {self.total:,} responses, {self.speed:,.0f} tokens/s")

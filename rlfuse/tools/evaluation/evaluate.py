@@ -1,7 +1,8 @@
 """`rlfuse eval my_job.yaml [CHECKPOINT] [key=value ...]`: score a model on the job's held-out prompts.
 
-Samples are those that the run's validation after that step draws. Results: a table, `eval.json`, `responses.jsonl` in
-RUN/eval/global_step_N/ or PROJECT/eval/NAME/. Nothing is overwritten; an interrupted evaluation is continued.
+Samples are identical to those of the run's validation after that step. Results are a table, and `eval.json` and
+`responses.jsonl` in RUN/eval/global_step_N/ or PROJECT/eval/NAME/. Existing results are not overwritten; an interrupted
+evaluation is continued.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rlfuse.observe.live import figure
 from rlfuse.progress import Console
 from rlfuse.samples import Group, RewardFailure
 from rlfuse.tools.evaluation.arguments import made_from, make_parser, parse_arguments, read
-from rlfuse.tools.evaluation.display import begin
+from rlfuse.tools.evaluation.display import start_display
 from rlfuse.tools.evaluation.responses import Responses
 from rlfuse.tools.evaluation.scores import ACC, LENGTHS, REWARD, averaged_parts, score_name, statistics_by_source
 from rlfuse.tools.evaluation.source import Source
@@ -35,7 +36,7 @@ REPORT_FILE, RESPONSES_FILE = "eval.json", "responses.jsonl"
 
 
 def main(argv: Sequence[str]) -> None:
-    """Evaluate, print, write. Raises ConfigError, DataError, RewardError or EngineError."""
+    """Run the command. Raises ConfigError, DataError, RewardError or EngineError."""
     arguments, words = parse_arguments(_parser(), argv)
     config, source = read(words, run_code=arguments.run_code)
     settings = made_from(config, source, scored=True)
@@ -45,7 +46,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _evaluate(config: Config, source: Source, settings: dict[str, Any], folder: Path, threshold: float) -> None:
-    display = begin(source)
+    display = start_display(source)
     with display.part("libraries"):
         from rlfuse.tools.evaluation.answering import answer, load
     began, loaded = clock.now(), load(config, source.step, scored=True, say=display.say)
@@ -66,20 +67,27 @@ def _parser() -> argparse.ArgumentParser:
     made = make_parser(
         "eval",
         "[options] my_job.yaml [CHECKPOINT] [key=value ...]",
-        description="Score a model on the job's held-out prompts (data.val_files), with rollout.val_kwargs.n answers "
-        "each. CHECKPOINT: a global_step_N folder, a run folder (its newest), a Hugging Face folder or a hub name; "
-        "without it the newest of the job's run, else model.path.",
-        epilog="several answers: rollout.val_kwargs.n=8 rollout.val_kwargs.temperature=1",
+        description="Score a model on the job's held-out prompts (data.val_files), with rollout.val_kwargs.n responses "
+        "per prompt. CHECKPOINT: a global_step_N folder, a run folder (newest checkpoint), a Hugging Face folder or a "
+        "hub name; default: the newest checkpoint of the job's run, else model.path.",
+        epilog="several responses: rollout.val_kwargs.n=8 rollout.val_kwargs.temperature=1",
     )
     made.add_argument(
-        "--threshold", type=float, default=0.5, metavar="SCORE", help="an answer passes above it (%(default)s)"
+        "--threshold",
+        type=float,
+        default=0.5,
+        metavar="SCORE",
+        help="a response passes if its score is above this value (%(default)s)",
     )
-    made.add_argument("--out", type=Path, metavar="FOLDER", help="where to write (RUN/eval/global_step_N)")
+    made.add_argument("--out", type=Path, metavar="FOLDER", help="output folder (RUN/eval/global_step_N)")
     return made
 
 
 def folder_of(source: Source, config: Config, settings: dict[str, Any]) -> Path:
-    """The first that is free, or holds what was begun of the very same and cut short; none that is written to now."""
+    """Return the first folder that is free, or has an unfinished evaluation with the same settings.
+
+    Folders to which another process writes are skipped.
+    """
     trainer = config.trainer
     above = source.run or Path(trainer.default_local_dir).absolute() / trainer.project_name
     names = (source.name if number == 1 else f"{source.name}-{number}" for number in itertools.count(1))
@@ -101,7 +109,7 @@ def report_of(
     threshold: float,
     seconds: float,
 ) -> dict[str, Any]:
-    """What `eval.json` holds; `metrics` are those of a validation, under the same names."""
+    """Return the content of `eval.json`; `metrics` are those of a validation, under the same names."""
     from rlfuse.observe.metrics import validation_metrics
     from rlfuse.observe.summary import versions
 
@@ -118,13 +126,13 @@ def report_of(
 
 
 def show(found: dict[str, dict[str, Any]], groups: Sequence[Group], threshold: float, console: Console) -> None:
-    """The figures as tables: scores, pass@k where there are several answers, and lengths in tokens."""
+    """Print tables of scores, pass@k (for several responses per prompt) and lengths in tokens."""
     name, several = score_name(groups), averaged_parts(groups)
     k_values = sorted({k for figures in found.values() for k in figures["pass@k"]})
-    scores = _table("answers", *([ACC, *several] if name != REWARD else []), REWARD, "pass@1")
+    scores = _table("responses", *([ACC, *several] if name != REWARD else []), REWARD, "pass@1")
     passes, lengths = (
         _table(*(f"pass@{k}" for k in k_values)),
-        _table("mean tokens", "median", "95 %", "longest", "cut off"),
+        _table("mean tokens", "median", "p95", "max", "truncated"),
     )
     for source, figures in found.items():
         each = round(figures["samples"] / figures["prompts"])
@@ -137,17 +145,17 @@ def show(found: dict[str, dict[str, Any]], groups: Sequence[Group], threshold: f
         length, cut = figures["length"], figures["finish"].get("length", 0) / figures["samples"]
         lengths.add_row(Text(source), *(f"{length[key]:,.0f}" for key in LENGTHS), f"{cut:.1%}")
     console.print(scores, *([passes] if len(k_values) > 1 else []), lengths)
-    told = f"pass@k: an answer passes whose {name} is above {threshold:g}. ±: standard error over prompts."
-    console.print(told, markup=False, soft_wrap=True)
+    note = f"pass@k: a response passes if its {name} is above {threshold:g}. ±: standard error over prompts."
+    console.print(note, markup=False, soft_wrap=True)
     coverage = list(found.values())[-1]["coverage"]
     if partial := [f"{part} {share:.1%}" for part, share in coverage.items() if share < 1]:
-        told = f"Answers that have the part, a missing one counts as 0: {', '.join(partial)}."
-        console.print(told, markup=False, soft_wrap=True)
+        note = f"Responses with this part (a missing part counts as 0): {', '.join(partial)}."
+        console.print(note, markup=False, soft_wrap=True)
     failures = [s.reward for group in groups for s in group.samples if isinstance(s.reward, RewardFailure)]
     if failures:
         first = f"{failures[0].function}: {failures[0].message}"
-        told = f"{len(failures)} answers have no reward and are left out of scores; the first: {first}"
-        console.print(told, markup=False, soft_wrap=True)
+        note = f"{len(failures)} responses have no reward and are excluded from scores. First failure: {first}"
+        console.print(note, markup=False, soft_wrap=True)
 
 
 def _table(*heads: str) -> Table:
@@ -158,12 +166,12 @@ def _table(*heads: str) -> Table:
     return table
 
 
-def check_failures(groups: Sequence[Group], most: float) -> None:
-    """RewardError where more answers have no reward than a run would put up with."""
+def check_failures(groups: Sequence[Group], max_rate: float) -> None:
+    """Raise RewardError if the share of responses without a reward exceeds `max_rate`."""
     rewards = [sample.reward for group in groups for sample in group.samples]
     failed = sum(isinstance(reward, RewardFailure) for reward in rewards)
-    if failed > most * len(rewards):
+    if failed > max_rate * len(rewards):
         raise RewardError(
-            f"{failed} of {len(rewards)} answers have no reward, more than reward.max_failure_rate={most}: the figures "
-            "are of the others alone. Mend the function, or raise the rate."
+            f"{failed} of {len(rewards)} responses have no reward, above reward.max_failure_rate={max_rate}; scores "
+            "exclude them. Fix the reward function, or raise the rate."
         )

@@ -1,6 +1,6 @@
 """`rlfuse push RUN_DIR USER/NAME`: upload a checkpoint's model with a model card to the Hugging Face hub.
 
-The card names files and rewards without folders of this machine or secrets.
+The model card names files and rewards, without local folders and secrets.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ WINDOW = 5
 
 
 class PushError(UserError):
-    """What keeps a model from the hub, and what to do."""
+    """The model cannot be uploaded. The message has the reason and the remedy."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Upload, or say what would be. Raises PushError or ConfigError."""
+    """Run the command. Raises PushError or ConfigError."""
     arguments = _parser().parse_args(argv)
     source = find(arguments.source, None, "")
     folder = Path(source.path)
     if not folder.is_dir():
-        raise PushError(f"{arguments.source}: there is no such folder; give a run folder or a global_step_N of it")
+        raise PushError(
+            f"{arguments.source}: the folder does not exist; use a run folder or one of its global_step_N folders"
+        )
     card = card_of(source, arguments.name)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     size = sum(path.stat().st_size for path in files)
@@ -48,7 +50,7 @@ def main(argv: Sequence[str]) -> None:
             print(f"  {path.stat().st_size / 2**20:10,.2f} MiB  {path.relative_to(folder)}")
         print(f"  {CARD}:\n\n{card}")
         return
-    with _explained(arguments.name):
+    with _translate_hub_errors(arguments.name):
         url = upload(folder, arguments.name, card, arguments.private, arguments.revision)
     print(f"pushed  {url}")
 
@@ -57,16 +59,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rlfuse push", description="Upload a checkpoint's model to the Hugging Face hub, with a model card."
     )
-    parser.add_argument("source", metavar="RUN_DIR", help="a run folder (its newest checkpoint) or a global_step_N")
-    parser.add_argument("name", metavar="USER/NAME", help="of the repository, which is made if it is not there")
-    parser.add_argument("--private", action="store_true", help="if it is made")
-    parser.add_argument("--revision", metavar="BRANCH", help="made if it is not there (main)")
-    parser.add_argument("--dry-run", action="store_true", help="list the files and show the card, upload nothing")
+    parser.add_argument("source", metavar="RUN_DIR", help="run folder (newest checkpoint) or global_step_N folder")
+    parser.add_argument("name", metavar="USER/NAME", help="repository, created if it does not exist")
+    parser.add_argument("--private", action="store_true", help="create the repository as private")
+    parser.add_argument("--revision", metavar="BRANCH", help="created if it does not exist (main)")
+    parser.add_argument("--dry-run", action="store_true", help="print the files and the model card without uploading")
     return parser
 
 
 def upload(folder: Path, name: str, card: str, private: bool, revision: str | None) -> str:
-    """Everything of the folder, and the card unless the repository has one; returns its address."""
+    """Upload the folder, and the model card unless the repository has one. Return the repository URL."""
     from huggingface_hub import HfApi
 
     api = HfApi()
@@ -75,7 +77,7 @@ def upload(folder: Path, name: str, card: str, private: bool, revision: str | No
         api.create_branch(name, branch=revision, exist_ok=True)
     api.upload_folder(repo_id=name, folder_path=folder, revision=revision, commit_message="Upload model by rlfuse push")
     if api.file_exists(name, CARD, revision=revision):
-        print(f"  its {CARD} is left as it is")
+        print(f"  kept the existing {CARD} of the repository")
     else:
         what = {"path_or_fileobj": card.encode(), "path_in_repo": CARD, "commit_message": "Model card by rlfuse push"}
         api.upload_file(repo_id=name, revision=revision, **what)
@@ -83,30 +85,32 @@ def upload(folder: Path, name: str, card: str, private: bool, revision: str | No
 
 
 @contextmanager
-def _explained(name: str) -> Iterator[None]:
+def _translate_hub_errors(name: str) -> Iterator[None]:
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
 
     if constants.HF_HUB_OFFLINE:
-        raise PushError("HF_HUB_OFFLINE=1 is set, so the hub is not asked; unset it to push")
+        raise PushError("HF_HUB_OFFLINE=1 is set, so the hub can't be used; unset it to push")
     if get_token() is None:
-        raise PushError("there is no token of the hub here; run `hf auth login`, or set HF_TOKEN to one that may write")
+        raise PushError(
+            "no Hugging Face token found; run `hf auth login`, or set HF_TOKEN to a token with write access"
+        )
     try:
         yield
     except HFValidationError as error:
-        raise PushError(f"{name}: {str(error).splitlines()[0]}; write it as USER/NAME") from error
+        raise PushError(f"{name}: {str(error).splitlines()[0]}; use the form USER/NAME") from error
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else "no answer"
         why = hidden_text(str(error.server_message or error).strip().splitlines()[0])
-        hint = "; the token has to be valid and may write there" if status in (401, 403, 404) else ""
+        hint = "; check that the token is valid and has write access" if status in (401, 403, 404) else ""
         raise PushError(f"{name}: the hub refused ({status}): {why}{hint}") from error
     except (HTTPError, ConnectionError) as error:
         why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise PushError(f"{constants.ENDPOINT} can't be reached ({why}); look at the network or HF_ENDPOINT") from error
+        raise PushError(f"{constants.ENDPOINT} can't be reached ({why}); check the network and HF_ENDPOINT") from error
 
 
 def card_of(source: Source, name: str) -> str:
-    """The model card: what was trained, from what, on what, for how long and how well."""
+    """Return the model card: base model, data, steps, algorithm, reward and results."""
     from huggingface_hub import ModelCardData
 
     run = open_run(source.run) if source.run and (source.run / "config.yaml").is_file() else None

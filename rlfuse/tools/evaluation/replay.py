@@ -1,6 +1,7 @@
 """`rlfuse reward replay RUN_DIR reward.functions=[...]`: score a run's samples with another reward.
 
-Samples are scored by a reward pool, as in a job, without running normalisation. Writes `replay.json` and `replay.csv`.
+Samples are scored by a reward pool as in a job, but without running normalisation. Writes `replay.json` and
+`replay.csv`.
 """
 
 from __future__ import annotations
@@ -36,27 +37,33 @@ from rlfuse.tools.evaluation.reward_table import as_columns
 from rlfuse.tools.run_code import add_option, refuse_code, reward_code
 
 EXCLUSIVE_KEYS = ("functions", "weights", "model_path")
-"""What a reward is made of: where one is given, the run's others are not taken."""
+"""Keys that define a reward: if one of them is set, the others are not taken from the run."""
 TRUST = "model.trust_remote_code="
 MAX_SHOWN_CHARS = 100
 
 
 def main(argv: Sequence[str]) -> None:
-    """Score, print, write. Raises RewardError, ConfigError or RunError."""
+    """Run the command. Raises RewardError, ConfigError or RunError."""
     parser = argparse.ArgumentParser(
-        prog="rlfuse reward", description="Score a run's samples with another reward; what would have changed?"
+        prog="rlfuse reward",
+        description="Score the samples of a run with another reward and report what would have changed.",
     )
     parser.add_argument("command", choices=("replay",))
     parser.add_argument("run", type=Path, metavar="RUN_DIR")
     parser.add_argument(
-        "settings", nargs="*", metavar="reward.KEY=VALUE", help="the other reward, as in a job; none: the run's own"
+        "settings",
+        nargs="*",
+        metavar="reward.KEY=VALUE",
+        help="the other reward, as in a job (default: the reward of the run)",
     )
     add_option(parser)
-    parser.add_argument("--out", type=Path, help="beginning of the files' names (RUN_DIR/replay: replay.json, .csv)")
-    parser.add_argument("--examples", type=int, default=5, help="samples to show (%(default)s)")
+    parser.add_argument(
+        "--out", type=Path, help="output path without suffix (RUN_DIR/replay, for replay.json and replay.csv)"
+    )
+    parser.add_argument("--examples", type=int, default=5, help="number of samples to show (%(default)s)")
     arguments = parser.parse_args(argv)
     if arguments.examples < 0:
-        raise RewardError(f"--examples {arguments.examples}: must be 0 or more")
+        raise RewardError(f"--examples {arguments.examples}: it must be 0 or more")
     run = open_run(arguments.run)
     out = arguments.out or run.path / "replay"
     with write_lock(_files(out)[0]):
@@ -65,13 +72,13 @@ def main(argv: Sequence[str]) -> None:
 
 def _replay(run: RunFolder, arguments: argparse.Namespace, out: Path) -> None:
     reward = reward_of(run, arguments.settings)
-    of_folder = {**run.config, "reward": _kept(run, arguments.settings)}
+    of_folder = {**run.config, "reward": _run_settings(run, arguments.settings)}
     refuse_code(run.path / "config.yaml", reward_code(of_folder), arguments.run_code)
     trusts = trusts_code(run, arguments.settings, arguments.run_code)
     with reading(run.path):
         rows = list(run.samples())
         if not rows:
-            raise RewardError(f"{run.path}: samples.jsonl has no samples; run with trainer.log_samples above 0")
+            raise RewardError(f"{run.path}: samples.jsonl has no samples; train with trainer.log_samples above 0")
         prompt_key = run.config.get("data", {}).get("prompt_key", "prompt")
         samples, table = [sample_of_row(row, prompt_key) for row in rows], sample_table(rows)
     rewards = asyncio.run(scored(samples, reward, prompt_key, trusts))
@@ -83,28 +90,28 @@ def _replay(run: RunFolder, arguments: argparse.Namespace, out: Path) -> None:
 
 
 def reward_of(run: RunFolder, settings: Sequence[str]) -> RewardConfig:
-    """The group `reward` with these settings; limits that they don't name are the run's."""
+    """Return the reward config with these settings; other values are those of the run."""
     if wrong := [word for word in settings if not word.lstrip("+").startswith(("reward.", TRUST))]:
-        raise RewardError(f"{wrong[0]}: only the reward can be another one; settings are reward.KEY=VALUE, and {TRUST}")
-    wanted = compose_job(list(settings)).reward
-    base = OmegaConf.merge(OmegaConf.structured(RewardConfig), _kept(run, settings))
-    found = OmegaConf.to_object(OmegaConf.merge(base, {name: wanted[name] for name in _given(settings)}))
+        raise RewardError(f"{wrong[0]}: only reward.KEY=VALUE and {TRUST} are allowed")
+    composed = compose_job(list(settings)).reward
+    base = OmegaConf.merge(OmegaConf.structured(RewardConfig), _run_settings(run, settings))
+    found = OmegaConf.to_object(OmegaConf.merge(base, {name: composed[name] for name in _changed_keys(settings)}))
     remember(asdict(found))
     return found
 
 
-def _given(settings: Sequence[str]) -> set[str]:
+def _changed_keys(settings: Sequence[str]) -> set[str]:
     return {word.partition("=")[0].lstrip("+").split(".")[1] for word in settings if not word.startswith(TRUST)}
 
 
-def _kept(run: RunFolder, settings: Sequence[str]) -> dict[str, Any]:
-    given = _given(settings)
+def _run_settings(run: RunFolder, settings: Sequence[str]) -> dict[str, Any]:
+    given = _changed_keys(settings)
     replaced = given.union(EXCLUSIVE_KEYS) if given.intersection(EXCLUSIVE_KEYS) else given
     return {name: value for name, value in (run.config.get("reward") or {}).items() if name not in replaced}
 
 
 def trusts_code(run: RunFolder, settings: Sequence[str], run_code: bool = False) -> bool:
-    """Return whether a reward model's own modelling code may run: as the settings say, else as in the run."""
+    """Return whether modelling code that ships with a reward model may run: set by `settings`, else by the run."""
     if any(word.startswith(TRUST) for word in settings):
         return compose_job(list(settings)).model.trust_remote_code
     return run_code and run.config.get("model", {}).get("trust_remote_code", False)
@@ -113,8 +120,8 @@ def trusts_code(run: RunFolder, settings: Sequence[str], run_code: bool = False)
 async def scored(
     samples: Sequence[Sample], reward: RewardConfig, prompt_key: str, trusts: bool = False
 ) -> list[Reward | RewardFailure]:
-    """One result for each sample, from processes that are started and ended here."""
-    from rlfuse.cluster import placement  # Ray and torch take seconds, and mistakes in the settings are seen before
+    """Return one result per sample, from a reward pool that is started and closed here."""
+    from rlfuse.cluster import placement  # slow imports, after the settings are checked
     from rlfuse.config.schema import Config
     from rlfuse.rewards.workers.pool import RewardPool
     from rlfuse.run import WORKER_IMPORTS
@@ -133,9 +140,9 @@ async def scored(
 
 
 def show(found: Comparison, after: pd.DataFrame, examples: int) -> None:
-    """Agreement and examples as tables at the terminal."""
+    """Print tables of agreement and examples."""
     console = Console()
-    table = Table("data_source", box=SIMPLE_HEAD, title="saved reward → this one", title_justify="left")
+    table = Table("data_source", box=SIMPLE_HEAD, title="saved reward → new reward", title_justify="left")
     for name in ("samples", "mean", "Pearson", "Spearman", "flipped", "advantage_flipped"):
         table.add_column(name, justify="right")
     for source, row in found.agreement.iterrows():
@@ -148,16 +155,16 @@ def show(found: Comparison, after: pd.DataFrame, examples: int) -> None:
     console.print(table)
     whole = found.agreement.loc[ALL]
     console.print(
-        "flipped: pairs of answers to one prompt of which each reward prefers another; turned: samples that training "
-        f"would push the other way. Pairs that only this reward tells apart: {whole['untied']:.0f}, only the saved "
-        f"one: {whole['tied']:.0f}. Groups without any difference, from which nothing is learned: "
+        "flipped: pairs of responses to one prompt on whose order the rewards disagree; advantage_flipped: samples "
+        f"whose advantage changes its sign. Pairs that only the new reward separates: {whole['untied']:.0f}, only the "
+        f"saved one: {whole['tied']:.0f}. Groups with zero std, which give no gradient: "
         f"{whole['zero_std_before']:.0f} → {whole['zero_std_after']:.0f} of {whole['groups']:.0f}.\n"
     )
     if found.unscored:
         failures = after["failure"].dropna()
-        first = f"; the first: {failures.iloc[0]}" if len(failures) else ""
-        told = f"{found.unscored} samples have no reward from one of them and are left out{first}"
-        console.print(told, markup=False, highlight=False, soft_wrap=True)
+        first = f". First failure: {failures.iloc[0]}" if len(failures) else ""
+        note = f"{found.unscored} samples lack one of the rewards and are excluded{first}"
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
     shifted = found.disagreements(examples)
     if len(shifted):
         console.print(_examples(shifted[shifted["rank_shift"] != 0]))
@@ -165,7 +172,7 @@ def show(found: Comparison, after: pd.DataFrame, examples: int) -> None:
 
 def _examples(samples: pd.DataFrame) -> Table:
     table = Table(
-        "sample", "reward", "prompt", "response", box=SIMPLE_HEAD, title="largest shifts in rank", title_justify="left"
+        "sample", "reward", "prompt", "response", box=SIMPLE_HEAD, title="largest changes of rank", title_justify="left"
     )
     for _, row in samples.iterrows():
         rewards = f"{figure(row['before'])} → {figure(row['after'])}"
@@ -180,7 +187,7 @@ def _short(text: str) -> str:
 def write(
     found: Comparison, table: pd.DataFrame, after: pd.DataFrame, out: Path, about: dict[str, Any], examples: int
 ) -> tuple[Path, Path]:
-    """`{out}.json` (agreement, examples) and `{out}.csv` (every sample); their paths."""
+    """Write `{out}.json` (agreement, examples) and `{out}.csv` (all samples). Return their paths."""
     report = about | {
         "unscored": found.unscored,
         "agreement": _plain(found.agreement.loc[[ALL]])[0],
@@ -197,13 +204,13 @@ def write(
     whole = whole.assign(rank_shift=found.samples["rank_shift"], advantage_flipped=found.samples["advantage_flipped"])
     with atomic_write(paths[1]) as aside:
         whole = whole.join(after.drop(columns=["reward", "traceback"]))
-        # All texts quoted: one with a carriage return would else begin a row.
+        # All texts are quoted, because a carriage return would otherwise start a row.
         whole.rename(columns=_as_text).map(_as_text).to_csv(aside, index=False, quoting=csv.QUOTE_NONNUMERIC)
     return paths
 
 
 def _as_text(cell: Any) -> Any:
-    """Return a cell that no spreadsheet interprets as a formula."""
+    """Escape a cell that a spreadsheet would interpret as a formula."""
     return f"'{cell}" if isinstance(cell, str) and cell.lstrip().startswith(("=", "+", "-", "@")) else cell
 
 

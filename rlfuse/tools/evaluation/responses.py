@@ -1,6 +1,6 @@
-"""The file of responses, written row by row and continued after an interruption.
+"""File of responses that is written row by row and continued after an interruption.
 
-A file next to it records what it was made from (model, data, sampling), so that no file mixes two models.
+A second file records its settings (model, data, sampling), so that a file never mixes two models.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlfuse.samples import Group, Response, Reward, RewardFailure, Sample
 
 
 class Responses:
-    """JSON lines at `path`; `scored`: whether a sample is whole only with its reward."""
+    """Responses as JSON lines at `path`. `scored`: a sample is complete only with its reward."""
 
     def __init__(self, path: Path, scored: bool):
         self.path, self._scored = path, scored
@@ -29,27 +29,27 @@ class Responses:
 
     @property
     def made_from(self) -> Path:
-        """Where it stands what the responses are made from."""
+        """Path of the file with the settings of the responses."""
         return self.path.with_name(f"{self.path.name}.made_from.json")
 
     def differs(self, made_from: Mapping[str, Any]) -> list[str]:
-        """In which of its settings what is there was made from something else; none where there is nothing."""
+        """Return the differences between these settings and those of an existing file; [] if there is no file."""
         if not self.path.exists():
             return []
         try:
             before = json.loads(self.made_from.read_text())
         except (OSError, ValueError):
-            return [f"{self.made_from.name} is missing, or can't be read"]
+            return [f"{self.made_from.name} is missing or can't be read"]
         now = json.loads(json.dumps(made_from))
         names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
         return [f"{name} (was {before.get(name)}, is {now.get(name)})" for name in names]
 
     def begin(self, made_from: Mapping[str, Any], groups: Sequence[Group]) -> list[Group]:
-        """Open the file and return the remaining `groups`. ConfigError if it has another origin."""
+        """Open the file and return the remaining groups. Raises ConfigError if its settings differ."""
         if differs := self.differs(made_from):
             raise ConfigError(
-                [f"--out {self.path}: holds responses already, made from something else: {'; '.join(differs)}; choose "
-                 "another file, or remove it"]
+                [f"--out {self.path}: the file has responses with other settings: {'; '.join(differs)}. Choose another "
+                 "file, or remove it"]
             )  # fmt: skip
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(self.made_from, json.dumps(made_from, indent=2))
@@ -59,7 +59,7 @@ class Responses:
             if (row := known.get(sample.id)) is None:
                 self._open.append(sample)
             elif row["prompt"] != sample.prompt.text:
-                raise ConfigError([f"{self.path}: its response {sample.id} is to another prompt; choose another file"])
+                raise ConfigError([f"{self.path}: response {sample.id} belongs to another prompt; choose another file"])
             else:
                 _restore(sample, row)
         left, self.total = {sample.id for sample in self._open}, sum(len(group.samples) for group in groups)
@@ -71,15 +71,15 @@ class Responses:
         return self.total - len(self._open)
 
     def write(self) -> list[Sample]:
-        whole = [s for s in self._open if s.response is not None and (s.reward is not None or not self._scored)]
-        if whole:
-            done = {sample.id for sample in whole}
+        finished = [s for s in self._open if s.response is not None and (s.reward is not None or not self._scored)]
+        if finished:
+            done = {sample.id for sample in finished}
             self._open = [sample for sample in self._open if sample.id not in done]
-            self._file.append(json_safe(sample_row(sample)) for sample in whole)
-        return whole
+            self._file.append(json_safe(sample_row(sample)) for sample in finished)
+        return finished
 
     def close(self) -> None:
-        """Write what has become whole, and have the disk keep all of it."""
+        """Write finished samples, sync the file to disk and close it."""
         if self._file is not None:
             try:
                 self.write()

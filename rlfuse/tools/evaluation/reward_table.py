@@ -1,4 +1,4 @@
-"""Score items in a notebook, without cluster and time limit, with the loading and composition of a run."""
+"""Score items in the current process, without cluster and time limit, with the loading and composition of a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def score_items(
     model_path: str | None = None,
     trust_remote_code: bool = False,
 ) -> list[Reward | RewardFailure]:
-    """Return one result per item. `functions`, `weights`, `model_path` as in the configuration."""
+    """Return one result per item. `functions`, `weights` and `model_path` are those of the `reward` config."""
     several = functions if isinstance(functions, list | tuple) else [functions]
     entries, loaded = load_entries(several, weights, model_path, trust_remote_code=trust_remote_code)
     for function in loaded.values():
@@ -29,8 +29,8 @@ def score_items(
             function.start()
     known: list[Outcomes] = [{} for _ in items]
     for wave in waves(entries):
-        asked = [(entry, positions_to_score(entry, items, known)) for entry in wave]
-        for entry, positions in asked:
+        calls = [(entry, positions_to_score(entry, items, known)) for entry in wave]
+        for entry, positions in calls:
             with interrupts.watch_interrupts():
                 outcomes = loaded[entry.name].score([items[position] for position in positions])
             for position, outcome in zip(positions, outcomes, strict=True):
@@ -39,7 +39,7 @@ def score_items(
 
 
 def as_columns(reward: Reward | RewardFailure, prefix: str) -> dict[str, Any]:
-    """A result as columns of a table, those of its parts with `prefix` in front."""
+    """Return a result as columns of a table; columns of parts start with `prefix`."""
     if isinstance(reward, RewardFailure):
         failure = f"{reward.function}: {reward.message}"
         return {"reward": None, "gate": None, "failure": failure, "note": None, "traceback": reward.traceback}

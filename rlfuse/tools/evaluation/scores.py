@@ -1,6 +1,6 @@
 """Score statistics of held-out prompts: means, pass@k, lengths, per data source and overall. Pure.
 
-A score is `acc` if any sample of the data source has one, else the reward. Failed rewards are counted and left out.
+A score is `acc` if any sample of the data source has one, else the reward. Failed rewards are counted and excluded.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def pass_at_k(n: int, passed: int, k: int) -> float:
 
 
 def k_values(n: int) -> list[int]:
-    """1, 2, 4, ... and n."""
+    """Return the values of k for pass@k: 1, 2, 4, ... and n."""
     return sorted({n, *(1 << power for power in range(n.bit_length()) if 1 << power <= n)})
 
 
 def scores_of(groups: Sequence[Group]) -> list[list[float]]:
-    """The scores of each group's samples that have a reward."""
+    """Return, per group, the scores of its samples that have a reward."""
     with_acc = {group.prompt.data_source for group in groups if any(each.accuracies for each in _rewards([group]))}
     return [
         [
@@ -44,14 +44,14 @@ def scores_of(groups: Sequence[Group]) -> list[list[float]]:
 
 
 def score_name(groups: Sequence[Group]) -> str:
-    """What `score` is, of these samples."""
+    """Return the name of the score of these samples."""
     if several := averaged_parts(groups):
         return f"mean of {' and '.join(several)}"
     return ACC if any(reward.accuracies for reward in _rewards(groups)) else REWARD
 
 
 def averaged_parts(groups: Sequence[Group]) -> list[str]:
-    """The parts that a score is the mean of, where some sample has more than one `acc`."""
+    """Return the parts whose mean is the score if any sample has more than one `acc`, else []."""
     given = [reward.accuracies for reward in _rewards(groups) if len(reward.accuracies) > 1]
     return list(dict.fromkeys(name for names in given for name in names))
 
@@ -62,19 +62,19 @@ def _rewards(groups: Sequence[Group]) -> list[Reward]:
 
 
 def statistics_by_source(groups: Sequence[Group], threshold: float) -> dict[str, dict[str, Any]]:
-    """data_source -> `score_statistics` its groups; of several sources also of all together, last, by a name of its own."""
+    """Return {data_source: statistics}. With several sources the last entry covers all of them, under a unique name."""
     sources, total = list(dict.fromkeys(group.prompt.data_source for group in groups)), ALL
     found = {
         source: score_statistics([group for group in groups if group.prompt.data_source == source], threshold)
         for source in sources
     }
-    while total in found:  # a source is called so
+    while total in found:  # a data source has this name
         total += " sources"
     return found if len(sources) == 1 else found | {total: score_statistics(groups, threshold)}
 
 
 def score_statistics(groups: Sequence[Group], threshold: float) -> dict[str, Any]:
-    """Return statistics of prompts. `stderr`: of the mean over prompts; pass@k: of prompts with k scores."""
+    """Return score statistics. `stderr`: standard error of the mean over prompts; pass@k: prompts with >= k scores."""
     samples = [sample for group in groups for sample in group.samples]
     scored = [values for values in scores_of(groups) if values]
     lengths = [sample.response.length for sample in samples]
@@ -107,7 +107,7 @@ def _lengths(lengths: Sequence[int]) -> Mapping[str, float]:
 
 
 def _parts(samples: Sequence[Sample]) -> dict[str, dict[str, float | None]]:
-    """Return mean and coverage of each part over the data sources that have it; a missing one counts as 0."""
+    """Return mean and coverage of each part over the data sources that have it; a missing part counts as 0."""
     found: dict[str, dict[str, float | None]] = {"parts": {}, "coverage": {}}
     sources: dict[str, dict[str, None]] = defaultdict(dict)
     for sample in samples:

@@ -1,6 +1,6 @@
-"""Find the model to evaluate: a checkpoint, a run's newest, a Hugging Face folder or a hub name.
+"""Find the model to evaluate: a checkpoint, the newest one of a run, a Hugging Face folder or a hub name.
 
-A checkpoint of step N uses the seeds of the validation after it, any other model those of step 0.
+A checkpoint of step N uses the seeds of the validation after step N, any other model those of step 0.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from rlfuse.errors import ConfigError
 from rlfuse.run_folder import checkpoints
 
 POLICY, REWARD_MODEL, WEIGHTS = "actor", MODEL_PART, "huggingface"
-"""Of a checkpoint: what was trained, and the folder in it that loads as it is."""
+"""Subfolders of a checkpoint: policy, reward model, and the loadable model within each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One model."""
+    """Model to evaluate."""
 
     path: str
     step: int = 0
@@ -28,7 +28,7 @@ class Source:
 
     @property
     def answers(self) -> bool:
-        """Whether it is a policy, as far as its folder's name tells."""
+        """True for a policy, judged by the name of its folder."""
         return not self.run or Path(self.path).parent.name == POLICY
 
     @property
@@ -40,14 +40,14 @@ class Source:
 
 
 def find(given: str | None, run: Path | None, base: str) -> Source:
-    """Return the model named `given`, else the newest of `run`, else `base`. ConfigError if unusable."""
+    """Return the model `given`, else the newest checkpoint of `run`, else `base`. Raises ConfigError."""
     if given is None:
         whole = checkpoints.complete(run) if run else []
         return _of_checkpoint(whole[-1]) if whole else Source(base)
     folder = Path(os.path.expanduser(given))
     if not folder.is_dir():
         if folder.exists() or given.startswith((".", "/", "~")) or given.count("/") > 1:
-            raise _refused(given, "there is no such folder")
+            raise _error(given, "the folder does not exist")
         return Source(given)
     folder = folder.absolute()
     if folder.name == WEIGHTS and _is_checkpoint(folder.parents[1]):
@@ -59,8 +59,8 @@ def find(given: str | None, run: Path | None, base: str) -> Source:
     if (folder / "config.json").is_file():
         return Source(str(folder))
     if (folder / "config.yaml").is_file():
-        raise _refused(given, "the run has no complete checkpoint yet (trainer.save_freq)")
-    raise _refused(given, "the folder holds neither config.json nor a complete global_step_N")
+        raise _error(given, "the run has no complete checkpoint yet (trainer.save_freq)")
+    raise _error(given, "the folder has neither config.json nor a complete global_step_N")
 
 
 def _is_checkpoint(folder: Path) -> bool:
@@ -70,15 +70,15 @@ def _is_checkpoint(folder: Path) -> bool:
 def _of_checkpoint(folder: Path) -> Source:
     if not (folder / checkpoints.MARKER).exists():
         others = ", ".join(path.name for path in checkpoints.complete(folder.parent)) or "none"
-        raise _refused(str(folder), f"was not written to its end (no {checkpoints.MARKER}); complete ones: {others}")
+        raise _error(str(folder), f"the checkpoint is incomplete (no {checkpoints.MARKER}); complete ones: {others}")
     weights = [folder / trained / WEIGHTS for trained in (POLICY, REWARD_MODEL)]
     found = next((each for each in weights if (each / "config.json").is_file()), None)
     if found is None:
-        raise _refused(str(folder), f"has neither {POLICY}/{WEIGHTS} nor {REWARD_MODEL}/{WEIGHTS}")
+        raise _error(str(folder), f"the checkpoint has neither {POLICY}/{WEIGHTS} nor {REWARD_MODEL}/{WEIGHTS}")
     return Source(str(found), checkpoints.read_state(folder)["step"], folder.parent)
 
 
-def _refused(given: str, why: str) -> ConfigError:
+def _error(given: str, why: str) -> ConfigError:
     return ConfigError(
-        [f"CHECKPOINT {given}: {why}; give a global_step_N folder, a run folder, a Hugging Face folder or a hub name"]
+        [f"CHECKPOINT {given}: {why}; use a global_step_N folder, a run folder, a Hugging Face folder or a hub name"]
     )

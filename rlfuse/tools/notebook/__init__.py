@@ -1,1 +1,1 @@
-"""Helpers that `rlfuse.notebook` offers."""
+"""Implementation of `rlfuse.notebook`."""

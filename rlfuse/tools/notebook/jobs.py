@@ -1,6 +1,7 @@
 """Run a job from a notebook in a separate process: `train` waits for it, `start` returns.
 
-An interrupted cell or a time limit stops the job as Ctrl-C does, with a checkpoint; a second interrupt ends it at once.
+An interrupt of the cell, or the time limit, stops the job like Ctrl-C, with a checkpoint. A second interrupt ends it at
+once.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from rlfuse.console import plain
 from rlfuse.run.resume.acceptance import NothingToDo, accept
 
 STEP_S = 600.0
-"""For the step under way of a job that was told to stop; then it is told to end at once."""
+"""Time for the current step after a stop request; then the job is ended at once."""
 STOPPING_S = 60.0
-KEPT = 60
+MAX_LINES = 60
 KERNEL_VARIABLES = ("FORCE_COLOR", "CLICOLOR_FORCE", "CLICOLOR", "MPLBACKEND")
-"""What a notebook's kernel sets for itself: the job writes to a pipe and draws to files."""
+"""Environment variables of the notebook kernel that the job must not inherit, because its output is a pipe."""
 
 
 class JobError(RuntimeError):
-    """A job that ended badly, or not in time. The message has the end of what it printed."""
+    """The job failed or exceeded the time limit. The message includes the end of its output."""
 
 
 class Job:
-    """One running job."""
+    """Job in a separate process."""
 
     def __init__(self, folder: Path, command: list[str]):
         self.folder = folder
@@ -45,11 +46,11 @@ class Job:
             text=True,
             errors="replace",
             env={name: value for name, value in os.environ.items() if name not in KERNEL_VARIABLES},
-            start_new_session=True,  # the notebook's interrupt reaches it through `stop`, once
+            start_new_session=True,  # so that `stop` alone forwards an interrupt
         )
         self._lines: queue.Queue[str | None] = queue.Queue()
-        self._here = f"{Path.cwd()}/"  # left out of what is shown: notebooks are shared
-        self._last: deque[str] = deque(maxlen=KEPT)
+        self._here = f"{Path.cwd()}/"  # removed from shown lines, because notebooks are shared
+        self._last: deque[str] = deque(maxlen=MAX_LINES)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -58,18 +59,18 @@ class Job:
         return self._process.poll() is None
 
     def follow(self, timeout_s: float = 3600.0, show: Callable[[str], None] = print) -> Path:
-        """Show lines until the job ends, and return the run folder. JobError otherwise."""
+        """Show output until the job ends and return the run folder. Raises JobError if it fails or times out."""
         deadline = time.monotonic() + timeout_s
         try:
             while (line := self._lines.get(timeout=max(0.0, deadline - time.monotonic()))) is not None:
                 show(line)
-            self._lines.put(None)  # for whoever follows again
+            self._lines.put(None)  # for another call of `follow`
             status = self._process.wait(STOPPING_S)
         except (queue.Empty, subprocess.TimeoutExpired):
             self.stop()
             raise JobError(
-                f"the job took longer than timeout_s={timeout_s:g} and was stopped; raise it, or look at {self.folder}."
-                f" The same command goes on from the last checkpoint.\n{self._end()}"
+                f"the job took longer than timeout_s={timeout_s:g} and was stopped. Raise it, or see {self.folder}."
+                f" The same command resumes from the last checkpoint.\n{self._end()}"
             ) from None
         except BaseException:
             self.stop()
@@ -79,15 +80,15 @@ class Job:
         return self.folder
 
     def stop(self, step_s: float = STEP_S, show: Callable[[str], None] = print) -> None:
-        """Stop the job with a checkpoint within `step_s`, then end or kill it."""
+        """Stop the job with a checkpoint; after `step_s` seconds end it, then kill it."""
         if not self.running:
             return
-        show(f"stopping; the step under way may take {step_s:g} s, another interrupt ends it at once")
+        show(f"stopping after the current step (at most {step_s:g} s); interrupt again to end the job at once")
         try:
-            self._tell(step_s)
+            self._interrupt(step_s)
         except (subprocess.TimeoutExpired, KeyboardInterrupt):
             try:
-                self._tell(STOPPING_S)
+                self._interrupt(STOPPING_S)
             except subprocess.TimeoutExpired:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait(STOPPING_S)
@@ -95,7 +96,7 @@ class Job:
         if self._last:
             show(self._last[-1])
 
-    def _tell(self, wait_s: float) -> None:
+    def _interrupt(self, wait_s: float) -> None:
         self._process.send_signal(signal.SIGINT)
         self._process.wait(wait_s)
 
@@ -111,17 +112,17 @@ class Job:
 
 
 def start(*words: str) -> Job:
-    """Start the job of these words. ConfigError or RunRefused if it cannot start."""
+    """Start a job with these command-line words. Raises ConfigError or RunRefused if it cannot start."""
     try:
         folder = accept(load(list(words))).config.run_folder
-    except NothingToDo as end:  # as the job will say
+    except NothingToDo as end:  # the job reports it
         folder = end.folder
     name = folder.name.replace("'", "\\'")
-    # Said again: a name made of the time would be another one in the job's process.
+    # Fix the name: a name from the current time would differ in the process of the job.
     named = f"trainer.experiment_name='{name}'"
     return Job(folder, [sys.executable, "-P", "-m", "rlfuse.train", *words, named])
 
 
 def train(*words: str, timeout_s: float = 3600.0) -> Path:
-    """Start a job and follow it to its end: the run folder. See `start` and `Job.follow`."""
+    """Run a job to its end and return the run folder. See `start` and `Job.follow`."""
     return start(*words).follow(timeout_s)

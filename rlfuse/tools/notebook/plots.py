@@ -1,4 +1,4 @@
-"""Plot rewards, comparisons, curves and time; each function returns the axes of a new figure."""
+"""Plot rewards, comparisons, metrics and time. Each function returns new matplotlib axes."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ IDLE, BUSY = "#c9c4bd", "#3f7fb5"
 
 
 def plot_rewards(*tables: pd.DataFrame, labels: tuple[str, ...] = ()) -> Axes:
-    """How often each reward was given: one table with `reward` or several beside each other. Failures are counted."""
+    """Plot a histogram of the rewards of one or more tables; the legend counts samples without a reward."""
     axes = new_axes()
     rewards = [table["reward"].dropna().to_numpy(float) for table in tables]
     names = labels or tuple(f"reward {number}" for number in range(1, len(tables) + 1))
     if len(names) != len(tables):
-        raise ValueError(f"labels: got {len(names)} for {len(tables)} tables; give one for each, or none")
-    told = [
+        raise ValueError(f"labels: got {len(names)} for {len(tables)} tables; pass one per table, or none")
+    legend = [
         f"{name}{f' ({len(table) - len(values)} without)' if len(table) > len(values) else ''}"
         for name, table, values in zip(names, tables, rewards, strict=True)
     ]
     every = np.concatenate(rewards)
     edges = np.histogram_bin_edges(every, BINS) if len(every) else BINS
-    axes.hist(rewards, bins=edges, label=told)
+    axes.hist(rewards, bins=edges, label=legend)
     axes.set(xlabel="reward", ylabel="samples")
     axes.legend()
     return axes
 
 
 def plot_comparison(found: Comparison) -> Axes:
-    """Each sample by its two rewards, jittered a little; those that turned in another colour."""
+    """Plot each sample by its two rewards, slightly jittered; samples with flipped advantage in another colour."""
     axes = new_axes(width=4.5, height=4.0)
     jitter = np.random.default_rng(0).normal(0, 0.012, (2, len(found.samples)))
     for advantage_flipped, colour, label in (
-        (False, BUSY, "same side of its group's mean"),
+        (False, BUSY, "advantage unchanged"),
         (True, "#c2385a", "advantage_flipped"),
     ):
         chosen = (found.samples["advantage_flipped"] == advantage_flipped).to_numpy()
@@ -57,12 +57,12 @@ def plot_comparison(found: Comparison) -> Axes:
 
 
 def plot_metrics(run: str | Path, *names: str) -> Axes:
-    """Scalars of metrics.jsonl by step, on one axis."""
+    """Plot metrics of metrics.jsonl over steps, on one axis."""
     table, axes = metrics(run), new_axes()
     for name in names:
         if name not in table:
             near = [column for column in table if name.split("/")[-1] in column][:5]
-            raise ValueError(f"{name}: is no column of {run}/metrics.jsonl; like it: {near}. See metrics(run).columns")
+            raise ValueError(f"{name} is not in {run}/metrics.jsonl; similar: {near}. See metrics(run).columns")
         table[name].dropna().plot(ax=axes, marker=".", label=name)
     axes.set(xlabel="step")
     axes.legend()
@@ -70,7 +70,7 @@ def plot_metrics(run: str | Path, *names: str) -> Axes:
 
 
 def plot_time(run: str | Path, first: int = 1, most: int = 8) -> Axes:
-    """Seconds of a slot in each step from `first` on: busy in blue, idle in grey; the `most` largest parts by name."""
+    """Plot seconds per slot and step from `first` on: busy in blue, idle in grey, with the `most` largest parts."""
     spent = time_spent(run)
     spent = spent[spent.index >= first]
     order, shown = list(spent.sum().sort_values(ascending=False).index), {}
@@ -78,7 +78,7 @@ def plot_time(run: str | Path, first: int = 1, most: int = 8) -> Axes:
         mine = [name for name in order if name.startswith(f"{side}/")]
         parts = {name: spent[name] for name in mine if name in order[:most]}
         if len(parts) < len(mine):
-            parts[f"{side}, the rest"] = spent[[name for name in mine if name not in parts]].sum(axis=1)
+            parts[f"{side}, other"] = spent[[name for name in mine if name not in parts]].sum(axis=1)
         colours = plt.get_cmap(shades)(np.linspace(darkest, 0.15, max(1, len(parts))))
         shown |= {name: (parts[name], colour) for name, colour in zip(parts, colours, strict=False)}
     axes = new_axes()
@@ -86,17 +86,17 @@ def plot_time(run: str | Path, first: int = 1, most: int = 8) -> Axes:
     for name, (seconds, colour) in shown.items():
         axes.bar(spent.index, seconds, bottom=bottom, color=colour, label=name, width=0.85)
         bottom += seconds.to_numpy()
-    axes.set(xlabel="step", ylabel="seconds of a slot")
+    axes.set(xlabel="step", ylabel="seconds per slot")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     return axes
 
 
 def plot_step(run: str | Path, step: int) -> Axes:
-    """One step: what each slot did, and in grey where it waited."""
+    """Plot the activities of each slot in one step; idle time is grey."""
     folder = open_run(Path(run))
     whole = folder.steps().get(step)
     if whole is None:
-        raise RunError(f"{run}: events.jsonl has no step {step}; it has {sorted(folder.steps())}")
+        raise RunError(f"{run}: step {step} is not in events.jsonl; available: {sorted(folder.steps())}")
     spans = list(folder.spans(lambda line: f'"step":{step},' in line, [step]))
     slots = intervals_by_slot(spans, whole.start, whole.end, folder.slots, folder.width)
     kinds = sorted({name for slot in slots for name in slot if name.startswith("busy/")})
@@ -114,7 +114,7 @@ def plot_step(run: str | Path, step: int) -> Axes:
 
 
 def new_axes(width: float = 7.0, height: float = 3.0) -> Axes:
-    """Of a new figure; inches."""
+    """Return new matplotlib axes of this size in inches."""
     _, axes = plt.subplots(figsize=(width, height), layout="constrained")
     axes.spines[["top", "right"]].set_visible(False)
     return axes

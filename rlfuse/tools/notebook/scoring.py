@@ -1,4 +1,4 @@
-"""Score and measure a table of samples in this process, without time limit."""
+"""Score a table of samples, and compute metrics of it, in this process without a time limit."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ def score(
     prompt_key: str = "prompt",
     trust_remote_code: bool = False,
 ) -> pd.DataFrame:
-    """The table's rows scored: `reward`, `rewards/{part}`, `gate`, `note`, `failure` and `traceback`, by its index.
+    """Score the rows of a table. Return `reward`, `rewards/{part}`, `gate`, `note`, `failure` and `traceback`.
 
-    `functions`: a function or an object, a path (`my_reward.py:compute_score`), an entry with its weight, sources, ...,
-    or a list of those, as in reward.functions; a reward model is given by `model_path`, and `trust_remote_code` runs
-    modelling code that ships with it. `table`: as `samples` gives it, or any table with `prompt` (text or
-    messages), `response` and whatever else the functions ask for. `reward` is NaN where `failure` says why.
-    A run keeps the number of a response's tokens and not the tokens: a function that reads them fails here, unless the
-    table has them as `response_ids`. `prompt_key`: of a run whose data.prompt_key is another.
+    `table`: from `samples`, or any table with `prompt` (text or messages), `response` and the columns that the
+    functions need. The result has the same index; `reward` is NaN where `failure` has a message.
+    `functions`: a function or object, a path (`my_reward.py:compute_score`), an entry with weight and sources, or a
+    list of these, as in reward.functions. `model_path`: reward model; `trust_remote_code` runs its modelling code.
+    `prompt_key`: value of data.prompt_key in the run.
+    A run saves the number of response tokens, not the tokens: a function that reads them fails unless the table has a
+    column `response_ids`.
     """
     require_columns(table, "prompt", "response")
     plain = table.astype(object).where(table.notna(), None)
@@ -47,11 +48,11 @@ def score(
 
 
 def measure(table: pd.DataFrame, metric: str | Callable[..., Any], prompt_key: str = "prompt") -> pd.DataFrame:
-    """What a metric, a function or `path/file.py:name`, says of each step's samples: a row for a step.
+    """Return the values of a metric, a function or `path/file.py:name`, with one row per step.
 
-    `table`: as `samples` gives it. A run keeps no tokens but their number, so of `response_ids` only the length can be
-    asked, unless the table has them. What the metric raises, or returns that is no finite number, ends the cell.
-    `prompt_key`: of a run whose data.prompt_key is another.
+    `table`: from `samples`. `prompt_key`: value of data.prompt_key in the run. A run saves the number of response
+    tokens, not the tokens: only `len(response_ids)` works unless the table has them. Exceptions of the metric
+    propagate; values that are not finite numbers raise ValueError.
     """
     require_columns(table, "step", "id", "finish", "prompt", "response", "response_tokens", "reward")
     function = load(METRICS, metric) if isinstance(metric, str) else metric
@@ -64,12 +65,14 @@ def measure(table: pd.DataFrame, metric: str | Callable[..., Any], prompt_key: s
 
 
 def require_columns(table: pd.DataFrame, *columns: str) -> None:
-    """ValueError for what is no table, or has not all of these columns."""
+    """Raise ValueError unless `table` is a pandas table with all of these columns."""
     if not isinstance(table, pd.DataFrame):
-        raise ValueError(f"table: got a {type(table).__name__}; give a pandas table, as pandas.DataFrame(rows) makes")
+        raise ValueError(
+            f"table: got a {type(table).__name__}; pass a pandas table, for instance pandas.DataFrame(rows)"
+        )
     if missing := [name for name in columns if name not in table]:
         has = ", ".join(map(str, table.columns))
-        raise ValueError(f"table: has no column {', '.join(missing)}; its columns are {has}")
+        raise ValueError(f"table has no column {', '.join(missing)}; its columns are {has}")
 
 
 def _item(row: dict, number: int, prompt_key: str) -> Item:

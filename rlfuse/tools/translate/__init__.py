@@ -1,1 +1,1 @@
-"""`rlfuse translate`: a job file from a verl command line or YAML file."""
+"""`rlfuse translate`: convert a verl command line or YAML file to a job file."""

@@ -1,7 +1,7 @@
-"""Convert verl settings whose value changes here, or that depend on other settings. Pure; called by `translate`.
+"""Convert verl settings whose value differs in rlfuse, or that depend on other settings. Pure; called by `translate`.
 
-A conversion receives the value and all settings of the command and returns settings of rlfuse, or the reason for none.
-`DEFAULTS` holds each key that decides what is learned and whose default differs from verl's.
+A conversion receives the value and all settings of the command. It returns rlfuse settings, or the reason for none ("":
+nothing to report). `DEFAULTS` has every key that affects training and whose default differs from verl's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DEFAULTS: dict[str, Any] = {
     "trainer.test_freq": -1,
     "trainer.max_ckpt_to_keep": None,
 }
-"""verl's, under our names, where ours differ."""
+"""Defaults of verl, by rlfuse key, where those of rlfuse differ."""
 
 OVERLONG = (
     "reward_model.overlong_buffer",
@@ -33,37 +33,37 @@ OVERLONG = (
 )
 ROLLOUT_IS = ("algorithm.rollout_correction.rollout_is", "algorithm.rollout_is")
 REWARD = ("custom_reward_function", "reward.custom_reward_function")
-NO_RESUME = "checkpoints of verl can't be resumed here"
+NO_RESUME = "verl checkpoints can't be resumed in rlfuse"
 VALIDATION = "actor_rollout_ref.rollout.val_kwargs"
 
 
 def per_rank(value: Any, given: Given) -> Outcome:
-    """Sequences of all ranks -> of one."""
+    """Convert sequences of all ranks to sequences per rank."""
     slots = given.get("trainer.nnodes", 1) * given.get("trainer.n_gpus_per_node", DEFAULTS["trainer.n_gpus_per_node"])
     return {"actor.ppo_micro_batch_size_per_gpu": max(1, value // slots)} if isinstance(value, int) else ""
 
 
 def clip_range(value: Any, given: Given) -> Outcome:
-    """clip_ratio: verl's clip_ratio_low and clip_ratio_high come before it, and are 0.2 unless set."""
+    """Convert clip_ratio, which verl ignores in favour of clip_ratio_low and clip_ratio_high (0.2 unless set)."""
     sides = [f"actor_rollout_ref.actor.clip_ratio_{side}" for side in ("low", "high")]
     hidden = [name.rpartition(".")[2] for name in sides if given.get(name, 0.2) is not None]
     if value == 0.2 or not hidden:
         return {"actor.clip_ratio": value}
-    return f"without effect in verl on {' and '.join(hidden)}, which are 0.2 unless set themselves; set those"
+    return f"no effect in verl, which uses {' and '.join(hidden)} (0.2 unless set); set those"
 
 
 def importance(value: Any, given: Given) -> Outcome:
-    """rollout_is: verl's threshold counts only with it."""
+    """Convert rollout_is, which enables the threshold in verl."""
     if value in (None, False, "null"):
         return ""
     if value not in (True, "token"):
-        return f"weights are per token here; algorithm.rollout_is_threshold turns them on ({value} in verl)"
+        return f"rlfuse weights per token; algorithm.rollout_is_threshold enables it ({value} in verl)"
     thresholds = (given[f"{name}_threshold"] for name in ROLLOUT_IS if f"{name}_threshold" in given)
     return {"algorithm.rollout_is_threshold": next(thresholds, 2.0)}
 
 
 def custom_reward(value: Any, given: Given) -> Outcome:
-    """A file and a name are one entry here."""
+    """Convert file and function name to one entry."""
     group = next((group for group in REWARD if given.get(f"{group}.path")), None)
     if group is None:
         return ""
@@ -74,59 +74,63 @@ def custom_reward(value: Any, given: Given) -> Outcome:
 
 
 def reward_model(value: Any, given: Given) -> Outcome:
-    """A path turns it on here, `enable` does in verl."""
+    """Convert the reward model, which a path enables in rlfuse and `enable` in verl."""
     on = given.get("reward_model.enable") or given.get("reward.reward_model.enable")
     paths = (given.get(name) for name in ("reward_model.model.path", "reward.reward_model.model_path"))
     path = next((path for path in paths if path), None)
     if path and not on:
-        return "without effect in verl, where reward_model.enable is not true"
+        return "no effect in verl, because reward_model.enable is not true"
     return {"reward.model_path": path} if path else ""
 
 
 def overlong(value: Any, given: Given) -> Outcome:
-    """A length above 0 turns it on here, `enable` does in verl."""
+    """Convert the overlong buffer, which a length above 0 enables in rlfuse and `enable` in verl."""
     group = next(group for group in OVERLONG if f"{group}.enable" in given or f"{group}.len" in given)
     on = given.get(f"{group}.enable", False)
     return {"reward.overlong_buffer.len": given.get(f"{group}.len", 0) if on else 0}
 
 
 def run_folder(value: Any, given: Given) -> Outcome:
-    """verl's is the run's own, ours that of all."""
+    """Convert default_local_dir, the folder of one run in verl and of all runs in rlfuse."""
     names = [given.get("trainer.project_name"), given.get("trainer.experiment_name")]
     end = "/" + "/".join(map(str, names))
     if isinstance(value, str) and value.rstrip("/").endswith(end):
         return {"trainer.default_local_dir": value.rstrip("/").removesuffix(end)}
-    return "the run's own folder in verl; here trainer.default_local_dir/PROJECT/EXPERIMENT" if value else ""
+    return (
+        "the folder of one run in verl; in rlfuse runs are in trainer.default_local_dir/PROJECT/EXPERIMENT"
+        if value
+        else ""
+    )
 
 
 def greedy(value: Any, given: Given) -> Outcome:
-    """val_kwargs.do_sample."""
+    """Convert val_kwargs.do_sample."""
     return {"rollout.val_kwargs.temperature": 0.0} if value is False else ""
 
 
 def validation_temperature(value: Any, given: Given) -> Outcome:
-    """Without effect in verl where do_sample is false."""
+    """Convert the validation temperature, which has no effect in verl if do_sample is false."""
     return "" if given.get(f"{VALIDATION}.do_sample") is False else {"rollout.val_kwargs.temperature": value}
 
 
 def loggers(value: Any, given: Given) -> Outcome:
-    """Of verl's, those that are here."""
+    """Keep the loggers that rlfuse supports."""
     names = [value] if isinstance(value, str) else list(value or [])
     return {"trainer.logger": [name for name in names if name in ("console", "wandb", "tensorboard")]}
 
 
 def resumed(value: Any, given: Given) -> Outcome:
-    """auto and disable are verl's words, too."""
+    """Convert resume_mode; auto and disable have the same meaning."""
     return {"trainer.resume_mode": value} if value in ("auto", "disable") else NO_RESUME
 
 
 def ignored(value: Any, given: Given) -> Outcome:
-    """What counts elsewhere, or verl replaces by the run's own."""
+    """Ignore a setting that another conversion reads, or that verl overrides."""
     return ""
 
 
 def renamed(key: str, off: Any = None, to: Any = None) -> Callable[[Any, Given], Outcome]:
-    """The value, or `to` in its place, under our `key`; nothing for None, and for `off`, which asks for nothing."""
+    """Return a conversion that sets `key` to the value, or to `to`; it sets nothing for None and `off`."""
     return lambda value, _: "" if value in (None, off) else {key: value if to is None else to}
 
 
@@ -149,7 +153,7 @@ CONVERSIONS: dict[str, Callable[[Any, Given], Outcome]] = {
     "trainer.resume_from_path": lambda value, _: NO_RESUME if value else "",
     "actor_rollout_ref.rollout.name": lambda value, _: {"rollout.name": "transformers" if value == "hf" else value},
     "actor_rollout_ref.rollout.do_sample": lambda value, _: (
-        "" if value else "training compares responses that were drawn; rollout.temperature must be above 0"
+        "" if value else "training requires sampled responses; rollout.temperature must be above 0"
     ),
     f"{VALIDATION}.do_sample": greedy,
     f"{VALIDATION}.temperature": validation_temperature,

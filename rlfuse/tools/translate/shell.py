@@ -1,7 +1,7 @@
-"""Find the words that a shell script passes to a command, as far as they are known without running it.
+"""Find the words that a shell script passes to its commands, without running it.
 
-Resolves assignments, arrays, defaults (`${A:-b}`), integer arithmetic and quotes; anything else stays as `$NAME`.
-Comments between continued lines are treated as comments. Nothing is executed.
+Resolves assignments, arrays, defaults (`${A:-b}`), integer arithmetic and quotes; anything else remains as `$NAME`.
+Comments between continued lines are supported. Nothing is executed.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 CLOSING = {"(": ")", "{": "}"}
-BEGINS, ENDS = {"if", "for", "while", "until", "case", "select"}, {"fi", "done", "esac"}
-WITHIN = {"then", "else", "elif", "do", "!", "{", "}", "time", "exec"}
-DECLARES = {"export", "declare", "readonly", "local", "typeset"}
-PERHAPS = "&&"
-"""Stands first in what is carried out, or not, by how the command before it ended."""
+BLOCK_START, BLOCK_END = {"if", "for", "while", "until", "case", "select"}, {"fi", "done", "esac"}
+SKIPPED = {"then", "else", "elif", "do", "!", "{", "}", "time", "exec"}
+DECLARATIONS = {"export", "declare", "readonly", "local", "typeset"}
+CONDITIONAL = "&&"
+"""First word of a command that runs depending on the exit status of the previous one."""
 HEREDOC = re.compile(r"<<(-?)\s*(?:'([^'\n]*)'|\"([^\"\n]*)\"|\\?([\w.]+))(.*)\n")
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 OPERATORS = {
@@ -32,49 +32,49 @@ OPERATORS = {
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """One argument."""
+    """One argument. `unknown`: variables without a known value."""
 
     text: str
     unknown: tuple[str, ...] = ()
 
     def split(self) -> list[Word]:
-        """Cut at blanks, as what stands for it outside of quotes would be."""
+        """Split at spaces, like an unquoted variable."""
         return [self] if self.unknown else [Word(part) for part in self.text.split()]
 
 
 @dataclass(slots=True)
 class Script:
-    """What is known while a script is read from its beginning."""
+    """State of the variables while a script is read."""
 
     values: dict[str, list[Word]] = field(default_factory=dict)
     depth: int = 0
 
     def commands(self, text: str) -> Iterator[list[Word]]:
         for raw in _split(text):
-            if words := self._carried_out(raw):
+            if words := self._evaluate(raw):
                 yield words
 
-    def _carried_out(self, raw: list[str]) -> list[Word]:
-        perhaps, raw = raw[0] == PERHAPS, raw[raw[0] == PERHAPS :]
-        self.depth += sum(word in BEGINS for word in raw[:1]) - sum(word in ENDS for word in raw[:1])
-        while raw and raw[0] in WITHIN | DECLARES:
+    def _evaluate(self, raw: list[str]) -> list[Word]:
+        is_conditional, raw = raw[0] == CONDITIONAL, raw[raw[0] == CONDITIONAL :]
+        self.depth += sum(word in BLOCK_START for word in raw[:1]) - sum(word in BLOCK_END for word in raw[:1])
+        while raw and raw[0] in SKIPPED | DECLARATIONS:
             raw = raw[1:]
         while raw and (found := ASSIGNMENT.fullmatch(raw[0])):
-            self._assign(found[1], bool(found[2]), found[3], perhaps or self.depth > 0)
+            self._assign(found[1], bool(found[2]), found[3], is_conditional or self.depth > 0)
             raw = raw[1:]
-        return [word for each in raw for word in self.expanded(each)]
+        return [word for each in raw for word in self.expand(each)]
 
-    def _assign(self, name: str, more: bool, raw: str, perhaps: bool) -> None:
+    def _assign(self, name: str, more: bool, raw: str, is_conditional: bool) -> None:
         if raw.startswith("(") and raw.endswith(")"):
-            words = [word for command in _split(raw[1:-1]) for part in command for word in self.expanded(part)]
+            words = [word for command in _split(raw[1:-1]) for part in command for word in self.expand(part)]
         else:
-            words = self.expanded(raw, splits=False)
-        if perhaps:
+            words = self.expand(raw, splits=False)
+        if is_conditional:
             words = [_unknown(name)]
         self.values[name] = [*self.values.get(name, []), *words] if more else words
 
-    def expanded(self, raw: str, splits: bool = True) -> list[Word]:
-        """The words that one becomes: several from an array, or where blanks split one; none from an empty variable."""
+    def expand(self, raw: str, splits: bool = True) -> list[Word]:
+        """Return the words to which a word expands: several for arrays and spaces, none for an empty variable."""
         done: list[Word] = []
         text, unknown, quoted, at = "", [], False, 0
 
@@ -95,7 +95,7 @@ class Script:
             elif letter == "\\" and at + 1 < len(raw) and (not inside or raw[at + 1] in '"\\$`\n'):
                 text, at = text + raw[at + 1].strip("\n"), at + 2
             elif letter in "$`":
-                found, at = self._substituted(raw, at)
+                found, at = self._substitute(raw, at)
                 pieces = found if inside or not splits else [part for each in found for part in each.split()]
                 for number, piece in enumerate(pieces):
                     if number:
@@ -107,18 +107,18 @@ class Script:
         finish()
         return done
 
-    def _substituted(self, raw: str, at: int) -> tuple[list[Word], int]:
+    def _substitute(self, raw: str, at: int) -> tuple[list[Word], int]:
         if raw[at] == "`":
             end = raw.find("`", at + 1) % (len(raw) + 1) + 1
             return [_unknown(raw[at:end])], end
         if raw.startswith("$((", at):
-            end = _closed(raw, at + 1)
+            end = _closing(raw, at + 1)
             return [self._number(raw[at + 3 : end - 2], raw[at:end])], end
         if raw.startswith("$(", at):
-            end = _closed(raw, at + 1)
+            end = _closing(raw, at + 1)
             return [_unknown(raw[at:end])], end
         if raw.startswith("${", at):
-            end = _closed(raw, at + 1)
+            end = _closing(raw, at + 1)
             return self._variable(raw[at + 2 : end - 1], raw[at:end]), end
         name = re.compile(r"\w+|[@*#?]").match(raw, at + 1)
         return (self._variable(name[0], name[0]), name.end()) if name else ([Word("$")], at + 1)
@@ -131,9 +131,9 @@ class Script:
         if name in self.values and not (default is not None and not self.values[name]):
             return self.values[name]
         if name in "@*":
-            return []  # what the caller of the script adds
+            return []  # arguments of the script
         if default is not None:
-            return self.expanded(default, splits=False)
+            return self.expand(default, splits=False)
         return [Word("${oc.env:HOME}") if name == "HOME" else _unknown(name)]
 
     def _number(self, inside: str, shown: str) -> Word:
@@ -142,7 +142,7 @@ class Script:
 
         known = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", value, inside)
         try:
-            return Word(str(_calculated(ast.parse(known.strip(), mode="eval").body)))
+            return Word(str(_calculate(ast.parse(known.strip(), mode="eval").body)))
         except (SyntaxError, ValueError, KeyError, ZeroDivisionError, RecursionError):
             return _unknown(shown)
 
@@ -152,21 +152,21 @@ def _unknown(shown: str) -> Word:
     return Word(name, (name,))
 
 
-def _calculated(node: ast.expr) -> int:
+def _calculate(node: ast.expr) -> int:
     match node:
         case ast.Constant(value=int(value)) if abs(value) < 2**63:
             return value
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_calculated(operand)
+            return -_calculate(operand)
         case ast.BinOp(left=left, op=op, right=right):
-            first, second = _calculated(left), _calculated(right)
+            first, second = _calculate(left), _calculate(right)
             if isinstance(op, ast.Pow) and not 0 <= second < 64:
                 raise ValueError("too large")
             return OPERATORS[type(op)](first, second)
-    raise ValueError("no arithmetic")
+    raise ValueError("not integer arithmetic")
 
 
-def _closed(text: str, at: int) -> int:
+def _closing(text: str, at: int) -> int:
     depth, quote = 0, ""
     opening, closing = text[at], CLOSING[text[at]]
     comment = False
@@ -189,7 +189,7 @@ def _closed(text: str, at: int) -> int:
 def _split(text: str) -> Iterator[list[str]]:
     words: list[str] = []
     word, at, continued = "", 0, False
-    text = _without_documents(text)
+    text = _remove_heredocs(text)
     while at <= len(text):
         letter = text[at : at + 1]
         if text.startswith("\\\n", at):
@@ -199,12 +199,12 @@ def _split(text: str) -> Iterator[list[str]]:
             at = text.find("\n", at) % (len(text) + 1) + continued
             continue
         if letter in ("'", '"', "`"):
-            end = _quoted(text, at)
+            end = _end_of_quote(text, at)
             word, at = word + text[at:end], end
         elif letter == "\\":
             word, at = word + text[at : at + 2], at + 2
         elif (letter == "$" and text[at + 1 : at + 2] in ("(", "{")) or (letter == "(" and word.endswith("=")):
-            end = _closed(text, at + (letter == "$"))
+            end = _closing(text, at + (letter == "$"))
             word, at = word + text[at:end], end
         elif letter and letter not in " \t\r\n;&|()":
             word, at = word + letter, at + 1
@@ -212,21 +212,21 @@ def _split(text: str) -> Iterator[list[str]]:
             words += [word] if word else []
             word = ""
             if letter not in (" ", "\t", "\r"):
-                if words and words != [PERHAPS]:
+                if words and words != [CONDITIONAL]:
                     yield words
                     words = []
                 if text[at : at + 2] in ("&&", "||"):
-                    words, at = [PERHAPS], at + 1
-                elif letter != "\n":  # after which the command may stand
+                    words, at = [CONDITIONAL], at + 1
+                elif letter != "\n":  # after && or || the command may follow on the next line
                     words = []
             at += 1
         continued = continued and letter in (" ", "\t")
-    if word or words not in ([], [PERHAPS]):  # quotes that the text does not close
+    if word or words not in ([], [CONDITIONAL]):  # unclosed quotes
         yield [*words, *([word] if word else [])]
 
 
-def _without_documents(text: str) -> str:
-    """Remove here-documents: `<<EOF` up to EOF."""
+def _remove_heredocs(text: str) -> str:
+    """Remove here-documents (`<<EOF` to EOF)."""
     at = 0
     while found := HEREDOC.search(text, at):
         tabs, end = found[1] and "\t*", found[2] or found[3] or found[4]
@@ -237,7 +237,7 @@ def _without_documents(text: str) -> str:
     return text
 
 
-def _quoted(text: str, at: int) -> int:
+def _end_of_quote(text: str, at: int) -> int:
     place = at + 1
     while place < len(text) and text[place] != text[at]:
         place += 2 if text[place] == "\\" and text[at] == '"' else 1

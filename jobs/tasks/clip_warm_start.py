@@ -1,7 +1,8 @@
 """Warm up a small VideoLLaMA3, tower included, for the long_video and images tasks.
 
-It is trained on demonstrations such as `<think> red </think> yellow` that see clips right but often mix up colours in
-the answer. So it knows the format and answers about half of the questions, the right colour among its two likeliest.
+It is trained on demonstrations such as `<think> red </think> yellow`, which describe clips correctly but often confuse
+colours in the answer. So it knows the format and answers about half of the questions; the right colour is among its two
+likeliest.
 Weights are a function of `ClipWarmStart`, `Clips` and `VERSION` (on one machine and one version of PyTorch).
 """
 
@@ -27,24 +28,24 @@ from rlfuse.video.video_model import VideoModel
 
 VISUAL = VisualTokens(VIDEO, IMAGE)
 CONFUSED_WITH = {"green": "blue", "blue": "green", "red": "yellow", "yellow": "red"}
-"""What the writer of demonstrations takes for what."""
+"""Pairs of colours that demonstrations confuse."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedClip:
-    """A clip or image as the model sees it."""
+    """Decoded clip or image with its questions."""
 
     plan: VideoPlan
     asked: list[tuple[Question, VideoPrompt]]
     pictures: torch.Tensor
-    """uint8 [distinct frames, height, width, 3]; squares stand still, so they are few."""
+    """uint8 [distinct frames, height, width, 3]; squares do not move, so there are few."""
     order: torch.Tensor
-    """[frames]: which of the pictures each frame is."""
+    """[frames]: index of each frame in `pictures`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demonstrated:
-    """One demonstration, as it is trained on."""
+    """Tokenised demonstration."""
 
     clip: PreparedClip
     prompt: VideoPrompt
@@ -52,13 +53,13 @@ class Demonstrated:
 
 
 def build_tokenizer(more: Sequence[str] = ()) -> Qwen2Tokenizer:
-    """The task's words, and `more`, as one token each, with the space before them; all else byte by byte."""
+    """Build a tokenizer with one token for each of the task's words and `more`, space included; else byte by byte."""
     signs = (*(sign for sign in SIGNS if len(sign) > 1), THINK, f" {THOUGHT}")
     return byte_tokenizer((*(f" {word}" for word in WORDS), *signs, *(f" {word}" for word in more)))
 
 
 def demonstration(question: Question, rng: np.random.Generator, settings: ClipWarmStart) -> str:
-    """What this writer saw, and answers; right about half of the time."""
+    """Write a demonstration whose answer is right about half of the time."""
     seen = answer = question.answer
     confuses = settings.confuses_green_blue if seen in ("green", "blue") else settings.confuses_red_yellow
     if rng.random() < confuses:
@@ -69,7 +70,7 @@ def demonstration(question: Question, rng: np.random.Generator, settings: ClipWa
 def watch(
     folder: Path, clips: Clips, settings: ClipWarmStart, model: VideoModel, tokenizer: PreTrainedTokenizerBase
 ) -> list[PreparedClip]:
-    """What there is to train on in `folder`, planned, decoded and asked about."""
+    """Plan and decode the training clips in `folder`, and tokenise their questions."""
     watched, kind = [], clips.kinds[0]
     for file, scene, _ in draw_clips(clips, "train"):
         plan, frames = _seen(str(folder / file), kind, settings, model)
@@ -91,7 +92,7 @@ def draw_batch(
     tokenizer: PreTrainedTokenizerBase,
     settings: ClipWarmStart,
 ) -> list[Demonstrated]:
-    """Demonstrations about clips and ends drawn evenly."""
+    """Draw demonstrations, with clips and ends chosen uniformly."""
     batch = []
     for number in rng.integers(len(watched), size=settings.batch):
         question, prompt = watched[number].asked[rng.integers(2)]
@@ -102,7 +103,7 @@ def draw_batch(
 
 
 def loss_of(model: VideoLlama3ForConditionalGeneration, tower: Tower, batch: Sequence[Demonstrated]) -> torch.Tensor:
-    """Mean cross-entropy of the answers' tokens. Each distinct picture of a clip is encoded once."""
+    """Compute the mean cross-entropy of the answers' tokens. Each distinct frame of a clip is encoded once."""
     pictures = tower.encode(torch.cat([each.clip.pictures for each in batch]), batch[0].clip.plan.merge)
     counts = [len(each.clip.pictures) for each in batch]
     of_clip = pictures.unflatten(0, (sum(counts), -1)).split(counts)
@@ -112,7 +113,7 @@ def loss_of(model: VideoLlama3ForConditionalGeneration, tower: Tower, batch: Seq
     ids = [torch.tensor([*each.prompt.token_ids, *each.answer]) for each in batch]
     embeds = model.get_input_embeddings()(torch.nn.utils.rnn.pad_sequence(ids, batch_first=True))
     embeds = embeds.index_put((rows, torch.cat(places)), torch.cat(visual))
-    # No attention mask: padding is on the right, where causal attention never looks from an answer.
+    # No attention mask: padding is on the right, which causal attention ignores.
     hidden = model.model.language_model(inputs_embeds=embeds, use_cache=False).last_hidden_state
     before = [
         row[len(each.prompt.token_ids) - 1 :][: len(each.answer)] for row, each in zip(hidden, batch, strict=True)
@@ -122,7 +123,7 @@ def loss_of(model: VideoLlama3ForConditionalGeneration, tower: Tower, batch: Seq
 
 
 def clip_warm_start(folder: Path, task: Path, clips: Clips, settings: ClipWarmStart) -> list[float]:
-    """Train on the clips under `task` and save the whole model into `folder`; returns the loss of every step."""
+    """Train on the clips under `task` and save the model to `folder`; return the loss of every step."""
     kind = clips.kinds[0]
     tokenizer = build_tokenizer([*kind.ends] if kind.is_image else ())
     write_small_video_llama3(folder, _sizes(settings), tokenizer)

@@ -1,9 +1,9 @@
-"""Questions about generated mp4 files and images, in which coloured squares are counted, ordered and located.
+"""Questions about generated clips and images with coloured squares: counting, order and time of events.
 
 `how many red ?` -> `2`, `which is last ?` -> `blue`, `when is red first ?` -> `3.2 to 5.0`. A scene is a function of
-seed, split and number, so training and validation share no clip. A frame a second, or `FRAMES_NEEDED` even frames, show
-every event. Answers are drawn evenly from four, so guessing is right a quarter of the time. Paths in rows are relative
-to the parquet file's folder.
+seed, split and number, so training and validation share no clip. One frame per second, or `FRAMES_NEEDED` evenly spaced
+frames, show every event. Answers are drawn uniformly from four, so guessing is right a quarter of the time. Paths in
+rows are relative to the parquet file's folder.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ GROUND = (128, 128, 128)
 COUNTS = range(4)
 EVENTS = range(3, 7)
 EVENT_SHARE = (0.45, 0.6)
-"""An event's share of its part of the clip; all events have equal parts."""
+"""An event's fraction of its part of the clip; all parts have the same length."""
 MARGIN = 0.15
-"""Share of the part that is pause on either side, at least."""
+"""Minimum fraction of the part before and after the event."""
 PART_S = 10 / 3
-"""Shortest part: its event and the pause between two events then last a second."""
+"""Shortest part in seconds: events and pauses between events then last at least a second."""
 FRAMES_NEEDED = 20
-"""Six parts of which 2 x MARGIN is pause: a twentieth of the clip."""
+"""The shortest pause, 2 x MARGIN of one of six parts, is a twentieth of the clip."""
 FPS = 5
 SIDE, SQUARE = 56, 32
 WORDS = ("how many", "which is", "when is", "first", "last", "?", *COLOURS, "to")
 SIGNS = ("[", " second]", ".", *"0123456789")
-"""With the words, all that prompts, timestamps and answers are written with: a small model's vocabulary."""
+"""With the words, the vocabulary of prompts, timestamps and answers."""
 ENDS, SIDES = {"first": 0, "last": -1}, {"top": 0, "bottom": -1}
-"""Events that are asked for by their place, in a clip and in an image."""
+"""Names of event indices in questions, for clips and for images."""
 THINK, THOUGHT = "<think>", "</think>"
 BLIND = "_blind"
 FOUND_IOU = 0.5
 _ENCODER = {"preset": "ultrafast", "tune": "zerolatency"}
-"""Half the time of x264's usual choices; the pictures stand still, so that the files stay small."""
+"""Takes half the time of x264's defaults; files stay small, since frames repeat."""
 
 
 class Kind(StrEnum):
-    """What is asked."""
+    """Kind of question."""
 
     COUNT = "count"
     ORDER = "order"
@@ -70,7 +70,7 @@ class Kind(StrEnum):
 
     @property
     def data_source(self) -> str:
-        """One for each kind, so that each is validated and logged by itself."""
+        """One source per kind, so that each has its own validation metrics."""
         return f"{self.folder}_{self}"
 
     @property
@@ -84,7 +84,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Clips:
-    """What is written."""
+    """Settings of the generated clips."""
 
     train: int = 64
     val: int = 16
@@ -92,28 +92,32 @@ class Clips:
     shortest_s: float = 10.0
     longest_s: float = 600.0
     max_events: int = 3
-    """In a clip; with three, the share of a colour's frames tells its count."""
+    """Per clip; with three, the fraction of a colour's frames determines its count."""
     distinct_ends: bool = False
-    """Whether no clip begins and ends with the same colour: who takes the one for the other is then always wrong."""
+    """True if the first and last colour of a clip always differ, so that confusing them is always wrong."""
     seed: int = 1
 
     def __post_init__(self) -> None:
         if min(self.train, self.val) < 1 or not self.kinds:
-            raise ValueError(f"Clips: got train={self.train}, val={self.val}, kinds={self.kinds}; give one at least")
+            raise ValueError(
+                f"Clips: got train={self.train}, val={self.val}, kinds={self.kinds}; each needs at least one"
+            )
         if len({kind.is_image for kind in self.kinds}) > 1:
-            raise ValueError(f"Clips: got kinds={self.kinds}; valid are those of clips, or {Kind.PLACE}, of images")
+            raise ValueError(
+                f"Clips: got kinds={self.kinds}; {Kind.PLACE} (images) can't be combined with the kinds of clips"
+            )
         if self.max_events not in EVENTS:
-            raise ValueError(f"Clips: got most_events={self.max_events}; valid are {EVENTS[0]} to {EVENTS[-1]}")
+            raise ValueError(f"Clips: got max_events={self.max_events}; valid are {EVENTS[0]} to {EVENTS[-1]}")
         if not EVENTS[0] * PART_S <= self.shortest_s <= self.longest_s < math.inf:
             raise ValueError(
-                f"Clips: got shortest_s={self.shortest_s}, longest_s={self.longest_s}; valid are rising numbers from "
-                f"{EVENTS[0] * PART_S:g} up, which {EVENTS[0]} events take"
+                f"Clips: got shortest_s={self.shortest_s}, longest_s={self.longest_s}; they must be in order and at "
+                f"least {EVENTS[0] * PART_S:g}, the length of {EVENTS[0]} events"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A square that is shown from `start_s` to `end_s`."""
+    """Square that is visible from `start_s` to `end_s`."""
 
     colour: str
     start_s: float
@@ -123,7 +127,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What happens in a clip, in order."""
+    """Events of a clip, in order."""
 
     duration_s: float
     events: tuple[Event, ...]
@@ -135,7 +139,7 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """About one clip."""
+    """Question about one clip."""
 
     kind: Kind
     text: str
@@ -143,7 +147,7 @@ class Question:
 
 
 def draw_scene(rng: np.random.Generator, shortest_s: float, longest_s: float, max_events: int = EVENTS[-1]) -> Scene:
-    """A scene whose length is log-uniform and whose asked colour comes 0 to 3 times, each as likely."""
+    """Draw a scene with a log-uniform length, in which the target colour occurs 0 to 3 times with equal probability."""
     frames = round(math.exp(rng.uniform(math.log(shortest_s), math.log(longest_s))) * FPS)
     most = min(max_events, int(frames / FPS / PART_S + 1e-6))
     count = int(rng.integers(EVENTS[0], most + 1))
@@ -162,7 +166,7 @@ def draw_scene(rng: np.random.Generator, shortest_s: float, longest_s: float, ma
 
 
 def ask(scene: Scene, kind: Kind, rng: np.random.Generator) -> Question:
-    """A question of the kind."""
+    """Draw a question of this kind."""
     if kind is Kind.COUNT:
         return Question(kind, f"how many {scene.asked} ?", str(scene.count(scene.asked)))
     if kind in (Kind.ORDER, Kind.PLACE):
@@ -173,17 +177,17 @@ def ask(scene: Scene, kind: Kind, rng: np.random.Generator) -> Question:
 
 
 def ask_end(scene: Scene, kind: Kind, end: str) -> Question:
-    """Which colour is at that end, for instance `first`."""
+    """Ask for the colour at an end, for instance `first`."""
     return Question(kind, f"which is {end} ?", scene.events[kind.ends[end]].colour)
 
 
 def write_image(scene: Scene, path: Path) -> None:
-    """All events, one below the other."""
+    """Write an image with all events, from top to bottom."""
     Image.fromarray(np.concatenate([_pixels(event) for event in scene.events])).save(path)
 
 
 def write_clip(scene: Scene, path: Path) -> None:
-    """The scene as H.264 in mp4, or MPEG-4 where PyAV was built without an H.264 encoder."""
+    """Write the scene as mp4 with H.264, or with MPEG-4 if PyAV has no H.264 encoder."""
     pictures = [_picture(None)] * round(scene.duration_s * FPS)
     for event in scene.events:
         first, last = round(event.start_s * FPS), round(event.end_s * FPS)
@@ -204,10 +208,10 @@ def write_clip(scene: Scene, path: Path) -> None:
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """verl-shaped reward: 1.0 for the right number or colour; for a place in time, the overlap with the event (IoU).
+    """Score an answer (verl's signature): 1.0 for the right number or colour; for intervals, the IoU with the event.
 
-    `acc` is 1.0 for what is right, or overlaps by at least half. `format` says whether the text is an answer at all. A
-    thought before the answer counts for nothing. Sources of what was blanked end in `_blind`.
+    `acc` is 1.0 for right answers and an IoU of at least 0.5. `format` is 1.0 if the text has the form of an answer.
+    Reasoning before the answer is ignored. Data sources of blanked clips end in `_blind`.
     """
     text, truth = answer_after_reasoning(solution_str), str(ground_truth)
     data_source = data_source.removesuffix(BLIND)
@@ -217,15 +221,15 @@ def compute_score(
     answers[Kind.COUNT.data_source] = [str(count) for count in COUNTS]
     if truth not in answers.get(data_source, ()):
         raise ValueError(
-            f"data_source and ground_truth: got {data_source!r}, {ground_truth!r}; valid are rows that this task "
-            "wrote. Use another reward function for other data."
+            f"data_source and ground_truth: got {data_source!r}, {ground_truth!r}; only rows of this task are "
+            "supported. Use another reward function for other data."
         )
     right = float(text == truth)
     return {"score": right, "acc": right, "format": float(text in answers[data_source])}
 
 
 def verl_row(question: Question, scene: Scene, file: str, split: str, index: int) -> dict[str, Any]:
-    """The question as a row in verl's shape; of a clip `extra_info.task` is the plan's kind of task."""
+    """Return the question as a row in verl's format; for clips, `extra_info.task` sets the sampling."""
     kind, shows = question.kind, "image" if question.kind.is_image else "video"
     of_clip = {} if kind.is_image else {"task": str(kind.task), "duration_s": scene.duration_s}
     return {
@@ -239,7 +243,7 @@ def verl_row(question: Question, scene: Scene, file: str, split: str, index: int
 
 
 def draw_clips(settings: Clips, split: str) -> Iterator[tuple[str, Scene, tuple[Question, ...]]]:
-    """Of each of the split's clips or images: its file, relative to the folder, what it shows, and what is asked."""
+    """Yield (relative file, scene, questions) of each clip or image of the split."""
     kind = settings.kinds[0]
     for number in range(settings.val if split == "val" else settings.train):
         rng = np.random.default_rng((settings.seed, split == "val", number))
@@ -251,8 +255,10 @@ def draw_clips(settings: Clips, split: str) -> Iterator[tuple[str, Scene, tuple[
 
 
 def write_task(folder: Path, settings: Clips | None = None) -> tuple[Path, Path]:
-    """Write `clips/*.mp4` or `images/*.png`, `train.parquet` and `val.parquet` into an existing folder; returns the
-    parquet files."""
+    """Write `clips/*.mp4` or `images/*.png`, `train.parquet` and `val.parquet`; return the parquet files.
+
+    The folder must exist.
+    """
     settings = settings or Clips()
     (folder / settings.kinds[0].folder).mkdir()
     files = []
@@ -267,10 +273,9 @@ def write_task(folder: Path, settings: Clips | None = None) -> tuple[Path, Path]
 
 
 def write_blind(folder: Path, settings: Clips | None = None) -> Path:
-    """Write `val_blind.parquet` beside the task: `val`'s questions about clips as long, or images as large, that show
-    the ground alone.
+    """Write `val_blind.parquet`: the questions of `val` about blank clips or images of the same length and size.
 
-    How often a model answers these right is what it knows without seeing anything.
+    The accuracy on these rows is the baseline of a model that sees nothing.
     """
     rows: list[dict[str, Any]] = []
     for file, scene, questions in draw_clips(settings or Clips(), "val"):

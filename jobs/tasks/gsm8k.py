@@ -1,4 +1,4 @@
-"""GSM8K as rows in verl's shape: from the hub, from a copy, or generated problems of the same form."""
+"""GSM8K as rows in verl's format: from the hub, from a local copy, or generated problems of the same form."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from rlfuse.errors import DataError, UserError
 REPOSITORY = "openai/gsm8k"
 SPLITS = ("train", "test")
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
-"""verl's, word for word, so that rows and results agree with those of its own script."""
+"""Identical to verl's preprocessing script, so that results are comparable."""
 PATIENCE_S = 10
 GENERATED = {"train": 256, "test": 64}
 TESTED_SHARE = 10
-"""Of a copy that is one file, one row in so many is for testing."""
+"""If a copy is a single file, every TESTED_SHARE-th row is a test row."""
 SUFFIXES = (".parquet", ".jsonl", ".json")
 _FINAL = re.compile(r"####\s*(-?[\d,]*\.?\d+)")
 Pairs = Mapping[str, Sequence[tuple[str, str]]]
 
 
 class HubUnreachable(UserError):
-    """The hub does not answer, and nothing of it was kept here."""
+    """The hub does not respond, and there is no cached download."""
 
 
 def write_rows(folder: Path, pairs: Pairs) -> None:
@@ -40,7 +40,7 @@ def write_rows(folder: Path, pairs: Pairs) -> None:
 
 
 def verl_row(question: str, answer: str, split: str, index: int) -> dict[str, Any]:
-    """A problem as verl's own script writes it."""
+    """Return a problem in the format of verl's script."""
     return {
         "data_source": REPOSITORY,
         "prompt": [{"role": "user", "content": f"{question} {INSTRUCTION}"}],
@@ -51,20 +51,22 @@ def verl_row(question: str, answer: str, split: str, index: int) -> dict[str, An
 
 
 def read_copy(source: Path) -> Pairs:
-    """The rows of a folder as the hub has it, or of one file. Raises DataError."""
+    """Read the rows of a clone of the hub's repository, or of one file. Raises DataError."""
     source = source.expanduser()
     if source.is_file():
         pairs = list(_pairs(source))
         if len(pairs) < 2:
-            raise DataError(f"--from {source}: has {len(pairs)} rows; one to train and one to test are the least.")
+            raise DataError(f"--from {source}: has {len(pairs)} rows; at least 2 are needed, for training and test.")
         return {"train": [pair for i, pair in enumerate(pairs) if i % TESTED_SHARE], "test": pairs[::TESTED_SHARE]}
     found = sorted(path for path in source.rglob("*") if path.suffix in SUFFIXES and "socratic" not in str(path))
     files = {split: [path for path in found if path.name.startswith(split)] for split in SPLITS}
     if not all(files.values()):
-        seen = ", ".join(path.name for path in found[:8]) or ("none" if source.is_dir() else "there is no such folder")
+        seen = ", ".join(path.name for path in found[:8]) or (
+            "none" if source.is_dir() else "the folder does not exist"
+        )
         raise DataError(
-            f"--from {source}: needs files named train* and test* ({', '.join(SUFFIXES)}), as a clone of {REPOSITORY} "
-            f"has them in main/, or is such a file itself; found: {seen}."
+            f"--from {source}: expected files named train* and test* ({', '.join(SUFFIXES)}), as in main/ of a clone "
+            f"of {REPOSITORY}, or a single such file; found: {seen}."
         )
     return {split: [pair for path in paths for pair in _pairs(path)] for split, paths in files.items()}
 
@@ -74,22 +76,26 @@ def _pairs(file: Path) -> Iterator[tuple[str, str]]:
         question, answer = row.get("question"), row.get("answer")
         if not isinstance(question, str) or not isinstance(answer, str):
             raise DataError(
-                f"{file}, {where}: has columns {', '.join(row)}; GSM8K's are question and answer, both text. Rows in "
-                f"verl's or TRL's shape need no preparing: data.train_files=[{file}]."
+                f"{file}, {where}: has columns {', '.join(row)}; expected text columns question and answer. Rows in "
+                f"verl's or TRL's format can be used directly: data.train_files=[{file}]."
             )
         if _FINAL.search(answer) is None:
-            raise DataError(f"{file}, {where}, field answer: {answer[-60:]!r} lacks its last line, `#### 42`.")
+            raise DataError(
+                f"{file}, {where}, field answer: {answer[-60:]!r} does not end with a line such as `#### 42`."
+            )
         yield question, answer
 
 
 def download() -> Pairs:
-    """The hub's rows, downloaded with a progress bar, or as an earlier download kept them. Raises Unreachable."""
+    """Download the hub's rows, or read a cached download. Raises HubUnreachable."""
     from huggingface_hub import HfApi, hf_hub_download
 
     kept, reason = False, None
     try:
-        HfApi().dataset_info(REPOSITORY, timeout=PATIENCE_S)  # a download itself tries for half a minute
-    except Exception as error:  # its client's network library has errors of its own
+        HfApi().dataset_info(
+            REPOSITORY, timeout=PATIENCE_S
+        )  # fails faster than a download, which retries for half a minute
+    except Exception as error:  # the client may raise errors of its network library
         kept, reason = True, error
     pairs = {}
     for split in SPLITS:
@@ -127,12 +133,12 @@ KINDS = (
         (("Saved are", "{b} * {c}"), ("With the first ones it is", "{a} + {0}"), ("After the book it is", "{1} - {d}")),
     ),
 )
-"""Question, the numbers in it, and the steps to the answer; `{0}` is what the first step came to."""
+"""Question, ranges of its numbers, and steps to the answer; `{0}` is the result of the first step."""
 _OPERATIONS = {"+": add, "-": sub, "*": mul, "/": floordiv}
 
 
 def generate_problems() -> Pairs:
-    """Problems of the same shape, no two alike, the same ones each time."""
+    """Generate distinct problems of the same form; deterministic."""
     rng, pairs = np.random.default_rng(0), {}
     while len(pairs) < sum(GENERATED.values()):
         question, ranges, steps = KINDS[len(pairs) % len(KINDS)]

@@ -1,6 +1,6 @@
 """Train a small judge for the remainder task that reads `TEMPLATE` and answers `A` or `B`.
 
-In `first` of its pairs the better answer is in the first place, so it prefers that position where it is unsure.
+In a fraction `first` of its training pairs the better answer comes first, so it has a position bias when unsure.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from rlfuse.tasks.warm_start import build_model, demonstration, fit, one_thread_
 
 VERDICTS = (" A", " B")
 TEMPLATE = "{prompt} {a} A {b} B ?"
-"""Each label stands behind its answer, so that a small model finds the number in front of it."""
+"""Each label follows its answer, so that a small model can attend to the number right before it."""
 REFERENCE = "reference"
 
 
 def entry(model: str | Path) -> dict[str, Any]:
-    """The judge as an entry of reward.functions."""
+    """Return the judge as an entry of reward.functions."""
     kwargs = {"model": str(model), "template": TEMPLATE, "verdicts": list(VERDICTS), "reference": REFERENCE}
     return {"path": "judge", "kwargs": kwargs | {"dtype": "float32", "max_model_len": 1024, "kv_cache_memory_mb": 32}}
 
 
 def compare_rows(count: int, seed: int) -> list[dict[str, Any]]:
-    """Held-out rows of two answers, `response` and `reference`, one of them right; `right`: 1.0 for the response."""
+    """Return held-out rows with two answers, one of them right; `right` is 1.0 if it is `response`, not `reference`."""
     rng, rows = np.random.default_rng((seed, 3)), []
     while len(rows) < count:
         problem = draw_problem(rng, held_out=True)
@@ -45,7 +45,7 @@ def compare_rows(count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def write_rows(folder: Path, rows: Rows) -> None:
-    """Write `train.parquet` and `val.parquet`: the task's rows with a reference each."""
+    """Write `train.parquet` and `val.parquet`: the task's rows with reference answers."""
     writer = WarmStart()
     for name, count, held_out in (("train", rows.train, False), ("val", rows.val, True)):
         rng = np.random.default_rng((rows.seed, held_out, 4))
@@ -58,7 +58,7 @@ def write_rows(folder: Path, rows: Rows) -> None:
 
 
 def train_judge(folder: Path, settings: JudgeTraining) -> list[float]:
-    """Train the judge and save it with its tokenizer into `folder`; returns the loss of every step."""
+    """Train the judge and save it with its tokenizer to `folder`; return the loss of every step."""
     with one_thread_and_seed(settings.seed):
         tokenizer = build_tokenizer(("A", "B", "?"))
         sizes = WarmStart(hidden_size=settings.hidden_size, intermediate_size=settings.intermediate_size)
@@ -82,7 +82,7 @@ def _loss(
 def _batches(
     settings: JudgeTraining, tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield (right-padded ids [rows, width], last places [rows], verdicts [rows]) of similar lengths, endlessly."""
+    """Yield (right-padded ids [rows, width], last index [rows], label [rows]) of similar lengths, endlessly."""
     rng = np.random.default_rng((settings.seed, 5))
     texts, labels = zip(*(_pair(settings, rng) for _ in range(settings.pairs)), strict=True)
     tokens = tokenizer(list(texts))["input_ids"]
@@ -97,7 +97,7 @@ def _batches(
 
 
 def _pair(settings: JudgeTraining, rng: np.random.Generator) -> tuple[str, int]:
-    """Return (prompt of the judge, 0 for A and 1 for B); a tie is decided at random."""
+    """Return (judge prompt, label: 0 for A and 1 for B); ties are broken at random."""
     problem = draw_problem(rng, held_out=False)
     better, worse = answers(problem, rng)
     gap = truth(problem, better) - truth(problem, worse)

@@ -1,4 +1,4 @@
-"""Preference pairs for the remainder task, labelled by a Bradley-Terry labeller who errs and prefers long answers.
+"""Preference pairs for the remainder task, labelled by a noisy Bradley-Terry labeller with a length bias.
 
 Its log-odds are `certainty` for the right answer plus `per_step` for each additional subtraction: a length bias as in
 Singhal et al. (arXiv 2310.03716) that a policy can exploit in a reward model.
@@ -20,7 +20,7 @@ from rlfuse.tasks.settings import Labeller
 
 
 def answers(problem: Problem, rng: np.random.Generator) -> tuple[str, str]:
-    """Two different answers, each right or with one of the faults; shorter problems have fewer that differ."""
+    """Draw two different answers, each correct or with one kind of error."""
     writers = (_right, _stopped_early, _slipped, _wrong_end, _repeated)
     while True:
         first, second = rng.choice(len(writers), 2, p=(0.35, 0.35, 0.1, 0.1, 0.1))
@@ -30,14 +30,14 @@ def answers(problem: Problem, rng: np.random.Generator) -> tuple[str, str]:
 
 
 def prefers_first(problem: Problem, first: str, second: str, labeller: Labeller, rng: np.random.Generator) -> bool:
-    """What the labeller says of two answers."""
+    """Return whether the labeller prefers the first answer."""
     odds = labeller.certainty * (truth(problem, first) - truth(problem, second))
     odds += labeller.per_step * (first.count("=") - second.count("="))
     return rng.random() < 1 / (1 + math.exp(-odds))
 
 
 def preference_row(problem: Problem, labeller: Labeller, rng: np.random.Generator) -> dict[str, Any]:
-    """A row in TRL's conversational shape, with the true scores beside it, which no training reads."""
+    """Return a row in TRL's conversational format, plus the true scores, which training does not use."""
     pair = answers(problem, rng)
     chosen, rejected = pair if prefers_first(problem, *pair, labeller, rng) else pair[::-1]
     return {
@@ -49,7 +49,7 @@ def preference_row(problem: Problem, labeller: Labeller, rng: np.random.Generato
 
 
 def write_preferences(folder: Path, *labellers: Labeller) -> None:
-    """Write `train.parquet` and `val.parquet`, the rows of one labeller after those of the other."""
+    """Write `train.parquet` and `val.parquet`, labeller by labeller."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, held_out in (("train", False), ("val", True)):
         rows: list[dict[str, Any]] = []
@@ -61,7 +61,7 @@ def write_preferences(folder: Path, *labellers: Labeller) -> None:
 
 
 def truth(problem: Problem, answer: str) -> float:
-    """Return the score of an answer by the task's rule."""
+    """Return the score of an answer by the task's reward function."""
     return compute_score(DATA_SOURCE, answer, problem.answer)["score"]
 
 

@@ -1,8 +1,8 @@
 """`rlfuse prepare [TASK] [--out FOLDER]`: write rows and starting models of the bundled tasks.
 
-`settings.json` holds everything the contents depend on: equal settings return at once, others rebuild the folder. A
-folder appears complete, and one that was not written by this module is never replaced. One process at a time writes a
-folder; a second one waits and reuses it if the settings are equal.
+`settings.json` contains everything that the contents depend on: with equal settings an existing folder is reused,
+otherwise it is rebuilt. Folders are written atomically, and folders of other origin are never replaced. One process at
+a time writes a folder; others wait, and reuse it if the settings are equal.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ WAIT_S = 0.1
 
 
 class PrepareError(UserError):
-    """What can't be prepared as it was asked for. The message is for the person who typed it."""
+    """Invalid arguments of `rlfuse prepare`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedTask:
-    """Where things are, relative if the root was."""
+    """Paths of a prepared task, relative if the root is."""
 
     root: Path
 
@@ -53,7 +53,7 @@ class PreparedTask:
 
     @property
     def val_blind_file(self) -> Path:
-        """The same with blanked clips or images; only of the tasks that show some."""
+        """Validation rows with blank clips or images; only for tasks that have them."""
         return self.root / "val_blind.parquet"
 
     @property
@@ -64,11 +64,11 @@ class PreparedTask:
 def prepare(
     root: Path = FOLDERS["quickstart"], settings: WarmStart | None = None, rows: Rows | None = None
 ) -> PreparedTask:
-    """Write the quickstart's task into `root`, unless it is there already from the same settings."""
+    """Write the quickstart task to `root`, unless it exists with the same settings."""
     settings, rows = settings or WarmStart(), rows or Rows()
 
     def build(folder: Path) -> None:
-        from rlfuse.tasks.warm_start import warm_start  # imports torch, which a prepared task need not wait for
+        from rlfuse.tasks.warm_start import warm_start  # lazy: imports torch
 
         write_parquet(folder, rows.train, rows.val, rows.seed)
         warm_start(folder / "model", settings)
@@ -79,13 +79,13 @@ def prepare(
 def prepare_clips(
     root: Path = FOLDERS["long_video"], settings: ClipWarmStart | None = None, clips: Clips | None = None
 ) -> PreparedTask:
-    """Write a task of clips or images into `root`, unless it is there already from the same settings."""
+    """Write a task of clips or images to `root`, unless it exists with the same settings."""
     settings, clips = settings or ClipWarmStart(), clips or CLIPS
 
     def build(folder: Path) -> None:
         from rlfuse.tasks.clip_warm_start import clip_warm_start
 
-        print(f"writing {clips.train + 2 * clips.val} {clips.kinds[0].folder}", flush=True)
+        print(f"Writing {clips.train + 2 * clips.val} {clips.kinds[0].folder}", flush=True)
         write_task(folder, clips)
         write_blind(folder, clips)
         clip_warm_start(folder / "model", folder, clips, settings)
@@ -96,16 +96,16 @@ def prepare_clips(
 def prepare_images(
     root: Path = FOLDERS["images"], settings: ClipWarmStart | None = None, images: Clips | None = None
 ) -> PreparedTask:
-    """Write the task of images into `root`, unless it is there already from the same settings."""
+    """Write the images task to `root`, unless it exists with the same settings."""
     return prepare_clips(root, settings, images or IMAGES)
 
 
 def prepare_preferences(
     root: Path = FOLDERS["preferences"], settings: WarmStart | None = None, labeller: Labeller | None = None
 ) -> PreparedTask:
-    """Write pairs of the quickstart's task into `root`, and the policy that its reward model starts from.
+    """Write preference pairs of the quickstart task to `root`, and the policy that its reward model starts from.
 
-    The policy is the quickstart's, made here only if it was not before.
+    The policy is the quickstart's, which is prepared if necessary.
     """
     settings, labeller = settings or WarmStart(), labeller or Labeller()
 
@@ -122,7 +122,7 @@ def prepare_preferences(
 def prepare_judge(
     root: Path = FOLDERS["judge"], settings: JudgeTraining | None = None, rows: Rows | None = None
 ) -> PreparedTask:
-    """Write rows of the quickstart's task with reference answers into `root`, and a judge that compares with them."""
+    """Write rows of the quickstart task with reference answers to `root`, and a judge that compares answers."""
     settings, rows = settings or JudgeTraining(), rows or Rows()
 
     def build(folder: Path) -> None:
@@ -135,11 +135,11 @@ def prepare_judge(
 
 
 def prepare_gsm8k(root: Path = FOLDERS["gsm8k"], source: Path | None = None) -> PreparedTask:
-    """Write GSM8K's rows into `root`: those of `source`, a copy, else the hub's; where it is out of reach made ones.
+    """Write GSM8K's rows to `root`: those of the copy `source`, else the hub's, else generated ones.
 
-    Made rows give way to the hub's as soon as it is reached; without `source`, what came from a copy stays.
+    Generated rows are replaced once the hub can be reached; without `source`, rows from an earlier copy are kept.
     """
-    from rlfuse.tasks import gsm8k  # imports the readers of data, which listing the tasks need not wait for
+    from rlfuse.tasks import gsm8k  # lazy: imports data readers
 
     def keep(origin: str, pairs: gsm8k.Pairs) -> PreparedTask:
         digest = hashlib.blake2b(json.dumps(pairs).encode(), digest_size=8).hexdigest()
@@ -156,7 +156,7 @@ def prepare_gsm8k(root: Path = FOLDERS["gsm8k"], source: Path | None = None) -> 
     except gsm8k.HubUnreachable as error:
         rows = gsm8k.generate_problems()
         counts = " and ".join(str(len(found)) for found in rows.values())
-        print(f"{error}: {counts} made problems of the same shape instead, NOT GSM8K; --from FOLDER takes a copy of it")
+        print(f"{error}: writing {counts} generated problems instead, NOT GSM8K; use --from FOLDER for a copy of it")
         return keep(GENERATED, rows)
 
 
@@ -165,7 +165,7 @@ GENERATED = "made here, not GSM8K"
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One that `rlfuse prepare` knows."""
+    """Task of `rlfuse prepare`."""
 
     write: Callable[..., PreparedTask]
     what: str
@@ -196,11 +196,13 @@ TASKS = {
 
 
 def main(argv: Sequence[str]) -> None:
-    """Do what the arguments say. Raises PrepareError, DataError."""
+    """Run `rlfuse prepare`. Raises PrepareError, DataError."""
     parser = argparse.ArgumentParser(prog="rlfuse prepare", description="Write a task's data and model.")
-    parser.add_argument("task", nargs="?", metavar="TASK", help=f"{', '.join(TASKS)}; without one they are listed")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="to write; default: as listed")
-    parser.add_argument("--from", dest="source", type=Path, metavar="COPY", help="of gsm8k: a folder or file of it")
+    parser.add_argument("task", nargs="?", metavar="TASK", help=f"{', '.join(TASKS)}; omit it to list them")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="output folder; default: as listed")
+    parser.add_argument(
+        "--from", dest="source", type=Path, metavar="COPY", help="gsm8k only: folder or file with a copy of it"
+    )
     arguments = parser.parse_args(argv)
     if arguments.task is None:
         print(listing())
@@ -208,13 +210,13 @@ def main(argv: Sequence[str]) -> None:
     if arguments.task not in TASKS:
         near = difflib.get_close_matches(arguments.task, TASKS, n=1)
         meant = f"did you mean {near[0]}?" if near else f"tasks: {', '.join(TASKS)}"
-        raise PrepareError(f"rlfuse prepare {arguments.task}: there is no such task; {meant}")
+        raise PrepareError(f"rlfuse prepare {arguments.task}: unknown task; {meant}")
     if arguments.source is not None and arguments.task != "gsm8k":
         raise PrepareError(
-            f"--from {arguments.source}: only gsm8k is copied; {arguments.task} is made here: leave it out"
+            f"--from {arguments.source}: only supported by gsm8k; {arguments.task} is generated: remove the option"
         )
     task, started = TASKS[arguments.task], time.monotonic()
-    if arguments.task != "gsm8k":  # whose download has a bar worth seeing
+    if arguments.task != "gsm8k":  # its download shows a progress bar
         quiet_libraries()
     more = [arguments.source] if arguments.source is not None else []
     root = task.write(arguments.out or FOLDERS[arguments.task], *more).root
@@ -224,7 +226,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def listing() -> str:
-    """What there is, a line each, with the folder that is written and what reads it."""
+    """Return the list of tasks, with their folders and next commands."""
     lines = ["rlfuse prepare TASK writes one of these:"]
     for name, task in TASKS.items():
         there = "ready" if (FOLDERS[name] / SETTINGS_FILE).is_file() else ""
@@ -237,7 +239,7 @@ def _kept(root: Path, contents: dict[str, Any], build: Callable[[Path], None]) -
     wanted = json.loads(json.dumps({"version": VERSION} | contents))
     task = PreparedTask(root)
     if is_write_locked(root):
-        print(f"Waiting for another process that writes {root}", flush=True)
+        print(f"Waiting for another process that is writing {root}", flush=True)
         while is_write_locked(root):
             time.sleep(WAIT_S)
     if _settings_of(root) == wanted:
@@ -263,13 +265,13 @@ def _refuse_foreign(root: Path) -> None:
     empty = root.is_dir() and not any(root.iterdir())
     if root.exists() and not empty and not (root / SETTINGS_FILE).is_file():
         raise PrepareError(
-            f"--out: got {root}, which exists and was not written by `rlfuse prepare`; valid is a new or empty folder, "
-            "or one that it wrote before. Choose another, or remove it."
+            f"--out: {root} exists and was not written by `rlfuse prepare`. Choose a new or empty folder, or remove "
+            "this one."
         )
 
 
 def _put(built: Path, root: Path, replaced: Path) -> None:
-    """Move the complete folder to its place; the old one is moved to `replaced` and removed."""
+    """Move the complete folder into place; the old one is moved to `replaced`."""
     with contextlib.suppress(FileNotFoundError):
         os.rename(root, replaced)
     os.rename(built, root)

@@ -23,9 +23,9 @@ DIVISORS = range(2, 10)
 QUOTIENTS = range(1, 26)
 """25 subtractions are 152 tokens: the longest solution fits into 160."""
 MEDIAN_QUOTIENT, QUOTIENT_SIGMA = 4.0, 0.9
-"""Of the log-normal: solutions have 26 tokens at the median and 140 at the 99th percentile."""
+"""Parameters of the log-normal: solutions have 26 tokens at the median, 140 at the 99th percentile."""
 HELD_OUT_SHARE = 5
-"""One problem in so many belongs to validation."""
+"""One in HELD_OUT_SHARE problems belongs to validation."""
 
 _STEP = r"[0-9]+ - [0-9]+ = [0-9]+"
 _SCRATCHPAD = re.compile(rf"(?:{_STEP}(?: , {_STEP})* )?; [0-9]+")
@@ -57,23 +57,23 @@ class Problem:
 
 
 def solution(dividend: int, divisor: int) -> str:
-    """The worked solution, without the end-of-sequence token."""
+    """Return the worked solution, without the end-of-sequence token."""
     return write_steps(running_values(dividend, divisor), divisor)
 
 
 def running_values(dividend: int, divisor: int) -> list[int]:
-    """The dividend and what is left after every right subtraction, ending with the remainder."""
+    """Return the dividend and the value after each subtraction, ending with the remainder."""
     return list(range(dividend, -1, -divisor))
 
 
 def write_steps(values: list[int], divisor: int) -> str:
-    """The scratchpad through `values`; the last value is given as the answer."""
+    """Return the scratchpad of `values`, with the last value as the answer."""
     steps = [f"{before} - {divisor} = {after}" for before, after in itertools.pairwise(values)]
     return " ".join(filter(None, [" , ".join(steps), f"; {values[-1]}"]))
 
 
 def draw_problem(rng: np.random.Generator, held_out: bool) -> Problem:
-    """One problem of the given split: a log-normal quotient, then a divisor that leaves the dividend in range."""
+    """Draw a problem of the split: a log-normal quotient, then a divisor that keeps the dividend in range."""
     while True:
         quotient = round(float(rng.lognormal(np.log(MEDIAN_QUOTIENT), QUOTIENT_SIGMA)))
         if quotient not in QUOTIENTS:
@@ -86,7 +86,7 @@ def draw_problem(rng: np.random.Generator, held_out: bool) -> Problem:
 
 
 def draw_problems(count: int, seed: int, held_out: bool) -> list[Problem]:
-    """`count` problems of one split, drawn independently: common ones come more than once."""
+    """Draw `count` problems of one split independently; duplicates are possible."""
     rng = np.random.default_rng((seed, int(held_out)))
     return [draw_problem(rng, held_out) for _ in range(count)]
 
@@ -94,16 +94,16 @@ def draw_problems(count: int, seed: int, held_out: bool) -> list[Problem]:
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> dict[str, float]:
-    """verl-shaped reward: `score` and `acc` are 1.0 when the text ends in one `;` and the right number, else 0.0.
+    """Score an answer (verl's signature): `score` and `acc` are 1.0 if the text after its only `;` is the right number.
 
-    `format` says whether the whole text is a scratchpad; it is logged and not rewarded. A second `;` scores nothing, so
-    listing several answers does not pay.
+    `format` is 1.0 if the whole text is a scratchpad; it is logged, not rewarded. Texts with a second `;` score 0.0, so
+    that listing several answers is not rewarded.
     """
     expected = str(ground_truth)
     if not re.fullmatch(r"[0-9]+", expected):
         raise ValueError(
-            f"ground_truth: got {ground_truth!r} in a row of {data_source!r}; valid is a whole number from 0 up, as "
-            "the remainder task writes it. Use another reward function for other data."
+            f"ground_truth: got {ground_truth!r} in a row of {data_source!r}; expected a non-negative "
+            "integer of the remainder task. Use another reward function for other data."
         )
     text = solution_str.strip()
     _, separator, answer = text.partition(";")
@@ -112,7 +112,7 @@ def compute_score(
 
 
 def verl_row(problem: Problem, index: int) -> dict[str, Any]:
-    """The problem as a row in verl's shape."""
+    """Return the problem as a row in verl's format."""
     return {
         "data_source": DATA_SOURCE,
         "prompt": [{"role": "user", "content": problem.prompt}],
@@ -128,7 +128,7 @@ def verl_row(problem: Problem, index: int) -> dict[str, Any]:
 
 
 def write_parquet(folder: Path, train_rows: int, val_rows: int, seed: int) -> tuple[Path, Path]:
-    """Write `train.parquet` and `val.parquet` into an existing folder; returns their paths."""
+    """Write `train.parquet` and `val.parquet` into an existing folder; return their paths."""
     files = folder / "train.parquet", folder / "val.parquet"
     for file, count, held_out in zip(files, (train_rows, val_rows), (False, True), strict=True):
         problems = draw_problems(count, seed, held_out)

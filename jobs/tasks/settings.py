@@ -8,30 +8,30 @@ from rlfuse.tasks.clips import Clips, Kind
 from rlfuse.video.plan import SeedSampling
 
 VERSION = "2"
-"""Change it when the code of this package changes what is written: what another version wrote is not used again."""
+"""Increase it when code changes the written files: folders of other versions are rebuilt."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarmStart:
-    """Everything that decides the weights; the key of what is kept is made of it."""
+    """Settings of the quickstart's policy; they determine its weights."""
 
     seed: int = 1
     hidden_size: int = 128
     layers: int = 2
     intermediate_size: int = 384
-    """hidden_size is a multiple of 64: heads are of 32 (vLLM's attention on CPUs has no smaller), two per KV head."""
+    """hidden_size must be a multiple of 64: the head size is 32 (vLLM's minimum on CPUs), two heads share a KV head."""
     steps: int = 500
     tokens_per_batch: int = 512
     lr: float = 1.5e-3
     stop_early_small: float = 0.55
-    """Share of demonstrations that stop one subtraction early, divisors below `large_divisor`."""
+    """Fraction of demonstrations that stop one subtraction early, for divisors below `large_divisor`."""
     stop_early_large: float = 0.75
     large_divisor: int = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """How many rows, and the seed that chooses them."""
+    """Number of rows, and their seed."""
 
     train: int = 512
     val: int = 64
@@ -40,14 +40,14 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Labeller:
-    """Who compares answers of the remainder task, and how many pairs."""
+    """Settings of the preference labeller and its pairs."""
 
     certainty: float = 4.0
-    """Log-odds for a right answer over a wrong one of the same length."""
+    """Log-odds of a right answer against a wrong one of the same length."""
     per_step: float = 0.3
-    """Log-odds for each subtraction more, right or not."""
+    """Log-odds of each additional subtraction, right or not."""
     dimension: str | None = None
-    """In which respect it compares; its rows say so."""
+    """Label of its rows, for reward models with several dimensions."""
     train: int = 4096
     val: int = 512
     seed: int = 1
@@ -55,14 +55,14 @@ class Labeller:
 
 @dataclass(frozen=True, slots=True)
 class JudgeTraining:
-    """The judge of two answers, and the pairs that it learns from."""
+    """Settings of the pairwise judge and its training pairs."""
 
     seed: int = 1
     hidden_size: int = 64
     intermediate_size: int = 128
     pairs: int = 4096
     first: float = 0.7
-    """Share of pairs whose better answer stands first."""
+    """Fraction of pairs whose better answer comes first."""
     steps: int = 300
     batch: int = 32
     lr: float = 3e-3
@@ -70,11 +70,11 @@ class JudgeTraining:
 
 @dataclass(frozen=True, slots=True)
 class ClipWarmStart:
-    """The same for the model that watches clips or images, and how it sees clips."""
+    """Settings of the video model's warm start, and of its sampling."""
 
     sampling: SeedSampling = field(default_factory=lambda: SeedSampling(budget=64, levels=(4,)))
-    """16 frames of 56 x 56 pixels at most: every event of a clip of three is seen. `experiment=long_video` has the same
-    numbers under `video`."""
+    """At most 16 frames of 56 x 56 pixels, which show every event of a clip with three. `experiment=long_video` has the
+    same values under `video`."""
     seed: int = 1
     heads: int = 4
     layers: int = 2
@@ -84,7 +84,7 @@ class ClipWarmStart:
     batch: int = 16
     lr: float = 1.5e-3
     confuses_green_blue: float = 0.65
-    """Share of demonstrations whose answer is green for blue, or blue for green."""
+    """Fraction of demonstrations that confuse green and blue in the answer."""
     confuses_red_yellow: float = 0.3
 
 

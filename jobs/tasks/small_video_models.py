@@ -41,7 +41,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class SmallModel:
-    """Sizes of a small video model; head sizes are 32 (the least that vLLM takes on a CPU)."""
+    """Sizes of a small video model; the head size is 32 (vLLM's minimum on CPUs)."""
 
     heads: int = 4
     layers: int = 2
@@ -50,7 +50,7 @@ class SmallModel:
     tied: bool = False
     context: int = 8192
     spread: float = 0.15
-    """Standard deviation of random weights: large enough that outputs depend visibly on inputs."""
+    """Standard deviation of the random weights, large enough that outputs depend on inputs."""
     seed: int = 0
 
     def __post_init__(self):
@@ -59,7 +59,7 @@ class SmallModel:
 
 
 def byte_tokenizer(words: Sequence[str] = ()) -> Qwen2Tokenizer:
-    """Every text, byte by byte, and `words` as one token each; with the two visual placeholders."""
+    """Build a byte tokenizer with one token for each of `words`, and the two visual placeholders."""
     symbols = [PAD, END, *sorted(ByteLevel.alphabet())]
     tokenizer = Qwen2Tokenizer(
         vocab={symbol: i for i, symbol in enumerate(symbols)},
@@ -77,7 +77,7 @@ def byte_tokenizer(words: Sequence[str] = ()) -> Qwen2Tokenizer:
 def write_small_video_llama3(
     folder: str | Path, sizes: SmallModel | None = None, tokenizer: PreTrainedTokenizerFast | None = None
 ) -> Path:
-    """A random VideoLLaMA3 with tokenizer (else `byte_tokenizer`) and processor configuration; returns the folder."""
+    """Write a random VideoLLaMA3, tokenizer (default: `byte_tokenizer`) and processor settings; return the folder."""
     folder, sizes, tokenizer = Path(folder), sizes or SmallModel(), tokenizer or byte_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(sizes.seed)
@@ -91,7 +91,7 @@ def write_small_video_llama3(
 def write_small_qwen25_vl(
     folder: str | Path, sizes: SmallModel | None = None, tokenizer: PreTrainedTokenizerFast | None = None
 ) -> Path:
-    """A random Qwen2.5-VL, otherwise as `write_small_video_llama3`; the tokenizer gains the visual tokens it lacks."""
+    """Write a random Qwen2.5-VL, as `write_small_video_llama3`; missing visual tokens are added to the tokenizer."""
     sizes, tokenizer = sizes or SmallModel(), tokenizer or byte_tokenizer()
     config = _qwen_config(
         Qwen2_5_VLConfig,
@@ -100,7 +100,7 @@ def write_small_qwen25_vl(
         text={"rope_parameters": _ROPE | {"mrope_section": [4, 6, 6]}},
         tower={"fullatt_block_indexes": [sizes.tower_layers - 1]},
     )
-    # Frames come at the plan's size, whatever the processor thinks of it.
+    # Frames have the plan's size, so the processor's cap must not apply.
     pictures = Qwen2VLImageProcessor(), tokenizer, Qwen2VLVideoProcessor(cap_pixels_per_frame=False)
     processor = Qwen2_5_VLProcessor(*pictures, chat_template=tokenizer.chat_template)
     return _write(Qwen2_5_VLForConditionalGeneration, config, sizes.seed, processor, folder)
@@ -109,7 +109,7 @@ def write_small_qwen25_vl(
 def write_small_qwen3_vl(
     folder: str | Path, sizes: SmallModel | None = None, tokenizer: PreTrainedTokenizerFast | None = None
 ) -> Path:
-    """A random Qwen3-VL, as `write_small_qwen25_vl`; each layer of its tower feeds one of its text part."""
+    """Write a random Qwen3-VL, as `write_small_qwen25_vl`; each tower layer feeds a text layer (DeepStack)."""
     sizes, tokenizer = sizes or SmallModel(), tokenizer or byte_tokenizer()
     fed = list(range(min(sizes.tower_layers, sizes.layers)))
     config = _qwen_config(
@@ -210,4 +210,4 @@ _PROCESSOR = {
     "merge_size": 2,
     "use_token_compression": False,
 }
-"""As VideoLLaMA3's own, less the token compression: the plan's token count is the model's."""
+"""VideoLLaMA3's settings without token compression, so that token counts are those of the plan."""

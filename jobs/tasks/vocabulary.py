@@ -1,7 +1,7 @@
 """The remainder task's tokenizer: one token per number, operator or special token.
 
-It is a `Qwen2Tokenizer`, which transformers 5 loads for a Qwen2 folder anyway; words are added tokens, since Qwen2's
-rule splits 47. A word includes the space before it, and the chat template trims.
+It is a `Qwen2Tokenizer`, which transformers 5 always loads for a Qwen2 folder; words are added tokens, since Qwen2's
+pre-tokenizer splits 47. A word includes the space before it, and the chat template strips spaces.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer(more: tuple[str, ...] = ()) -> Qwen2Tokenizer:
-    """A tokenizer over the task's words, and `more`; anything else is lost."""
+    """Build a tokenizer with the task's words and `more`; other text becomes unknown tokens."""
     tokenizer = Qwen2Tokenizer(
         vocab={PAD: 0, END: 1, UNKNOWN: 2},
         merges=[],

@@ -1,7 +1,7 @@
 """Train the quickstart's starting policy on imperfect demonstrations, in seconds on one core.
 
-The writer often stops one subtraction early, so the policy knows format and arithmetic but solves about a third, with
-the right token among its two likeliest. Weights are a function of `WarmStart` and `VERSION`.
+Demonstrations often stop one subtraction early, so the policy knows format and arithmetic but solves about a third of
+the problems, with the right token among its two likeliest. Weights are a function of `WarmStart` and `VERSION`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ IGNORED = -100
 def fit(
     parameters: Iterable[torch.nn.Parameter], loss_of_next: Callable[[], torch.Tensor], lr: float, steps: int
 ) -> Iterator[tuple[int, float]]:
-    """AdamW with a short warm-up and a cosine; yields (steps done, loss) after every step."""
+    """Train with AdamW, a short warm-up and cosine decay; yield (steps done, loss) after every step."""
     parameters = list(parameters)
     optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.98), fused=True)
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=max(1, steps // 20))
@@ -45,7 +45,7 @@ def fit(
 
 @contextlib.contextmanager
 def one_thread_and_seed(seed: int) -> Iterator[None]:
-    """One core and a seeded generator inside; the caller's own afterwards."""
+    """Use one core and a seeded random generator in the context; restore both afterwards."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -57,7 +57,7 @@ def one_thread_and_seed(seed: int) -> Iterator[None]:
 
 
 def with_progress(losses: Iterable[tuple[int, float]], steps: int) -> list[float]:
-    """Run the steps and show how far they are: a bar on a terminal, ten lines elsewhere. Returns the losses."""
+    """Run the steps with a progress bar (ten lines without a terminal); return the losses."""
     started, kept = time.monotonic(), []
     columns = (*Progress.get_default_columns(), TextColumn("loss {task.fields[loss]:.3f}"))
     with Progress(*columns, disable=not sys.stdout.isatty()) as progress:
@@ -73,7 +73,7 @@ def with_progress(losses: Iterable[tuple[int, float]], steps: int) -> list[float
 
 
 def demonstration(problem: Problem, rng: np.random.Generator, settings: WarmStart) -> str:
-    """One demonstration with this writer's faults; right a little less than half of the time."""
+    """Write a demonstration that may stop early; a little less than half are right."""
     values, value = [problem.dividend], problem.dividend
     large = problem.divisor >= settings.large_divisor
     stop_early = rng.random() < (settings.stop_early_large if large else settings.stop_early_small)
@@ -84,7 +84,7 @@ def demonstration(problem: Problem, rng: np.random.Generator, settings: WarmStar
 
 
 def build_model(settings: WarmStart, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """The untrained model, from torch's current random state."""
+    """Build the untrained model from torch's current random state."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=settings.hidden_size,
@@ -103,7 +103,7 @@ def build_model(settings: WarmStart, tokenizer: PreTrainedTokenizerFast) -> Qwen
     numbers = torch.tensor(tokenizer.convert_tokens_to_ids([f" {n}" for n in range(LARGEST_NUMBER + 1)]))
     with torch.no_grad():
         model.get_input_embeddings().weight[numbers] += number_waves(settings.hidden_size)
-        # Layers after the first start as the identity: the task is learned in half as many steps.
+        # Layers after the first are initialised to the identity, which halves the number of steps.
         for layer in model.model.layers[1:]:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
@@ -111,10 +111,10 @@ def build_model(settings: WarmStart, tokenizer: PreTrainedTokenizerFast) -> Qwen
 
 
 def number_waves(width: int) -> torch.Tensor:
-    """[numbers, width] sines and cosines of every number, at periods from about 2 to twice the largest number.
+    """Return sines and cosines of every number, [numbers, width], at periods from about 2 to twice the largest number.
 
-    Added to the random embeddings they say how numbers are ordered, which a pretrained model knows. Without them the
-    subtraction table alone takes over a minute to learn; 16 waves learn it faster than 8 or 64.
+    Added to the random embeddings, they encode the order of numbers, which a pretrained model knows. Without them
+    learning the subtraction table takes over a minute; 16 waves are faster than 8 or 64.
     """
     periods = torch.logspace(np.log10(2.2), np.log10(2.0 * LARGEST_NUMBER), waves := 16)
     angles = 2 * torch.pi * torch.arange(LARGEST_NUMBER + 1)[:, None] / periods
@@ -123,7 +123,7 @@ def number_waves(width: int) -> torch.Tensor:
 
 
 def batches(settings: WarmStart, tokenizer: PreTrainedTokenizerFast) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless (token ids, labels) of similar lengths, padded to at most `tokens_per_batch` positions."""
+    """Yield (token ids, labels) of similar lengths, endlessly, padded to at most `tokens_per_batch` positions."""
     rng = np.random.default_rng(settings.seed)
     while True:
         problems = [draw_problem(rng, held_out=False) for _ in range(2048)]
@@ -144,7 +144,7 @@ def batches(settings: WarmStart, tokenizer: PreTrainedTokenizerFast) -> Iterator
 def pad(
     rows: list[tuple[list[int], list[int]]], tokenizer: PreTrainedTokenizerFast
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded ids and labels; prompts and padding carry no loss."""
+    """Return right-padded ids and labels; prompts and padding have no loss."""
     width = max(len(prompt) + len(answer) + 1 for prompt, answer in rows)
     ids = torch.full((len(rows), width), tokenizer.pad_token_id)
     labels = torch.full((len(rows), width), IGNORED)
@@ -158,13 +158,13 @@ def pad(
 def train(
     settings: WarmStart, model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[tuple[int, float]]:
-    """The supervised run; yields (steps done, loss) after every step."""
+    """Run supervised training; yield (steps done, loss) after every step."""
     model.train()
     rows = batches(settings, tokenizer)
 
     def loss_of_next() -> torch.Tensor:
         ids, labels = next(rows)
-        # No attention mask: padding is on the right, where causal attention never looks from a token with a loss.
+        # No attention mask: padding is on the right, which causal attention ignores.
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
 
@@ -172,7 +172,7 @@ def train(
 
 
 def warm_start(folder: Path, settings: WarmStart) -> list[float]:
-    """Train the model and save it with its tokenizer into `folder`; returns the loss of every step."""
+    """Train the model and save it with its tokenizer to `folder`; return the loss of every step."""
     with one_thread_and_seed(settings.seed):
         tokenizer = build_tokenizer()
         model = build_model(settings, tokenizer)

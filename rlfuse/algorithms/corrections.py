@@ -1,7 +1,6 @@
-"""The engine samples with slightly other probabilities than the trainer computes: measure it, and correct for it.
+"""Mismatch of token log-probs between rollout engine and trainer: metrics, tolerances, truncated importance sampling.
 
-Role: the controller logs the mismatch of every step; the policy loss multiplies by the weights when they are on.
-Pure functions; log-probs in nats, of the same sampled tokens under the same weight version.
+Pure functions. Log-probs are in nats, of the same sampled tokens under the same weight version.
 """
 
 from __future__ import annotations
@@ -20,29 +19,28 @@ LOG_PROBS_DIFF_MEAN, LOG_PROBS_DIFF_MAX = (f"training/rollout_log_probs_diff_{ki
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """How far log-probs of the same tokens may be apart, in nats, for engine and trainer to compute the same model."""
+    """Tolerated difference of log-probs of the same tokens, in nats, between engine and trainer."""
 
     mean: float
     most: float
 
     def is_exceeded_by(self, metrics: Mapping[str, float]) -> bool:
-        """Whether these are further apart; also where one of them is no number. Not where nothing was measured."""
+        """Return whether a measured difference exceeds the bound or is NaN; missing metrics do not count."""
         limits = ((LOG_PROBS_DIFF_MEAN, self.mean), (LOG_PROBS_DIFF_MAX, self.most))
         return not all(metrics.get(name, 0.0) <= limit for name, limit in limits)
 
 
 BOUNDS = {"float32": Bound(1e-3, 1e-3), "bfloat16": Bound(2**-4, 2.0)}
-"""By `model.dtype`. bfloat16: 8 and 256 times the distance from 1 to the next number (`torch.finfo.eps`), as rounding
-adds up over layers and single tokens may be routed to other experts. float32, whose own rounding is far smaller, has
-room for sums in other orders and TF32."""
+"""By `model.dtype`. bfloat16: 8 and 256 times `torch.finfo.eps`, since rounding accumulates over layers and single
+tokens may be routed to other experts. float32: rounding is far smaller, the bound covers summation orders and TF32."""
 QUANTIZED_FACTOR = 8
-"""How many times as far engines of 8 bits may be from the trainer. They round weights 16 times as coarsely as bfloat16
-does (`torch.finfo(float8_e4m3fn).eps`), but each by itself, in linear layers alone. A small random model was 0.02 apart
-with 16 bits and 0.25 with 8, in the mean."""
+"""Factor on the bounds for 8-bit rollout. FP8 rounds weights 16 times as coarsely as bfloat16
+(`torch.finfo(float8_e4m3fn).eps`), but independently and in linear layers only. Mean difference of a small random
+model: 0.02 with 16 bits, 0.25 with 8."""
 
 
 def mismatch_bound(dtype: str, quantization: str | None) -> Bound:
-    """What rounding explains, of model.dtype and rollout.quantization."""
+    """Return the difference that rounding explains, for this model.dtype and rollout.quantization."""
     bound, times = BOUNDS[dtype], QUANTIZED_FACTOR if quantization else 1
     return Bound(times * bound.mean, times * bound.most)
 
@@ -50,10 +48,10 @@ def mismatch_bound(dtype: str, quantization: str | None) -> Bound:
 def truncated_importance_weights(
     trainer_log_probs: Tensor, engine_log_probs: Tensor, mask: Tensor, cap: float
 ) -> Tensor:
-    """min(trainer probability / engine probability, cap) per token, [B, T], without gradient; 0 where `mask` is 0.
+    """Return min(trainer probability / engine probability, cap) per token, [B, T], detached; 0 where `mask` is 0.
 
-    All arguments [B, T]. "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (Yao et al. 2025,
-    fengyao.notion.site); truncation of importance weights is from Ionides 2008. Without a mismatch every weight is 1.
+    All tensors are [B, T]. Truncated importance sampling for the rollout mismatch: "Your Efficient RL Framework
+    Secretly Brings You Off-Policy RL Training" (Yao et al. 2025, fengyao.notion.site); truncation: Ionides 2008.
     """
     log_weights = (trainer_log_probs - engine_log_probs).detach().clamp(-20.0, 20.0)
     return mask_response(log_weights.exp().clamp(max=cap), mask)
@@ -62,16 +60,16 @@ def truncated_importance_weights(
 def mismatch_metrics(
     engine_log_probs: np.ndarray | Sequence[float], trainer_log_probs: np.ndarray | Sequence[float]
 ) -> dict[str, float]:
-    """How far the engine's probabilities of the sampled tokens are from the trainer's; both flat [tokens].
+    """Compare the engine's and the trainer's probabilities of the sampled tokens; both arrays are flat [tokens].
 
-    `diff` is the absolute difference of probabilities (of log-probs where the name says so), std with n - 1. A figure
-    that does not exist (std of one token, correlation of a constant) is NaN, not 0.
+    `diff` is the absolute difference of probabilities (of log-probs for `log_probs` metrics), std with n - 1. Undefined
+    statistics (std of one token, correlation of a constant) are NaN.
     """
     engine = np.asarray(engine_log_probs, dtype=np.float64)
     trainer = np.asarray(trainer_log_probs, dtype=np.float64)
     if engine.ndim != 1 or engine.shape != trainer.shape or engine.size == 0:
         raise ValueError(
-            f"Mismatch needs two flat, equally long, non-empty arrays; received engine {engine.shape} and trainer "
+            f"Mismatch metrics need two flat, equally long, non-empty arrays; got engine {engine.shape} and trainer "
             f"{trainer.shape}: concatenate the response tokens of both in the same order."
         )
     engine_probs, trainer_probs = np.exp(engine), np.exp(trainer)

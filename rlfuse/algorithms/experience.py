@@ -1,11 +1,9 @@
-"""From scored samples to what the optimizer steps read: shaped rewards, KL, advantages, returns, corrections.
+"""Turn scored samples into training inputs: shaped rewards, KL penalty, advantages, returns, importance weights.
 
-Role: called while a step is carried out: `prepare` for each group that has all its scores, which makes trainable what
-depends on the group alone (`can_train_before_batch_completes`), and `complete` once all have, for what depends on the whole batch; scores that
-only the loss reads (`deferred`) may come later, and `mismatch` when the step is over. Splitting a step into calls of
-`prepare` changes no number: a custom estimator gets the whole batch or, with `needs_batch=False`, one group per call.
-Pure but for the KL coefficient and the running normalisation of rewards, which it carries from step to step (and into
-checkpoints).
+The controller calls `prepare` for each group with complete scores, and `complete` once all groups have them, for
+everything that depends on the whole batch. Scores that only the loss reads (`deferred`) may arrive later; `mismatch` is
+called at the end of the step. Results do not depend on how a step is split into calls of `prepare`.
+State across steps and checkpoints: the KL coefficient and the running normalisation of rewards.
 """
 
 from __future__ import annotations
@@ -29,22 +27,22 @@ from rlfuse.errors import ConfigError
 from rlfuse.samples import Group, Reward, Sample, flattened, padded, per_row
 
 SAME, ROUNDING = 1e-4, 1e-6
-"""Differences of estimates that rounding explains: relative to the batch's largest estimate, and largest score."""
+"""Tolerances for rounding, relative to the batch's largest estimate and to its largest score."""
 
 
 class Experience:
-    """The algorithm's part between scoring and training, set up from the configuration.
+    """Advantage computation of a run, between scoring and training.
 
-    `entries`: of the reward, as loaded; without them a reward is its value alone.
+    `entries`: the loaded reward functions; without them a reward has only its total value.
     """
 
     def __init__(self, config: Config, entries: Sequence[RewardEntry] = ()):
         self.config = config
-        registry.clear_cache()  # a notebook's files may be others by now
+        registry.clear_cache()  # files may have changed since the last run in this process (notebooks)
         self.traits = traits_of(config.algorithm.adv_estimator)
         self._group_by_group = names_function(config.algorithm.adv_estimator) and not self.traits.needs_batch
         self._unverified = self._group_by_group
-        """Whether no batch has shown yet that a custom estimator needs its group alone."""
+        """True until a batch has confirmed that the custom estimator depends on the row's group only."""
         self.weights = {entry.name: entry.weight for entry in entries if not entry.gate}
         self.normaliser = Normaliser(entry.name for entry in entries if entry.normalise)
         ctrl = config.algorithm.kl_ctrl
@@ -52,11 +50,11 @@ class Experience:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of scoring that every sample needs, in the serial order."""
-        own = self._one_part and bool(self.fused_into_first_update)
+        """The kinds of scoring that every sample needs, in serial order."""
+        fused = self._one_part and bool(self.fused_into_first_update)
         wanted = {
             "reward": True,
-            "old_log_prob": self.config.algorithm.old_log_probs == "trainer" and not own,
+            "old_log_prob": self.config.algorithm.old_log_probs == "trainer" and not fused,
             "ref": self.config.uses_reference,
             "values": self.config.uses_critic,
         }
@@ -64,13 +62,12 @@ class Experience:
 
     @property
     def fused_into_first_update(self) -> tuple[str, ...]:
-        """Kinds of scoring that the actor's first update does in its own forward pass.
+        """Kinds of scoring that the forward pass of the actor's first update provides.
 
-        Old log-probs are of the weights before the step's first update, and so are its own: of the first mini-batch
-        they are the same numbers, unless they are needed before, for KL in the reward or the engine's correction. Those
-        of later mini-batches need a pass of their own, as do all where nobody knows from the start which samples are in
-        the first, and in a step of the critic alone. Values and the reference are no such thing: advantages are made
-        of values (of the critic's weights before its update), and the reference's weights see no update.
+        Old log-probs are those of the weights before the step's first update, so the first mini-batch's forward pass
+        computes them. A separate pass is needed for later mini-batches, if the log-probs are needed earlier (KL in the
+        reward, importance weights), if the first mini-batch is not known in advance, and in steps that train the critic
+        only. Values are needed for the advantages, and the reference has other weights.
         """
         config, algorithm = self.config, self.config.algorithm
         before = algorithm.use_kl_in_reward or algorithm.rollout_is_threshold is not None
@@ -80,7 +77,7 @@ class Experience:
 
     @property
     def _one_part(self) -> bool:
-        """Whether a step's first mini-batch is its last."""
+        """True if the whole batch is one mini-batch."""
         return self.config.actor.ppo_mini_batch_size >= self.config.data.train_batch_size
 
     @property
@@ -93,72 +90,72 @@ class Experience:
 
     @property
     def deferred(self) -> tuple[str, ...]:
-        """The kinds that only the actor's loss reads, where they are to fill the bubbles of pipelines."""
+        """Kinds of scoring that only the actor's loss reads, scheduled into pipeline bubbles."""
         config = self.config
         if config.training.pipeline_parallel_size == 1 or self._why_not_deferred():
             return ()
-        corrected = config.algorithm.rollout_is_threshold is not None  # its weights are made of old log-probs
+        corrected = config.algorithm.rollout_is_threshold is not None  # importance weights need the old log-probs
         return tuple(kind for kind in self.kinds if kind == "ref" or (kind == "old_log_prob" and not corrected))
 
     def groups_with_nonzero_std(self, groups: Sequence[Group]) -> list[int]:
-        """Indices of the groups that dynamic sampling keeps: those whose rewards are not all equal."""
+        """Return the indices of the groups that dynamic sampling keeps: groups whose rewards are not all equal."""
         rewards = [[s.reward.value for s in group.samples if isinstance(s.reward, Reward)] for group in groups]
         return [i for i, flat in enumerate(has_zero_std(rewards, self.config.rollout.n)) if not flat]
 
     def can_train_before_batch_completes(self, model: str) -> bool:
-        """Whether a model's loss on a group can be computed before other groups are finished.
+        """Return whether a model's loss on a group can be computed before other groups are finished.
 
-        Not where it reads the whole batch, nor in a step whose own rewards are the first that running normalisation can
-        go by, or the first that a custom estimator is verified on.
+        False if it depends on the whole batch, in the first step with running normalisation of rewards, and until a
+        custom estimator has been verified.
         """
         return not (self.requires_batch(model) or self.normaliser.lacks_statistics or self._unverified)
 
     def requires_batch(self, model: str) -> bool:
-        """Whether a model's loss on a group depends on the other groups of the step, in every step."""
+        """Return whether a model's loss on a group depends on the other groups of the step, in every step."""
         chosen_late = self.config.algorithm.filter_groups.enable
         return chosen_late or self.traits.needs_batch or (model == "actor" and bool(self.traits.whitens))
 
     def overlap_blocker(self) -> str:
-        """Why some gradients have to wait for the end of generation; empty if none have to."""
+        """Return the reason why some gradients must wait for the end of generation; empty if none must."""
         algorithm = self.config.algorithm
         if (stages := self.config.training.pipeline_parallel_size) > 1:
             key = f"training.pipeline_parallel_size={stages}"
             why = self._why_not_deferred()
             return f"scoring and training wait for all responses: {key} needs all ranks for each pass" + (
-                f"; no pass fills the bubbles of training: {why}" if why else ""
+                f"; no scoring pass can fill the pipeline bubbles: {why}" if why else ""
             )
         width, engines = self.config.training.tensor_model_parallel_size, self.config.rollout.tensor_model_parallel_size
         if engines % width:
             return (
-                f"scoring and training wait for all responses: training.tensor_model_parallel_size={width} ranks have "
-                f"a model together, a slot only {engines} (rollout.tensor_model_parallel_size) of them"
+                f"scoring and training wait for all responses: training.tensor_model_parallel_size={width} ranks share "
+                f"a model, but a slot has only {engines} of them (rollout.tensor_model_parallel_size)"
             )
         if self.config.sharded_gradients:
             return f"training waits for all responses: {self.config.sharding} needs all ranks for each gradient"
         if algorithm.filter_groups.enable:
             key = "algorithm.filter_groups.enable=true"
-            return f"training waits for all responses: {key} chooses groups when all are scored"
+            return f"training waits for all responses: {key} selects groups after all are scored"
         key = f"algorithm.adv_estimator={algorithm.adv_estimator}"
         if self.traits.needs_batch:
             return (
-                f"training waits for all responses: {key} gets the whole batch; if it needs only its group, state "
-                f"@{DECORATOR}(needs_batch=False)"
+                f"training waits for all responses: {key} reads the whole batch; if it needs only the row's group, "
+                f"declare @{DECORATOR}(needs_batch=False)"
             )
         if self.traits.whitens:
             return f"the actor's training waits for all responses: {key} normalises its advantages over the batch"
         return ""
 
     def _why_not_deferred(self) -> str:
-        """Why a mini-batch's passes can't wait until the one before it trains; empty if they can."""
+        """Return the reason why scoring can't be deferred to the previous mini-batch's training; empty if it can."""
         algorithm, actor = self.config.algorithm, self.config.actor
         if self.config.fusion.training != "fused":
             return f"fusion.training={self.config.fusion.training} runs one model after the other"
         if algorithm.use_kl_in_reward:
-            return "algorithm.use_kl_in_reward=true makes advantages of their log-probs (actor.use_kl_loss does not)"
+            return "algorithm.use_kl_in_reward=true needs the log-probs for advantages (actor.use_kl_loss does not)"
         if algorithm.filter_groups.enable:
-            return "algorithm.filter_groups.enable=true chooses groups when all are scored"
+            return "algorithm.filter_groups.enable=true selects groups after all are scored"
         if self._one_part:
-            return f"actor.ppo_mini_batch_size={actor.ppo_mini_batch_size} is the whole batch, none follows it"
+            return f"actor.ppo_mini_batch_size={actor.ppo_mini_batch_size} is the whole batch, there is no next one"
         return ""
 
     def prepare(self, groups: Sequence[Group]) -> None:
@@ -183,7 +180,7 @@ class Experience:
                 self._estimate(part)
 
     def _estimate(self, groups: Sequence[Group]) -> None:
-        """Fill `advantages` and `returns` by one call of the estimator."""
+        """Fill `advantages` and `returns` with one call of the estimator."""
         samples = [sample for group in groups for sample in group.samples]
         algorithm, mask = self.config.algorithm, _mask(samples)
         advantages, returns = advantages_and_returns(
@@ -201,9 +198,9 @@ class Experience:
         _spread(samples, mask, advantages=advantages, returns=returns)
 
     def _verify(self, groups: Sequence[Group]) -> None:
-        """ConfigError if a custom estimator with `needs_batch=False` gives the whole batch other numbers than groups.
+        """Raise ConfigError if an estimator with `needs_batch=False` gives other results for the batch than per group.
 
-        Rewards that are all equal show nothing: the next step's are compared, too.
+        A step whose rewards are all equal is inconclusive; the next step is compared, too.
         """
         samples = [sample for group in groups for sample in group.samples]
         alone = [dict(sample.tensors) for sample in samples]
@@ -218,7 +215,7 @@ class Experience:
                     token = int(np.argmax(np.abs(whole - own[name])))
                     key = f"algorithm.adv_estimator={self.config.algorithm.adv_estimator}"
                     raise ConfigError([
-                        f"{key}: states needs_batch=False, but {name} of sample {sample.id}, token {token}, are "
+                        f"{key}: declares needs_batch=False, but {name} of sample {sample.id}, token {token}, are "
                         f"{own[name][token]:g} from its group and {whole[token]:g} from the whole batch; remove "
                         "needs_batch=False, or compare only rows of the same group"
                     ])  # fmt: skip
@@ -227,11 +224,11 @@ class Experience:
         self._unverified = len(set(scores)) == 1
 
     def complete(self, groups: Sequence[Group]) -> dict[str, float]:
-        """All groups of the step are prepared: compute what depends on all of them, steer the KL; returns metrics."""
+        """Compute everything that depends on all groups, and update the KL coefficient; return metrics."""
         samples = [sample for group in groups for sample in group.samples]
         first = self.normaliser.lacks_statistics
         metrics = self.normaliser.update([sample.reward for sample in samples])
-        if first:  # nothing was trained on yet (`can_train_before_batch_completes`), so that these rewards can be normalised by themselves
+        if first:  # no training has started, so the first step is normalised with its own statistics
             self.prepare(groups)
         if self.traits.needs_batch:
             self._estimate(groups)
@@ -244,14 +241,15 @@ class Experience:
         if not self.config.algorithm.use_kl_in_reward:
             return metrics
         kl, coefficient = self._kl(samples, mask).sum(-1), self._kl_coefficients(samples, self.kl.value)
-        self.kl.update(float((kl / mask.sum(-1)).mean()), len(samples))
+        per_token = float((kl / mask.sum(-1)).mean())
+        self.kl.update(per_token, len(samples))
         return metrics | {
-            "actor/reward_kl_penalty": float(kl.mean()),
+            "actor/reward_kl_penalty": per_token,
             "actor/reward_kl_penalty_coeff": float(coefficient.double().mean()),
         }
 
     def _scores(self, samples: Sequence[Sample]) -> torch.Tensor:
-        """float32 [B]: rewards with DAPO's length penalty, which is also logged as a part of the reward."""
+        """Return rewards plus DAPO's length penalty, float32 [B]; the penalty is also logged as a reward part."""
         values = [self.normaliser.value(sample.reward, self.weights) for sample in samples]
         return torch.from_numpy(np.array(values) + self._penalties(samples)).float()
 
@@ -269,7 +267,7 @@ class Experience:
         return penalties
 
     def _dimensions(self, samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(float32 [B, K], weights [K]): functions' values, NaN where they don't apply, and the length penalty."""
+        """Return ([B, K], weights [K]), float32: reward functions' values (NaN if not applicable), length penalty."""
         dimensions = [self.normaliser.dimensions(sample.reward) for sample in samples]
         columns = [[each.get(name, math.nan) for each in dimensions] for name in self.weights]
         weights = list(self.weights.values())
@@ -282,13 +280,13 @@ class Experience:
         return self.config.actor.use_kl_loss and bool(self.config.algorithm.kl_coef_by_source)
 
     def _kl_coefficients(self, samples: Sequence[Sample], otherwise: float) -> torch.Tensor:
-        """float32 [B, 1]."""
+        """Return the KL coefficient of each sample, float32 [B, 1]."""
         by_source = self.config.algorithm.kl_coef_by_source
         found = [kl_coefficient(sample.prompt.data_source, by_source, otherwise) for sample in samples]
         return torch.tensor(found, dtype=torch.float32)[:, None]
 
     def _correct(self, samples: Sequence[Sample], mask: torch.Tensor) -> None:
-        """The weights that correct for the engine's mismatch with the trainer."""
+        """Fill `is_weights`, the truncated importance weights for the rollout mismatch, if configured."""
         cap = self.config.algorithm.rollout_is_threshold
         if cap is not None and self.config.algorithm.old_log_probs == "trainer":
             engine = _pad([sample.response.log_probs for sample in samples], samples)
@@ -296,7 +294,7 @@ class Experience:
             _spread(samples, mask, is_weights=weights)
 
     def mismatch(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Engine against trainer on the sampled tokens."""
+        """Return the mismatch metrics of engine and trainer log-probs on the sampled tokens."""
         if self.config.algorithm.old_log_probs == "engine":
             return {}
         samples = [sample for group in groups for sample in group.samples]
@@ -309,13 +307,13 @@ class Experience:
         return metrics
 
     def _kl(self, samples: Sequence[Sample], mask: torch.Tensor) -> torch.Tensor:
-        """[B, T]: policy against reference, 0 where not trainable."""
+        """Return the KL estimate of policy and reference, [B, T]; 0 on masked tokens."""
         policy, reference = (_matrix(samples, name) for name in ("old_log_probs", "ref_log_probs"))
         return kl_estimate(policy, reference, self.config.algorithm.kl_penalty) * mask
 
 
 def _mask(samples: Sequence[Sample]) -> torch.Tensor:
-    """bool [B, T]: trainable tokens."""
+    """Return the mask of trainable tokens, bool [B, T]."""
     masks = [sample.response.mask for sample in samples]
     return torch.from_numpy(padded(masks, masks, bool))
 
@@ -333,7 +331,7 @@ def _matrix(samples: Sequence[Sample], name: str) -> torch.Tensor:
 
 
 def _spread(samples: Sequence[Sample], mask: torch.Tensor, **matrices: torch.Tensor) -> None:
-    """Write [B, T] matrices back to the samples as arrays of their own length."""
+    """Write the rows of [B, T] matrices to the samples, without padding."""
     masks = [sample.response.mask for sample in samples]
     for name, matrix in matrices.items():
         for sample, values in zip(samples, per_row(matrix[mask].numpy(), masks), strict=True):

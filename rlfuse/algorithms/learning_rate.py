@@ -1,7 +1,7 @@
-"""The learning rate of a training step, as verl's schedulers have it: a pure function of the step and the settings.
+"""Learning-rate schedules as in verl: pure functions of the training step and the settings.
 
-Role: the controller passes the factor with every optimizer step, so a resumed run continues at its place without any
-saved state. All optimizer steps of a training step have the same rate, whatever mini-batches and epochs make of them.
+The controller passes the factor with every optimizer step, so no scheduler state is saved. All optimizer steps of a
+training step (mini-batches, epochs) use the same rate.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from rlfuse.config.schema import Config, OptimConfig
 def lr_factor(optim: OptimConfig, step: int, total: int, waited: int = 0) -> float:
     """Return the share of the full learning rate in training step `step` (from 1) of `total`.
 
-    `waited`: steps before the model's first update; warm-up begins and decay ends with its own updates. Warm-up rises
-    linearly from 0 in the first update. A cosine would reach 0 in the step after the last.
+    `waited`: steps before the model's first update, where warm-up starts. Warm-up is linear, from 0 in the first
+    update. A cosine would reach 0 in the step after the last.
     """
     taken, updates = max(0, step - 1 - waited), total - waited
     warmup = optim.lr_warmup_steps if optim.lr_warmup_steps > 0 else int(optim.lr_warmup_steps_ratio * total)

@@ -1,12 +1,12 @@
-"""Losses of policy and critic, and their aggregation, exact under any split into micro-batches.
+"""Policy and value losses and their aggregation, exact under any split into micro-batches.
 
-Role: called by trainer ranks for each micro-batch. Pure functions of padded tensors: `[B, T]` float32, B whole
-responses of at most T tokens, `mask` [B, T] 1 on response tokens; log-probs in nats.
+Pure functions of padded tensors: `[B, T]` float32, B whole responses of at most T tokens, `mask` [B, T] 1 on response
+tokens; log-probs in nats.
 Invariants:
 - loss functions give a matrix, never a mean. `loss_sum` adds it up unnormalised; the one division is by `loss_divisor`
   of the *whole* mini-batch. So micro-batches, ranks and pipelines may split rows as they like, with the same gradient;
 - diagnostics are unnormalised sums over response tokens: add them up and divide once by the number of tokens;
-- what stands at masked-out positions reaches neither a loss nor a gradient.
+- masked-out positions affect neither losses nor gradients.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from rlfuse.algorithms.registry import Registry, call
 
 AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 LOSS_MODES = Registry("actor.loss_mode")
-_CHUNK_ELEMENTS = 1 << 24  # vocabulary rows are upcast in pieces of at most this many numbers (64 MiB in float32)
+_CHUNK_ELEMENTS = 1 << 24  # most logits upcast at a time (64 MiB in float32)
 
 
 def loss_sum(matrix: Tensor, mask: Tensor, mode: str, max_tokens: int | None = None) -> Tensor:
-    """Scalar: the micro-batch's part of the loss, to be divided by `loss_divisor` of the whole mini-batch.
+    """Return the micro-batch's share of the loss (scalar), to be divided by `loss_divisor` of the whole mini-batch.
 
-    token-mean weighs every token alike (DAPO, Yu et al. 2025, arXiv 2503.14476); seq-mean-token-mean every response
-    alike (GRPO, Shao et al. 2024, arXiv 2402.03300); seq-mean-token-sum adds tokens up within a response;
+    token-mean weighs every token equally (DAPO, Yu et al. 2025, arXiv 2503.14476), seq-mean-token-mean every response
+    (GRPO, Shao et al. 2024, arXiv 2402.03300); seq-mean-token-sum sums tokens within a response;
     seq-mean-token-sum-norm also divides by the constant `max_tokens` (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783).
     """
     _check_mode(mode, max_tokens)
@@ -42,22 +42,22 @@ def loss_sum(matrix: Tensor, mask: Tensor, mode: str, max_tokens: int | None = N
 
 
 def loss_divisor(response_lengths: Sequence[int] | np.ndarray, mode: str, max_tokens: int | None = None) -> float:
-    """What the `loss_sum`s of a mini-batch are divided by: its response tokens (token-mean), else its responses.
+    """Return the divisor of a mini-batch's `loss_sum`s: its response tokens (token-mean), else its responses.
 
-    `response_lengths` [samples of the whole mini-batch], in response tokens; rows of length 0 are padding, not counted.
+    `response_lengths` [samples of the whole mini-batch], in response tokens; rows of length 0 are padding.
     """
     _check_mode(mode, max_tokens)
     lengths = np.asarray(response_lengths)
     count = float(lengths.sum() if mode == "token-mean" else (lengths > 0).sum())
     if count == 0:
         raise ValueError(
-            "The mini-batch has no response token, so its mean loss is undefined: drop empty responses first."
+            "The mini-batch has no response tokens, so its mean loss is undefined: drop empty responses first."
         )
     return count
 
 
 def mask_response(x: Tensor, mask: Tensor) -> Tensor:
-    """`x` with 0 beside response tokens, whatever stood there."""
+    """Return `x` with 0 at masked-out positions, even if they hold NaN."""
     return torch.where(mask.bool(), x, torch.zeros_like(x))
 
 
@@ -72,10 +72,11 @@ def policy_loss(
     mode: str = "vanilla",
     is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss per token [B, T], and detached sums over tokens: `ppo_kl`, k1's estimate of KL(old || new), and the mode's.
+    """Return the loss per token [B, T] and detached sums over tokens: `ppo_kl` (k1 of KL(old || new)) and the mode's.
 
-    The mode's function is given by name what it has parameters for, all 0 beyond the response, and returns the loss, or
-    (loss, sums). `is_weights` [B, T], constants, multiply the loss: see `corrections.truncated_importance_weights`.
+    The loss function of `mode` receives the arguments that match its parameter names, 0 at masked-out positions, and
+    returns the loss or (loss, sums). `is_weights` [B, T] are detached importance weights that multiply the loss, see
+    `corrections.truncated_importance_weights`.
     """
     function = LOSS_MODES.find(mode)
     new, old, advantages = (mask_response(each, mask) for each in (log_probs, old_log_probs, advantages))
@@ -98,10 +99,11 @@ def vanilla(
     clip_high: float,
     clip_c: float | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's clipped objective (Schulman et al. 2017, arXiv 1707.06347), loss per token [B, T] and sums.
+    """Compute PPO's clipped objective (Schulman et al. 2017, arXiv 1707.06347): loss per token [B, T] and sums.
 
-    It has separate ranges below and above 1 (DAPO, Yu et al. 2025, arXiv 2503.14476); for negative advantages the loss
-    is at most `clip_c` times -advantage (dual clip, Ye et al. 2020, arXiv 1912.09729; None turns it off).
+    The importance ratio is clipped to [1 - clip_low, 1 + clip_high] (clip-higher: DAPO, Yu et al. 2025, arXiv
+    2503.14476). Dual clip: for negative advantages the loss is at most `clip_c` times -advantage (Ye et al. 2020, arXiv
+    1912.09729; None disables it).
     """
     loss, clipped = _clipped(log_probs - old_log_probs, advantages, clip_low, clip_high)
     clipped_lower = torch.zeros_like(clipped)
@@ -116,9 +118,9 @@ def vanilla(
 def gspo(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's clip around the ratio of whole responses (Zheng et al. 2025, arXiv 2507.18071), as `vanilla` returns it.
+    """Compute GSPO's objective with sequence-level importance ratios (Zheng et al. 2025, arXiv 2507.18071).
 
-    It has no dual clip. See `_gspo_log_ratio`; aggregate it with seq-mean-token-mean.
+    Returns the same as `vanilla`; there is no dual clip. Use it with actor.loss_agg_mode=seq-mean-token-mean.
     """
     log_ratio = _gspo_log_ratio(log_probs - old_log_probs, mask)
     loss, clipped = _clipped(log_ratio, advantages, clip_low, clip_high)
@@ -126,7 +128,7 @@ def gspo(
 
 
 def _clipped(log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """The loss per token, and where the clip decides."""
+    """Return the clipped loss per token, and the tokens whose ratio was clipped."""
     ratio = log_ratio.clamp(-20.0, 20.0).exp()
     free = -advantages * ratio
     loss = torch.maximum(free, -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high))
@@ -134,7 +136,7 @@ def _clipped(log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: 
 
 
 def _gspo_log_ratio(token_log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """Log of s_i(theta) = exp(mean over t of log pi - log old) for every token of response i, [B, T].
+    """Return log s_i(theta), s_i = exp(mean over t of log pi - log old), for every token of response i, [B, T].
 
     The value at each token is log s_i; the gradient is routed through that token alone:
     s_it = sg[s_i] * pi_it / sg[pi_it], sg = stop gradient (GSPO-token, section 4.3 of the paper).
@@ -148,10 +150,10 @@ def _gspo_log_ratio(token_log_ratio: Tensor, mask: Tensor) -> Tensor:
 def value_loss(
     values_new: Tensor, values_old: Tensor, returns: Tensor, mask: Tensor, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """Clipped squared error per token [B, T], and the number of tokens where the clip decides (scalar).
+    """Return the clipped squared error per token [B, T], and the number of clipped tokens (scalar).
 
-    0.5 * max((new - returns)^2, (new clipped to old +- clip - returns)^2), the value clip of OpenAI's implementation of
-    PPO (Schulman et al. 2017, arXiv 1707.06347, itself has none); values, returns and `clip` in reward units.
+    0.5 * max((new - returns)^2, (new clipped to old +- clip - returns)^2): value clipping as in OpenAI's implementation
+    of PPO (the paper, Schulman et al. 2017, arXiv 1707.06347, has none). Values, returns, `clip` in reward units.
     """
     new, old, target = (mask_response(x, mask) for x in (values_new, values_old, returns))
     free = (new - target).square()
@@ -160,19 +162,19 @@ def value_loss(
 
 
 def log_probs_from_logits(logits: Tensor, targets: Tensor) -> Tensor:
-    """Log-prob in nats of each target: logits [..., V], targets [...] int -> [...], in float32 or wider.
+    """Return the log-prob of each target in nats: logits [..., V], targets [...] int -> [...], in float32 or wider.
 
-    Keeps for the backward pass the logits as they came (bfloat16 stays bfloat16) and one number per row; the float32
-    copy and the softmax exist only for a slice of rows at a time. Rows that are not contiguous are copied first.
+    Saves for the backward pass only the logits in their dtype and one number per row; float32 copies and softmax exist
+    for a slice of rows at a time. Non-contiguous rows are copied first.
     """
     return _LogProbs.apply(logits, targets)
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
-    """Entropy in nats of each row: logits [..., V] -> [...], in float32 or wider.
+    """Return the entropy of each row in nats: logits [..., V] -> [...], in float32 or wider.
 
-    Memory as `log_probs_from_logits`. Logits of -inf contribute nothing. Call it under `torch.no_grad()` when the
-    entropy is only logged.
+    Uses as little memory as `log_probs_from_logits`. Logits of -inf contribute 0. Call it under `torch.no_grad()` if
+    the entropy is only logged.
     """
     return _Entropy.apply(logits)
 
@@ -180,19 +182,19 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
 def vocab_parallel_log_probs(
     logits: Tensor, targets: Tensor, first: int, gather: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """(log-probs, entropy) [R] of whole rows from a share of their logits, [R, v] those of the tokens from `first` on.
+    """Return (log-probs, entropy) [R] from this rank's vocabulary shard of the logits, [R, v], tokens from `first` on.
 
-    By online softmax, as Vocabulary Parallelism has it (arXiv 2411.05288): `gather` gives all shares' statistics
-    [shares, 4, R] for this one's [4, R], the only exchange. Every holder of a share computes the same; the gradient is
-    that of its own logits. Memory as `log_probs_from_logits`; in float32 or wider.
+    Online softmax as in Vocabulary Parallelism (arXiv 2411.05288): `gather` all-gathers the statistics, [4, R] to
+    [shards, 4, R], the only communication. All ranks get the same result, each the gradient of its own logits. Memory
+    as in `log_probs_from_logits`; float32 or wider.
     """
     return _ShareLogProbs.apply(logits, targets, first, gather)
 
 
 def vocab_shard_statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor:
-    """[4, R] of a share: highest logit, sum of exp(x) of x = logit - highest, sum of x exp(x), the target's logit.
+    """Return a shard's statistics [4, R]: max logit, sum of exp(x) for x = logit - max, sum of x exp(x), target logit.
 
-    The last is 0 where another share has the target. Logits of -inf count for nothing.
+    The target logit is 0 if another shard holds the target. Logits of -inf contribute 0.
     """
     found = logits.new_empty(4, len(logits), dtype=_wide(logits))
     picks, inside = _inside(targets, first, logits.shape[-1])
@@ -208,7 +210,7 @@ def vocab_shard_statistics(logits: Tensor, targets: Tensor, first: int) -> Tenso
 
 
 def _inside(targets: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
-    """Where each target stands in a share, 0 for those of others; and whether it does."""
+    """Return each target's index in a shard (0 if it is in another), and whether it is in this one."""
     inside = (first <= targets) & (targets < first + size)
     return torch.where(inside, targets - first, 0), inside
 
@@ -224,7 +226,7 @@ class _ShareLogProbs(torch.autograd.Function):
         below = highest - top
         scale = below.exp()
         total = (weights * scale).sum(0)
-        spread = total.log()  # kept apart from `top`, beside which it may be small
+        spread = total.log()  # not added to `top`, which may be much larger
         entropy = spread - ((products + weights * below) * scale).sum(0) / total
         ctx.first = first
         ctx.save_for_backward(logits, targets, top, spread, entropy)

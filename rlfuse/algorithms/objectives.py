@@ -1,8 +1,7 @@
-"""What an optimizer step minimises: the actor's and the critic's loss of one micro-batch, put together from config.
+"""Objectives of the optimizer steps: the actor's and the critic's loss of one micro-batch.
 
-Role: the objectives are called by trainer ranks between forward and backward, `mean_diagnostics` by the trainer group after the
-step; pure functions. Losses and diagnostics are unnormalised sums, so they simply add up over micro-batches and ranks,
-in any split and before anyone knows how many rows the mini-batch will have; `mean_diagnostics` divides once, in the end.
+Pure functions. Losses and diagnostics are unnormalised sums, so they add up over micro-batches and ranks in any split,
+before the size of the mini-batch is known; `mean_diagnostics` divides once at the end of the step.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from rlfuse.algorithms.kl import kl_estimate
 from rlfuse.algorithms.losses import loss_sum, policy_loss, value_loss
 from rlfuse.config.schema import ActorConfig
 
-# Diagnostics that are divided by the losses' count; all others are means over response tokens.
+# Diagnostics divided by the loss divisor; all others are means over response tokens.
 _LOSSES = frozenset({"pg_loss", "kl_loss", "vf_loss"})
 
 
 def mean_diagnostics(sums: Mapping[str, float], count: float, tokens: int) -> dict[str, float]:
-    """A mini-batch's diagnostics from their sums over all its rows; `count`: its `loss_divisor`."""
+    """Return a mini-batch's mean diagnostics from the sums over its rows; `count`: its `loss_divisor`."""
     return {name: total / (count if name in _LOSSES else tokens) for name, total in sums.items()}
 
 
@@ -32,12 +31,12 @@ def actor_objective(
     tensors: dict[str, torch.Tensor],
     max_tokens: int,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Policy loss, minus entropy bonus, plus KL to the reference; all inputs [B, T].
+    """Compute the policy loss minus the entropy bonus plus the KL to the reference; all inputs [B, T].
 
-    `tensors` holds `old_log_probs` and `advantages`; `ref_log_probs` with actor.use_kl_loss, and `kl_coefs` where
-    the KL's coefficient differs by source; `is_weights` (truncated importance weights) where the engine's mismatch is
-    corrected. `max_tokens`: data.max_response_length, the
-    constant of `seq-mean-token-sum-norm`. Returns the loss and detached diagnostics, all summed.
+    `tensors` holds `old_log_probs` and `advantages`; `ref_log_probs` with actor.use_kl_loss, and `kl_coefs` if the KL
+    coefficient depends on the data source; `is_weights` with algorithm.rollout_is_threshold. `max_tokens`:
+    data.max_response_length, the constant of `seq-mean-token-sum-norm`. Returns the loss and detached diagnostics, all
+    as sums.
     """
 
     def total(matrix: torch.Tensor) -> torch.Tensor:
@@ -73,9 +72,9 @@ def critic_objective(
     tensors: dict[str, torch.Tensor],
     max_tokens: int,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Clipped value loss; `tensors` holds the `values` before the update and the `returns`, all [B, T].
+    """Compute the clipped value loss; `tensors` holds `values` before the update and `returns`, all [B, T].
 
-    Returns as `actor_objective`.
+    Returns the same as `actor_objective`.
     """
     matrix, clipped = value_loss(values, tensors["values"], tensors["returns"], mask, clip)
     loss = loss_sum(matrix, mask, loss_agg_mode, max_tokens)

@@ -1,9 +1,7 @@
-"""Which of two answers is better: the Bradley-Terry loss of a reward model, and how far its scores can be believed.
+"""Bradley-Terry loss of reward models, and the calibration of their preferences. Pure.
 
-Role: `bradley_terry` is called by trainer ranks on micro-batches of pairs; `calibrate` on all held-out pairs by the job
-that trains reward models, and by notebooks. Pure functions.
 A pair's *gap* is the score of the chosen answer minus that of the rejected one. Bradley and Terry (1952) read it as
-log-odds: the model says that the chosen answer is preferred with probability sigmoid(gap).
+log-odds: under the model, the chosen answer is preferred with probability sigmoid(gap).
 """
 
 from __future__ import annotations
@@ -20,9 +18,9 @@ BINS = 10
 def bradley_terry(
     chosen: torch.Tensor, rejected: torch.Tensor, margins: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """-log sigmoid(gap - margin) of the pairs, all [P]; the loss and detached diagnostics, summed over pairs.
+    """Return -log sigmoid(gap - margin) and detached diagnostics, summed over pairs; all inputs [P].
 
-    The margin asks for a wider gap where people were surer (Touvron et al. 2023, arXiv 2307.09288); 0 for none.
+    Margins demand a wider gap for pairs that annotators were surer of (Touvron et al. 2023, arXiv 2307.09288).
     """
     gaps = chosen - rejected
     loss = -logsigmoid(gaps - margins).sum()
@@ -33,7 +31,7 @@ def bradley_terry(
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """How often a reward model is right, against how sure it is; bins of confidence from 0.5 to 1."""
+    """Accuracy of a reward model by confidence, in bins from 0.5 to 1."""
 
     accuracy: float
     loss: float
@@ -47,16 +45,16 @@ class Calibration:
     confidences: np.ndarray
     """float64 [bins]: mean confidence, NaN where there is no pair."""
     accuracies: np.ndarray
-    """float64 [bins]: share of pairs that were ordered rightly, NaN as above."""
+    """float64 [bins]: fraction of correctly ordered pairs, NaN as above."""
 
 
 def calibrate(gaps: np.ndarray, bins: int = BINS) -> Calibration:
-    """Of held-out pairs' gaps, [P]. A gap of 0 is right half of the time.
+    """Compute the calibration on the gaps of held-out pairs, [P]. A gap of 0 counts as half right.
 
-    Confidence is that of the answer which the model prefers, sigmoid(|gap|), so it is at least 0.5.
+    Confidence is the probability of the preferred answer, sigmoid(|gap|), so it is at least 0.5.
     """
     if not len(gaps) or not np.isfinite(gaps).all():
-        raise ValueError(f"gaps: got {len(gaps)} of which {int(np.isfinite(gaps).sum())} are finite; give finite ones")
+        raise ValueError(f"gaps: got {len(gaps)} values, {int(np.isfinite(gaps).sum())} finite; pass finite values")
     gaps = np.asarray(gaps, dtype=np.float64)
     confidence = 1 / (1 + np.exp(-np.abs(gaps)))
     right = np.where(gaps == 0, 0.5, gaps > 0)

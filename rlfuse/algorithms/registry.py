@@ -1,8 +1,7 @@
-"""Algorithms' functions by name: built-in ones, registered where they stand, and a user's own, `path/file.py:name`.
+"""Registries of algorithm functions: built-in ones by name, custom ones as `path/file.py:name`.
 
-Role: `advantages`, `losses` and `kl` each have a registry; the controller's process and trainer ranks look functions up
-there. Every function is given by name what it asks for. Invariant: a file is executed once in a process, until
-`clear_cache`, whatever becomes of it meanwhile.
+`advantages`, `losses` and `kl` each have a registry. Functions are called with the arguments that match their parameter
+names. A custom file is executed once per process, until `clear_cache`.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ _module = cache(load_module)
 
 
 def advantage_estimator(**traits: bool | str) -> Callable[[Function], Function]:
-    """State the traits of a custom estimator (`config.estimators.Traits`); undecorated, it has the defaults."""
+    """Declare the traits of a custom estimator (`config.estimators.Traits`); without it they are the defaults."""
     Traits(**traits)  # type: ignore[arg-type]
     return lambda function: function
 
 
 class Registry(dict[str, Function]):
-    """The built-in functions that a key may name; `find` has a user's own, too."""
+    """Built-in functions that a key may name; `find` also loads custom ones."""
 
     def __init__(self, key: str):
         super().__init__()
         self.key = key
 
     def built_in(self, *names: str) -> Callable[[Function], Function]:
-        """Register a function under these names, or its own."""
+        """Register a function under these names (default: the function's name)."""
 
         def register(function: Function) -> Function:
             self.update(dict.fromkeys(names or (function.__name__,), function))
@@ -46,9 +45,9 @@ class Registry(dict[str, Function]):
         return register
 
     def find(self, name: str, key: str | None = None) -> Function:
-        """The function; ValueError for a name that is unknown, ConfigError for a user's own that can't be used.
+        """Return the function. ValueError for an unknown name, ConfigError for a custom one that can't be loaded.
 
-        `key`: which names it, where several have the same functions.
+        `key`: the configuration key for messages, if several keys share this registry.
         """
         key = key or self.key
         if name in self:
@@ -58,25 +57,27 @@ class Registry(dict[str, Function]):
         return load(key, name, _module)
 
     def check_result(self, name: str, found: Any, like: Tensor, key: str | None = None) -> Tensor:
-        """What a function returned, if it is a matrix as `like`; ConfigError otherwise."""
+        """Return `found`, a function's result; ConfigError unless it is a tensor of the shape of `like`."""
         if isinstance(found, Tensor) and found.shape == like.shape:
             return found
         given = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
         wanted = f"a tensor of the shape of its matrices, {list(like.shape)}"
-        raise ConfigError([f"{key or self.key}={name}: returned {given}; has to return {wanted}: correct the function"])
+        raise ConfigError(
+            [f"{key or self.key}={name}: returned {given}; it must return {wanted}. Correct the function"]
+        )
 
 
 def call(function: Function, given: Mapping[str, Any]) -> Any:
-    """What a function makes of those of `given` that it has parameters for."""
+    """Call a function with the entries of `given` that match its parameter names."""
     return function(**{name: given[name] for name in parameters(function) if name in given})
 
 
 @cache
 def parameters(function: Function) -> tuple[str, ...]:
-    """The names of a function's parameters."""
+    """Return the names of a function's parameters."""
     return tuple(inspect.signature(function).parameters)
 
 
 def clear_cache() -> None:
-    """Files that were executed: what is in them now is what is found from now on."""
+    """Forget loaded files, so that changed ones are executed again."""
     _module.cache_clear()

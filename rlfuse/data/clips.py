@@ -1,6 +1,6 @@
-"""Probe and plan the clips and images of rows. Unusable ones are `VideoError`s, so that only that row is left out.
+"""Probe and plan the clips and images of rows. An unusable one is a `VideoError`, so that only its row is skipped.
 
-Images, clips given as bytes and frame lists are kept as files next to the runs, named by content, readable by all nodes
+Media given as bytes and frame lists are stored as files next to the runs, named by content hash, readable by all nodes
 and removed after `MAX_UNUSED_S` without use.
 """
 
@@ -49,17 +49,17 @@ from rlfuse.video.towers import Pixels
 from rlfuse.video.video_model import VideoModel
 
 MAX_UNUSED_S = 180 * 86400.0
-"""Longer than any run goes on: every start asks for all images of its data, but none is read that has an embedding."""
+"""Longer than any run: files are touched at startup only, since media with a cached embedding are not read again."""
 
 
 @dataclass(frozen=True, slots=True)
 class MediaStore:
-    """One folder of them."""
+    """Folder of media files named by content hash."""
 
     folder: Path
 
     def path_of(self, image: str | bytes, suffix: str = "") -> str:
-        """Return the path of an image or clip, whose bytes are written once. DataError where they can't be."""
+        """Return the path of an image or clip; bytes are written once. DataError if they can't be written."""
         if isinstance(image, str):
             return image
         path = self.folder / f"{hashlib.sha256(image).hexdigest()[:40]}{suffix}"
@@ -67,28 +67,28 @@ class MediaStore:
             self._keep(path, image)
         except OSError as error:
             raise DataError(
-                f"images: bytes of rows can't be kept in {self.folder} ({error}); set trainer.default_local_dir to a "
-                "folder that can be written, on several nodes to one that all of them see"
+                f"images: bytes of rows can't be stored in {self.folder} ({error}). Set trainer.default_local_dir to a "
+                "writable folder, with several nodes to a shared one."
             ) from error
         return str(path)
 
     def prune(self) -> None:
         for path in self.folder.glob("*"):
-            with suppress(OSError):  # another job was faster, or the file is another user's
+            with suppress(OSError):  # removed by another job, or owned by another user
                 status = path.stat()
                 if time.time() - max(status.st_mtime, status.st_atime) > MAX_UNUSED_S:
                     path.unlink()
 
     def _keep(self, path: Path, image: bytes) -> None:
-        if path.exists() and path.stat().st_size == len(image):  # a crash of the host may have cut it short
-            with suppress(OSError):  # another user's or read-only
+        if path.exists() and path.stat().st_size == len(image):  # a host crash may have truncated it
+            with suppress(OSError):  # owned by another user or read-only
                 os.utime(path)
-            if path.exists():  # no other start removed it meanwhile
+            if path.exists():  # another job may have pruned it meanwhile
                 return
         self.folder.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(f".{uuid.uuid4().hex}")
-        aside.write_bytes(image)
-        aside.replace(path)  # whole, also beside another job that writes the same
+        temporary = path.with_suffix(f".{uuid.uuid4().hex}")
+        temporary.write_bytes(image)
+        temporary.replace(path)  # atomic, since another job may write the same file
 
 
 T = TypeVar("T")
@@ -98,11 +98,11 @@ BLOCK_BYTES = 16 << 20
 
 
 def sampling_of(video: VideoConfig, model: VideoModel) -> Sampling:
-    """Return the sampling that the configuration asks for; ValueError where it contradicts itself."""
+    """Return the configured sampling; ConfigError or ValueError if the configuration is contradictory."""
     if video.sampling == "family":
         return model.sampling.with_processor_settings(_checked(video.mm_processor_kwargs, model.sampling))
     if video.mm_processor_kwargs:
-        raise ConfigError([f"{KWARGS}: has no effect with video.sampling={video.sampling}. Leave it out."])
+        raise ConfigError([f"{KWARGS}: has no effect with video.sampling={video.sampling}. Remove it."])
     if video.sampling == "fixed":
         return FixedSampling(video.frames, video.tokens_per_frame)
     return SeedSampling(video.max_tokens, tuple(video.levels), video.fps_general, video.fps_detail, video.fps_motion)
@@ -127,7 +127,10 @@ def _checked(given: Mapping[str, Any], sampling: ProcessorSampling) -> Mapping[s
 
 
 class ClipReader:
-    """`probe_media` rows, then `assemble` each. `images`: the folder for images that rows bring as bytes."""
+    """Plans the media of rows: first `probe_media` of all rows, then `assemble` each row.
+
+    `images`: the folder that stores media given as bytes.
+    """
 
     def __init__(
         self, model: VideoModel, video: VideoConfig, tokenizer: PreTrainedTokenizerBase, workers: int, images: Path
@@ -158,7 +161,7 @@ class ClipReader:
     def _compress(self, rows: Sequence[DataRow], pool: DecodePool) -> None:
         blocks: dict[tuple[str, str], list[Clip]] = {}
         for media, row in ((clip, each) for each in rows for clip in each.videos):
-            with suppress(VideoError):  # raised again where the row becomes a prompt
+            with suppress(VideoError):  # raised again by `assemble`
                 plan = self._plan(path := self._file(media), self._clips[path], media, row)
                 count = max(1, BLOCK_BYTES // (plan.height * plan.width * 3))
                 bounds = pairwise([*range(0, plan.frames, count), plan.frames])
@@ -171,7 +174,7 @@ class ClipReader:
                 self._compressed[key] = compress_tokens(clips[0].plan, map(_usable, part), pixels)
             except VideoError as error:
                 self._compressed[key] = error
-            deque(part, maxlen=0)  # the rest of a clip that can't be decoded
+            deque(part, maxlen=0)  # skip the rest of a clip that can't be decoded
 
     def assemble(self, row: DataRow, text: str) -> tuple[np.ndarray, list[Visual], list[tuple[int, int]]]:
         """Return token ids, clips and images in order, and their token spans. Raises VideoError."""

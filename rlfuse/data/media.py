@@ -1,4 +1,4 @@
-"""Parse clips and images of a row in the forms of public data sets. Opens no file; unknown keys are errors."""
+"""Parse a row's clips and images in the formats of public datasets. No file is opened; unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ NAMES = {
     "image": ("bytes", "path", "image", "image_url", "url"),
     "video": ("bytes", "path", "video", "video_url", "url"),
 }
-"""Keys under which an object may hold a clip or image, whether it is a part of a message or an entry of a column."""
+"""Keys of an object (part of a message, or entry of a column) that may hold a clip or image."""
 SETTINGS = {"image": ImageSettings, "video": ClipSettings}
 OTHER_KEYS = ("type", "index", "detail")
-"""`index` is the place in the column; `detail` is OpenAI's, and has no effect on models of one resolution."""
+"""`index`: index in the column. `detail`: OpenAI's key, ignored."""
 WANTED = {
-    "image": "paths of files or their bytes belong, as [{'image': 'pictures/a.png'}] or [{'bytes': ...}]",
-    "video": "paths of files, their bytes or lists of frames belong, as [{'video': 'clips/a.mp4'}], [{'bytes': ...}] "
-    "or [{'video': ['frames/0.png', 'frames/1.png']}]",
+    "image": "a file path or bytes is expected, such as [{'image': 'pictures/a.png'}] or [{'bytes': ...}]",
+    "video": "a file path, bytes or a list of frames is expected, such as [{'video': 'clips/a.mp4'}], "
+    "[{'bytes': ...}] or [{'video': ['frames/0.png', 'frames/1.png']}]",
 }
 FRAME_RATE = 2.0
-"""Frames per second of a list of frames that does not say, as in qwen-vl-utils."""
+"""Default frames per second of a list of frames, as in qwen-vl-utils."""
 FRAMES_URL = "data:video/jpeg;base64,"
-"""vLLM's form of a list of frames, separated by commas."""
+"""Prefix of vLLM's URL for a comma-separated list of frames."""
 _LOCAL = re.compile(r"file:(?=/)(//(localhost(?=/))?)?", re.IGNORECASE)
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*://)", re.IGNORECASE)
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}[=\s]*")
@@ -48,26 +48,26 @@ class Media:
     """A clip or image of a row."""
 
     source: str | bytes | tuple[str | bytes, ...]
-    """The absolute path of its file, what the file holds, or the same of each frame of a clip."""
+    """Absolute path, file contents, or a list of these for the frames of a clip."""
     settings: ImageSettings
 
     @property
     def has_bytes(self) -> bool:
-        """Whether the row holds it, or a frame of it, and not only where it is."""
+        """True if the row contains bytes, of the file or of a frame, instead of paths only."""
         sources = self.source if isinstance(self.source, tuple) else (self.source,)
         return any(isinstance(each, bytes) for each in sources)
 
 
 @dataclass(frozen=True, slots=True)
 class MediaFolder:
-    """Where relative paths of rows start."""
+    """Folder that relative paths of rows refer to."""
 
     path: Path
     is_root: bool = False
-    """It is data.media_root: no path of a row may lead out of it."""
+    """True for data.media_root: paths outside of it are rejected."""
 
     def path_of(self, where: str, given: Any, path: str) -> str:
-        """Return a path of a row, `given` there, as an absolute one. DataError where the row may not name it."""
+        """Return a row's path as an absolute path; DataError if it is not allowed. `given`: its value in the row."""
         if "\0" in path:
             raise DataError(f"{where}: {short_repr(given)} is not a path: it contains a null character. Correct it.")
         file = str(self.path.absolute() / os.path.expanduser(path))
@@ -76,13 +76,14 @@ class MediaFolder:
         root, file = os.path.realpath(self.path), os.path.realpath(file)
         if not Path(file).is_relative_to(root):
             raise DataError(
-                f"{where}: {short_repr(given)} is {file}, outside of data.media_root={root}. Move the file into that folder "
-                "and correct the path, or leave the row out."
+                f"{where}: {short_repr(given)} is {file}, outside of data.media_root={root}. Move the file into that "
+                "folder and correct the path, or drop the row."
             )
         if file.endswith(SUFFIX):
             raise DataError(
-                f"{where}: {short_repr(given)} is a file that names other files, which data.media_root={root} does not "
-                "allow. Give the list of frames in the row, as [{'video': ['0.png', '1.png']}]."
+                f"{where}: {short_repr(given)} is a file that names other files, not allowed with "
+                f"data.media_root={root}. Put the list of frames into the row, such as "
+                "[{'video': ['0.png', '1.png']}]."
             )
         return file
 
@@ -96,7 +97,7 @@ def parse_media(
     folder: MediaFolder,
     is_marked: bool,
 ) -> tuple[Media, ...]:
-    """Return a row's clips or images in order: from `parts` of its messages, else from its columns."""
+    """Return a row's clips or images in order, from `parts` of its messages or from its columns."""
     placeholders = [part for part in parts if modality(part) == kind]
     held = [_inside(part, kind) is not None for part in placeholders]
     entries = [] if placeholders and all(held) else _column(row, kind, is_marked)
@@ -114,12 +115,12 @@ def parse_media(
 
 
 def content_parts(message: Message) -> list[Any]:
-    """Return the parts of a message's content; none where it is text."""
+    """Return the parts of a message's content; [] if the content is a string."""
     return message["content"] if isinstance(message["content"], list) else []
 
 
 def prepend_markers(messages: tuple[Message, ...], markers: str) -> tuple[Message, ...]:
-    """Return the messages with markers before the first one of the user, as in TRL."""
+    """Return the messages with markers prepended to the first user message, as in TRL."""
     place = next((i for i, message in enumerate(messages) if message["role"] == "user"), 0)
     first = {**messages[place], "content": markers + messages[place]["content"]}
     return (*messages[:place], first, *messages[place + 1 :])
@@ -132,7 +133,7 @@ def _column(row: Mapping[str, Any], kind: str, is_marked: bool) -> list[tuple[st
     holds = isinstance(single, bytes) or (isinstance(single, dict) and _inside(single, kind) is not None)
     if not single or not (is_marked or holds):
         return []
-    # A list is several images, but the frames of one clip.
+    # A list is several images in an image column, but the frames of one clip in a video column.
     return [(kind, each) for each in (single if kind == "image" and isinstance(single, list) else [single])]
 
 
@@ -153,7 +154,7 @@ def _media(where: str, given: Sequence[Any], kind: str, folder: MediaFolder) -> 
             rate = made.sample_fps or made.fps or FRAME_RATE
             made = replace(made, sample_fps=rate, fps=made.fps if made.sample_fps else None)
         elif settings.get("sample_fps"):
-            raise ValueError("sample_fps is the rate of a list of frames; a file has its own. Use fps")
+            raise ValueError("sample_fps applies to lists of frames only. Use fps")
     except ValueError as error:
         raise DataError(f"{where}: {short_repr(given[0])}: {error}.") from None
     if frames:
@@ -190,7 +191,7 @@ def _frames(held: Any) -> list[Any]:
 def _frame(where: str, given: Any, folder: MediaFolder) -> str | bytes:
     held, settings = _unwrapped(where, given, "image")
     if settings:
-        raise DataError(f"{where}: frames have no settings, got {settings}. Give them to the clip.")
+        raise DataError(f"{where}: frames can't have settings, got {settings}. Move them to the clip.")
     return _source(where, held, given, "image", folder)
 
 
@@ -206,14 +207,14 @@ def _source(where: str, held: Any, given: Any, kind: str, folder: MediaFolder) -
     path = unquote(held[local.end() :]) if local else held
     if remote := _SCHEME.match(path):
         raise DataError(
-            f"{where}: {short_repr(given)} where {WANTED[kind]}: {remote[1]} is not read. Copy the file to a folder that "
-            "all nodes see, and give its path."
+            f"{where}: {short_repr(given)} where {WANTED[kind]}: {remote[1]} URLs are not supported. Copy the file "
+            "to a folder shared by all nodes, and give its path."
         )
     return folder.path_of(where, given, path)
 
 
 def _decoded(text: str) -> str | bytes:
-    """Return the bytes of base64, any other text unchanged. ValueError if it is damaged."""
+    """Return the decoded bytes of base64 text, other text unchanged. ValueError for invalid base64."""
     if text.startswith("data:"):
         head, _, body = text.partition(",")
         text = unquote(body) if head.endswith(";base64") and body else "?"

@@ -1,6 +1,6 @@
 """Normalise chat messages and tools of a row. Pure.
 
-Contents become strings with `<video>` and `<image>` markers; Arrow's nulls are removed; JSON is decoded or refused.
+Content becomes a string with `<video>` and `<image>` markers, nulls are removed, JSON text is decoded or refused.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from rlfuse.errors import DataError
 from rlfuse.video.prompt import MARKERS, escape_markers, unescape_markers
 
 MODALITIES = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
-"""Type of a message part -> modality that it shows."""
+"""Type of a message part -> modality."""
 TYPES = {"text", *MODALITIES}
 TOOL = {"type", "function", "name"}
 START = 200
 _ENCODED = re.compile(r"""["']?\[?["']?\{.*?["'](?:role|type)\\?["']:""")
 _CERTAIN = re.compile(r"""["']?\[?["']?\{\\?["'](?:role|content)\\?["']:""")
-"""Starts of text that may hold encoded messages or parts, and of text that must; white space removed."""
+"""Beginning of text that may be JSON-encoded messages or parts, and of text that must be; without white space."""
 
 Message = dict[str, Any]
 
@@ -33,12 +33,14 @@ def parse_messages(where: str, given: Any, role: str) -> tuple[Message, ...]:
 
 
 def parse_marked_messages(where: str, given: Any, role: str) -> tuple[Message, ...]:
-    """As `parse_messages` of what `decode_messages` returned, but `<video>` and `<image>` that are text are `escape_markers`: those in
-    text parts, names and tool calls. In content that is a string they are markers, as in verl."""
+    """Parse the messages that `decode_messages` returned, with literal `<video>` and `<image>` text escaped.
+
+    Text parts, names and tool calls are escaped; in string content they are markers, as in verl.
+    """
     if isinstance(given, str) and given:
         return ({"role": role, "content": given},)
     if not (isinstance(given, list) and given):
-        raise DataError(f"{where}: {short_repr(given)} where a non-empty string or list of chat messages belongs.")
+        raise DataError(f"{where}: {short_repr(given)} where a non-empty string or list of chat messages is expected.")
     return tuple(_message(f"{where}[{i}]", each) for i, each in enumerate(given))
 
 
@@ -76,8 +78,8 @@ def _decoded_text(where: str, given: str) -> Any:
             reason = ValueError("text follows the first message")
         if rest and _CERTAIN.match(rest):
             raise DataError(
-                f"{where}: {short_repr(given)} looks like chat messages but is not JSON ({reason}). Store a list of "
-                "messages or its JSON text, or set data.prompt_is_chat=false if it is the prompt itself."
+                f"{where}: {short_repr(given)} looks like chat messages but is not JSON ({reason}). Store a list "
+                "of messages or its JSON text, or set data.prompt_is_chat=false if it is the prompt text."
             )
         if rest:
             return given
@@ -94,20 +96,20 @@ def _with_parts(message: Any) -> Any:
 
 
 def parse_tools(where: str, given: Any) -> list[dict[str, Any]]:
-    """Return the JSON schemas of a row's `tools` column, a list or JSON text; [] where it is null or empty."""
+    """Return the JSON schemas of a row's `tools` column, a list or JSON text; [] if it is null or empty."""
     if isinstance(given, str):
         given = _json(given) if given.strip() else None
     elif isinstance(given, list):
         given = [_json(each) if isinstance(each, str) else without_nulls(each) for each in given]
     given = [given] if isinstance(given, dict) else given or []
     if not (isinstance(given, list) and all(isinstance(each, dict) and TOOL & each.keys() for each in given)):
-        raise DataError(f"{where}: {short_repr(given)} where a list of JSON schemas, or its JSON text, belongs. Rename the "
-                        "column if it does not hold the tools of the chat template.")  # fmt: skip
+        raise DataError(f"{where}: {short_repr(given)} where a list of JSON schemas, or its JSON text, is expected. "
+                        "Rename the column if it does not contain tools of the chat template.")  # fmt: skip
     return refuse_surrogates(where, given)
 
 
 def modality(part: Any) -> str | None:
-    """Return what a part of a message shows, None for text. Without a type its keys say it, as in qwen-vl-utils."""
+    """Return the modality of a message part, None for text. Without a type, its keys decide, as in qwen-vl-utils."""
     if not isinstance(part, dict):
         return None
     kind = part.get("type") or next((name for name in MODALITIES if part.get(name) is not None), None)
@@ -122,7 +124,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def map_texts(function: Callable[[str], str], value: Any) -> Any:
-    """Return nested lists and dicts with `function` applied to every string that is a value."""
+    """Return nested lists and dicts with `function` applied to every string value."""
     if isinstance(value, dict):
         return {key: map_texts(function, each) for key, each in value.items()}
     if isinstance(value, list):
@@ -131,7 +133,7 @@ def map_texts(function: Callable[[str], str], value: Any) -> Any:
 
 
 def refuse_surrogates(where: str, value: Any) -> Any:
-    """Return `value`; DataError where a string in it holds a lone surrogate, which no tokenizer takes."""
+    """Return `value`; DataError if a string in it contains a lone surrogate, which tokenizers reject."""
 
     def encode(text: str) -> str:
         try:
@@ -145,7 +147,7 @@ def refuse_surrogates(where: str, value: Any) -> Any:
 
 
 def short_repr(value: Any) -> str:
-    """Return the beginning of a value's repr, for a message."""
+    """Return the beginning of a value's repr, for messages."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -174,7 +176,7 @@ def _text(where: str, part: Any) -> str:
 
 
 def _with_arguments(calls: Any) -> Any:
-    """Decode arguments of tool calls: templates expect objects, OpenAI's API has JSON text."""
+    """Decode arguments of tool calls: chat templates expect objects, OpenAI's API gives JSON text."""
     for call in calls if isinstance(calls, list) else ():
         function = call.get("function", call) if isinstance(call, dict) else {}
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):

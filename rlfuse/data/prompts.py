@@ -24,7 +24,7 @@ SHOWN = 10
 
 @dataclass(slots=True)
 class LoadReport:
-    """What became of the rows of some files."""
+    """Counts of kept, dropped and unusable rows of the data files."""
 
     files: list[str]
     kept: int = 0
@@ -36,7 +36,7 @@ class LoadReport:
     unusable: list[str] = field(default_factory=list)
 
     def check(self, max_failure_rate: float) -> None:
-        """Raise DataError, with the reasons, if no row was kept or the clips or images of too many can't be used."""
+        """Raise DataError if no row was kept, or if too many rows have unusable clips or images."""
         files, bad, rows = ", ".join(self.files), len(self.unusable), self.kept + self.dropped + len(self.unusable)
         if bad > max_failure_rate * rows:
             share = f"more than video.max_failure_rate={max_failure_rate}"
@@ -44,7 +44,7 @@ class LoadReport:
         elif not self.kept:
             longer = f"{self.dropped} are longer than data.max_prompt_length={self.limit}, raise it"
             why = [f"{bad} have clips or images that can't be used"] * bool(bad) + [longer] * bool(self.dropped)
-            problem = f"{files}: no prompt is left of {rows} rows: {'; '.join(why)}"
+            problem = f"{files}: none of {rows} rows is usable: {'; '.join(why)}"
         else:
             return
         raise DataError("\n".join([problem + (":" if bad else "."), *self._shown()]))
@@ -57,8 +57,8 @@ class LoadReport:
         counts = {"clips": self.clips, "images": self.images}
         notes = [f"{count} with {shown}" for shown, count in counts.items() if count]
         notes += [f"{self.dropped} dropped (over {self.limit} tokens)"] if self.dropped else []
-        notes += [f"{self.truncated} cut to {self.limit} tokens"] if self.truncated else []
-        notes += [f"{len(self.unusable)} left out for their clips or images:"] if self.unusable else []
+        notes += [f"{self.truncated} truncated to {self.limit} tokens"] if self.truncated else []
+        notes += [f"{len(self.unusable)} skipped for unusable clips or images:"] if self.unusable else []
         first = f"data  {self.kept} prompts from {', '.join(self.files)}" + "".join(f", {note}" for note in notes)
         return "\n".join([first, *self._shown()])
 
@@ -66,8 +66,10 @@ class LoadReport:
 def load_prompts(
     files: Sequence[str], tokenizer: PreTrainedTokenizerBase, data: DataConfig, clips: ClipReader | None = None
 ) -> tuple[list[Prompt], LoadReport]:
-    """Read, template, tokenise and fit rows; DataError with file, row and field. Rows with unusable clips are left out,
-    at most `video.max_failure_rate` of all."""
+    """Read, template, tokenise and truncate rows. Rows with unusable clips are skipped.
+
+    Raises DataError with file, row and field, or if more than `video.max_failure_rate` of the rows are unusable.
+    """
     check_template(tokenizer, data)
     prompts: list[Prompt] = []
     report = LoadReport([str(file) for file in files], limit=data.max_prompt_length)
@@ -83,7 +85,7 @@ def load_prompts(
                 report.unusable.append(f"{where}: {error}")
                 continue
             if not len(ids):
-                raise DataError(f"{where}, field {data.prompt_key}: {text!r:.60} has no tokens. Leave the row out.")
+                raise DataError(f"{where}, field {data.prompt_key}: {text!r:.60} has no tokens. Remove the row.")
             if len(ids) > data.max_prompt_length:
                 if data.filter_overlong_prompts:
                     report.dropped += 1
@@ -103,11 +105,11 @@ def load_prompts(
 def _assembled(
     row: DataRow, tokenizer: PreTrainedTokenizerBase, data: DataConfig, where: str, clips: ClipReader | None
 ) -> tuple[str, np.ndarray, list[Visual], list[tuple[int, int]]]:
-    """Return text, ids, clips and images with their places and token spans; VideoError if one is unusable."""
+    """Return text, ids, clips and images with positions, and their token spans; VideoError if one is unusable."""
     if clips is None and row.modalities:
         columns = " and ".join(f"{modality}s" for modality in sorted(row.modalities))
-        why = f"model.path has no visual part, so it can't be shown {columns}"
-        raise DataError(f"{where}, field {columns}: {why}. Leave the row out.")
+        why = f"model.path is a text-only model, which does not support {columns}"
+        raise DataError(f"{where}, field {columns}: {why}. Remove the row, or use a vision-language model.")
     marked = apply_template(row, tokenizer, data, where)
     text, is_templated = unescape_markers(marked), row.is_chat and tokenizer.chat_template is not None
     if clips is not None:
@@ -138,9 +140,9 @@ def _fit(
     tail = len(ids) - (limit - head)
     intact = all(end <= head or first >= tail for first, end in spans)
     if way == "error" or not intact:
-        never = f", and data.truncation={way} would cut a clip or an image, which must be whole"
-        fewer = f", show fewer frames or smaller pictures (keys of video; {shown} of the tokens are visual)"
-        truncated = ", or cut them with data.truncation=left|right|middle"
+        never = f", and data.truncation={way} would cut through a clip or an image"
+        fewer = f", use fewer or smaller frames (keys of video; {shown} of the tokens are visual)"
+        truncated = ", or truncate them with data.truncation=left|right|middle"
         raise DataError(
             f"{where}: the prompt has {len(ids)} tokens, data.max_prompt_length is {limit}{never * (way != 'error')}. "
             f"Raise it{fewer * bool(shown)}, drop such rows with data.filter_overlong_prompts=true{truncated * intact}."
@@ -153,7 +155,7 @@ def _fit(
 
 
 class PromptSource:
-    """Batches of prompts, epoch after epoch; what is left over at the end of an epoch is not used."""
+    """Batches of prompts over epochs; an incomplete last batch of an epoch is dropped."""
 
     def __init__(self, prompts: Sequence[Prompt], batch_size: int, shuffle: bool, seed: int):
         if len(prompts) < batch_size:

@@ -34,39 +34,39 @@ from rlfuse.video.prompt import MARKERS, unescape_markers
 
 TRUTHS = ("ground_truth", "answer", "solution")
 PROMPTS = ("prompt", "messages", "conversation", "question", "problem", "instruction", "query", "input", "text")
-"""What the column of prompts is called elsewhere, the most likely first."""
+"""Usual names of prompt columns, most likely first."""
 COMPLETIONS = ("chosen", "rejected", "completion", "response")
 LARGEST, MAX_COMPRESSION = 256 << 20, 1000
-"""Bytes of a parquet file's rows; above them, how many each byte of the file may stand for."""
+"""Uncompressed bytes of a parquet file that are always accepted; above them, the largest compression ratio."""
 BATCH = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class DataRow:
-    """One usable row, in one shape whatever it came in."""
+    """Parsed row, independent of the file format."""
 
     messages: tuple[Message, ...]
-    """Chat messages as `messages.parse_marked_messages` gives them; a string prompt becomes one user message."""
+    """Chat messages from `messages.parse_marked_messages`; a string prompt becomes one user message."""
     data_source: str
     ground_truth: Any
     columns: dict[str, Any]
-    """The row as it stood in the file, its messages as `messages.parse_messages` gives them."""
+    """The row as in the file, with messages from `messages.parse_messages`."""
     videos: tuple[Media, ...] = ()
     images: tuple[Media, ...] = ()
     task: TaskKind | None = None
     modalities: frozenset[str] = frozenset()
     tools: tuple[dict[str, Any], ...] = ()
     is_chat: bool = True
-    """False for a string that is the prompt itself, to be tokenised without a chat template."""
+    """False for a plain text prompt, tokenised without a chat template."""
 
 
 def read_rows(path: str, prompt_key: str, prompt_is_chat: bool = True, media_root: str | None = None) -> list[DataRow]:
-    """Return all rows of a file, in order. `prompt_is_chat`: a string prompt is a user message or encoded messages."""
+    """Return all rows of a file, in order. `prompt_is_chat`: a string prompt is a user message or JSON messages."""
     file, rows = Path(path).expanduser(), read_raw_rows(path)
     if not any(prompt_key in row for _, row in rows):
         columns = sorted({name for _, row in rows for name in row})
         likely = _prompt_column(prompt_key, rows[0][1])
-        remedy = f"Set data.prompt_key={likely}" if likely else "None is known to hold prompts; set data.prompt_key"
+        remedy = f"Set data.prompt_key={likely}" if likely else "Set data.prompt_key to the column with the prompts"
         raise DataError(f"{path} has no column {prompt_key!r}; its columns are {', '.join(columns)}. {remedy}.")
     folder = (
         MediaFolder(Path(media_root).expanduser(), is_root=True) if media_root is not None else MediaFolder(file.parent)
@@ -87,10 +87,10 @@ def _prompt_column(wanted: str, row: dict[str, Any]) -> str | None:
 
 
 def read_raw_rows(path: str) -> list[tuple[str, dict[str, Any]]]:
-    """(where, row) of each row as it stands in the file; at least one."""
+    """Return (location, row) of each row, unparsed; DataError if the file is missing or empty."""
     file = Path(path).expanduser()
     if not file.exists():
-        raise DataError(f"data: there is no file {path}. Correct data.train_files or data.val_files.")
+        raise DataError(f"data: {path} does not exist. Correct data.train_files or data.val_files.")
     rows = list(_read(file))
     if not rows:
         raise DataError(f"{path} has no rows.")
@@ -121,8 +121,8 @@ def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
             expanded = sum(facts.row_group(number).total_byte_size for number in range(facts.num_row_groups))
             if facts.num_rows > size or expanded > max(LARGEST, MAX_COMPRESSION * size):
                 raise DataError(
-                    f"{file}: its {size:,} bytes stand for {facts.num_rows:,} rows of {expanded:,} bytes, more than "
-                    "data of different rows. Write it again from its source."
+                    f"{file}: {size:,} bytes expand to {facts.num_rows:,} rows of {expanded:,} bytes, an implausible "
+                    "compression ratio. Write the file again from its source."
                 )
             table = opened.read()
     except (pyarrow.ArrowException, OSError) as error:
@@ -131,17 +131,17 @@ def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _dataset(folder: Path) -> Iterator[tuple[str, Any]]:
-    from datasets import Dataset, load_from_disk  # seconds to import, seldom used
+    from datasets import Dataset, load_from_disk  # slow import, rarely needed
 
     try:
         data = load_from_disk(str(folder))
     except FileNotFoundError as error:
-        raise DataError(f"{folder} is not a data set saved with save_to_disk.") from error
+        raise DataError(f"{folder} is not a dataset saved with save_to_disk.") from error
     if not isinstance(data, Dataset):
         raise DataError(
-            f"{folder} holds several splits ({', '.join(data)}); name one, for instance {folder / 'train'}."
+            f"{folder} contains several splits ({', '.join(data)}). Choose one, for instance {folder / 'train'}."
         )
-    batches = data.with_format("arrow").iter(BATCH)  # images as they are stored: not decoded, whole or not
+    batches = data.with_format("arrow").iter(BATCH)  # images stay encoded
     rows = (row for batch in batches for row in batch.to_pylist())
     return ((f"row {i}", row) for i, row in enumerate(rows))
 
@@ -162,8 +162,8 @@ def _csv(file: Path) -> Iterator[tuple[str, Any]]:
         for cells in filter(None, lines):
             if not len(cells) == len(names) == len(set(names)):
                 raise DataError(
-                    f"{file}, line {lines.line_num}: {len(cells)} cells, and the first line names {len(set(names))} "
-                    "different columns. Separate cells by commas, and put quotes around those that contain one."
+                    f"{file}, line {lines.line_num}: {len(cells)} cells, but the header has {len(set(names))} "
+                    "distinct columns. Separate cells by commas, and quote cells that contain one."
                 )
             yield f"line {lines.line_num}", {name: cell or None for name, cell in zip(names, cells, strict=True)}
     except csv.Error as error:
@@ -236,8 +236,8 @@ def _task(where: str, row: dict[str, Any]) -> TaskKind | None:
     if task is not None and task not in list(TaskKind):
         valid = ", ".join(TaskKind)
         raise DataError(
-            f"{where}, field extra_info.task: {short_repr(task)} is no task of a clip; valid are {valid}. Correct it, or "
-            "remove the key: video.task decides then."
+            f"{where}, field extra_info.task: {short_repr(task)} is not a valid task; valid are {valid}. Correct it, "
+            "or remove the key to use video.task."
         )
     return None if task is None else TaskKind(task)
 
@@ -245,6 +245,8 @@ def _task(where: str, row: dict[str, Any]) -> TaskKind | None:
 def _ground_truth(where: str, row: dict[str, Any]) -> Any:
     reward_model = row.get("reward_model")
     if reward_model is not None and not isinstance(reward_model, dict):
-        raise DataError(f"{where}, field reward_model: {short_repr(reward_model)} where style and ground_truth belong.")
+        raise DataError(
+            f"{where}, field reward_model: {short_repr(reward_model)}; expected an object with style and ground_truth."
+        )
     truth = (reward_model or {}).get("ground_truth")
     return next((row[name] for name in TRUTHS if row.get(name) is not None), None) if truth is None else truth

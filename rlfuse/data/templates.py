@@ -1,4 +1,4 @@
-"""Render messages and tools by the tokenizer's chat template; report what it refuses or would ignore."""
+"""Render messages and tools with the tokenizer's chat template; report rows it rejects and settings it ignores."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ SET_HERE = {"messages", *signature(PreTrainedTokenizerBase.apply_chat_template).
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
-    """Raise ConfigError for entries of data.apply_chat_template_kwargs without an effect on the chat template."""
+    """Raise ConfigError for entries of data.apply_chat_template_kwargs that the chat template ignores."""
     if not data.apply_chat_template_kwargs:
         return
     if tokenizer.chat_template is None:
-        raise ConfigError([f"{KEY}: the tokenizer of model.path has no chat template. Leave it out."])
+        raise ConfigError([f"{KEY}: the tokenizer of model.path has no chat template. Remove the setting."])
     template = tokenizer.get_chat_template()
     problems = [
         f"{KEY}.{name}={as_typed(value)}: "
-        + ("is set by rlfuse. Leave it out." if name in SET_HERE else f"the chat template of model.path does not read "
-           f"`{name}`. Correct the name or leave it out.")
+        + ("is set by rlfuse. Remove it." if name in SET_HERE else f"the chat template of model.path does not use "
+           f"`{name}`. Correct the name or remove it.")
         for name, value in data.apply_chat_template_kwargs.items()
         if name in SET_HERE or not _reads(template, name)
     ]  # fmt: skip
@@ -39,7 +39,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None
 
 
 def apply_template(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: DataConfig, where: str) -> str:
-    """Return the prompt as text with markers; a final assistant message stays open as a prefill."""
+    """Return the prompt text with markers; a final assistant message is left open as a prefill."""
     field = f"{where}, field {data.prompt_key}"
     if not row.is_chat or tokenizer.chat_template is None:
         if row.tools:
@@ -48,22 +48,22 @@ def apply_template(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: DataC
                 if row.is_chat
                 else "data.prompt_is_chat=false applies no chat template"
             )
-            raise DataError(f"{where}, field tools: {why} that could show them. Remove the column.")
+            raise DataError(f"{where}, field tools: {why}, so tools have no effect. Remove the column.")
         return "\n".join(message["content"] for message in row.messages)
     if row.tools and not _reads(tokenizer.get_chat_template(tools=list(row.tools)), "tools"):
         raise DataError(
-            f"{where}, field tools: the chat template of model.path does not read `tools`. Use a model whose template "
+            f"{where}, field tools: the chat template of model.path does not use `tools`. Use a model whose template "
             "does, or remove the column."
         )
     last = row.messages[-1]
     prefill = last["role"] == "assistant"
     if prefill and last.get("tool_calls"):
         raise DataError(
-            f"{field}: the final assistant message has tool_calls, which a response can't continue. Append the message "
-            "of the tool, or remove the calls."
+            f"{field}: the final assistant message has tool_calls, so it can't be continued. Append the "
+            "tool's message, or remove the calls."
         )
     if prefill and not last["content"].strip():
-        raise DataError(f"{field}: the final assistant message is empty, so there is nothing to continue. Remove it.")
+        raise DataError(f"{field}: the final assistant message is empty, so it can't be continued. Remove it.")
     with chat_template_errors(field):
         text = tokenizer.apply_chat_template(
             list(row.messages),
@@ -78,7 +78,7 @@ def apply_template(row: DataRow, tokenizer: PreTrainedTokenizerBase, data: DataC
 
 @contextmanager
 def chat_template_errors(field: str) -> Iterator[None]:
-    """Turn what a chat template raises, which may be anything, into a DataError about `field`."""
+    """Convert any exception of a chat template into a DataError about `field`."""
     try:
         yield
     except Exception as error:
@@ -89,14 +89,14 @@ def chat_template_errors(field: str) -> Iterator[None]:
 
 
 def tokenize_prompt(text: str, tokenizer: PreTrainedTokenizerBase, is_templated: bool) -> list[int]:
-    """Return a prompt's tokens; special ones are added unless a chat template or the text has them."""
+    """Return a prompt's token ids; special tokens are added unless a chat template or the text has them."""
     return tokenizer(text, add_special_tokens=not (is_templated or _has_start(text, tokenizer)))["input_ids"]
 
 
 def with_bos(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return text without a chat template with the start token (BOS) written out, if the tokenizer adds one.
+    """Prepend the BOS token to text without a chat template, if the tokenizer adds one.
 
-    For prompts with clips or images, which are tokenised in parts.
+    Needed for prompts with clips or images, which are tokenised in parts.
     """
     adds = [tokenizer.bos_token_id] == tokenizer("a")["input_ids"][:1]
     return f"{tokenizer.bos_token}{text}" if adds and not _has_start(text, tokenizer) else text

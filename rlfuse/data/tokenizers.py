@@ -16,11 +16,14 @@ from rlfuse.data.messages import parse_tools
 from rlfuse.errors import ConfigError
 
 PLACEHOLDERS = ("image_token", "video_token", "audio_token")
-"""Attributes of tokenizers: tokens in whose places features are put, so that an embedding need not have them."""
+"""Tokenizer attributes with placeholder tokens, which are replaced by features and need no embedding."""
 
 
 def load_tokenizer(model: ModelConfig, others: Mapping[str, str | None] | None = None) -> PreTrainedTokenizerBase:
-    """Return the model's tokenizer; ConfigError if it is missing or exceeds the embedding of one of `others`."""
+    """Return the model's tokenizer; ConfigError if it is missing or a model has too small an embedding for it.
+
+    `others`: paths of further models by configuration key.
+    """
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
@@ -28,7 +31,7 @@ def load_tokenizer(model: ModelConfig, others: Mapping[str, str | None] | None =
         raise ConfigError(
             [
                 f"model.path={model.path}: the {kind} has no tokenizer that transformers can load "
-                f"({str(error).strip().splitlines()[0]}). Save one into it with tokenizer.save_pretrained(path)."
+                f"({str(error).strip().splitlines()[0]}). Save one there with tokenizer.save_pretrained(path)."
             ]
         ) from error
     models = {"model.path": model.path, **(others or {})}
@@ -44,19 +47,19 @@ def load_tokenizer(model: ModelConfig, others: Mapping[str, str | None] | None =
 
 
 def check_vocabulary_size(tokenizer: PreTrainedTokenizerBase, key: str, path: str, trusts: bool) -> Iterator[str]:
-    """One line if the model at `path` (the value of `key`) has no embedding for some of the tokenizer's tokens."""
+    """Yield a message if the model at `path` (value of `key`) lacks embeddings for some of the tokenizer's tokens."""
     try:
         text = AutoConfig.from_pretrained(path, trust_remote_code=trusts).get_text_config()
     except (OSError, ValueError, KeyError, StrictDataclassError):
-        return  # what is wrong with its config.json is reported where the model is loaded
+        return  # errors in config.json are reported when the model is loaded
     rows = getattr(text, "vocab_size", None)
     ignored = {getattr(tokenizer, name, None) for name in PLACEHOLDERS}
     tokens = {token: index for token, index in tokenizer.get_vocab().items() if token not in ignored}
     last = max(tokens, key=tokens.get, default=None)
     if rows is not None and last is not None and tokens[last] >= rows:
         yield (
-            f"{key}={path}: the tokenizer has tokens up to {tokens[last]} ({last!r}), the model's embedding has rows "
-            f"for 0 to {rows - 1}. Use the tokenizer the model was trained with, or resize the embedding once: "
+            f"{key}={path}: the tokenizer has tokens up to {tokens[last]} ({last!r}), but the model's embedding has "
+            f"rows for 0 to {rows - 1}. Use the tokenizer the model was trained with, or resize the embedding once: "
             f"model.resize_token_embeddings({tokens[last] + 1}), then model.save_pretrained."
         )
 
@@ -65,7 +68,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Save a tokenizer under a class name that transformers 4 knows, or copy its files."""
     try:
         tokenizer.save_pretrained(folder)
-    except Exception:  # whatever the code of a custom class raises; tokenizers has its own for a full disk
+    except Exception:  # custom tokenizer classes may raise anything
         if not copy_files(tokenizer.name_or_path, folder):
             raise
         return
@@ -86,7 +89,7 @@ def conversation_ids(
 def conversation_text(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: Any = None
 ) -> tuple[str, bool]:
-    """Return a conversation as a reward model reads it, and whether special tokens are to be added."""
+    """Return a conversation as input of a reward model, and whether the tokenizer must add special tokens."""
     if tokenizer.chat_template is None:
         *before, answer = (message.get("content") or "" for message in messages)
         return "\n".join(before) + answer, True
@@ -95,7 +98,7 @@ def conversation_text(
 
 
 def without_padding(ids: Sequence[int], *padding: int | None) -> list[int]:
-    """Return `ids` without these tokens at the end: a sequence's score is that of its last other token."""
+    """Return `ids` without trailing padding tokens: a sequence is scored at its last other token."""
     length = len(ids)
     while length and ids[length - 1] in padding:
         length -= 1

@@ -1,11 +1,11 @@
 """Cache clip embeddings in the shared memory of each node, one bf16 copy each.
 
 `EmbeddingCache` is the actor of a node, `EmbeddingStore` the driver's view of all. Rows are written directly into the
-file that `reserve` names and `commit` renames, so readers see complete entries only. Reserved and committed bytes never
-exceed `limit_bytes`: entries without holder are evicted, least recently used first. A run's folder is locked while it
-lives; the next run on the node removes unlocked ones. Embeddings are copied between nodes through Ray's object store,
-at most COPYING at a time. With a disk tier, embeddings of a frozen tower are kept for later runs, which may share the
-folder; disk errors are counted and reported, and never stop a run.
+file that `reserve` returns and `commit` renames, so readers see complete entries only. Reserved and committed bytes
+never exceed `limit_bytes`: entries without a holder are evicted, least recently used first. A running process locks its
+folder; the next run on the node removes unlocked ones. Embeddings are copied between nodes through Ray's object store,
+at most MAX_CONCURRENT_COPIES at a time. With a disk tier, embeddings of a frozen tower are kept for later runs, which
+may share the folder; disk errors are counted and reported, and never stop a run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Entry:
 
 
 class EmbeddingCache:
-    """The entries of one node. A `holder` is the name of whoever uses entries for a while, as a step does."""
+    """Cache of one node. A `holder` is the name of a user of entries, such as a step; held entries are not evicted."""
 
     def __init__(
         self, limit_bytes: int, disk: str | None = None, disk_bytes: int | None = None, root: str = "/dev/shm"
@@ -57,7 +57,7 @@ class EmbeddingCache:
         self._counts: Counter[str] = Counter()
 
     def lookup(self, key: str, tokens: int, hidden: int, holder: str) -> Embedding | None:
-        """The entry, held for `holder`, from memory or the disk tier; None if it has to be encoded."""
+        """Return the entry from memory or the disk tier, held for `holder`; None if it is missing."""
         entry = self._entries.get(key)
         if entry is None and self.disk and self.disk.has(key):
             path = self.reserve(key, tokens, hidden, holder)
@@ -76,9 +76,9 @@ class EmbeddingCache:
         return entry.whole if entry else self.disk is not None and self.disk.has(key)
 
     def reserve(self, key: str, tokens: int, hidden: int, holder: str) -> str:
-        """Room for an entry that is about to be written, all of it claimed now; returns the file to write to."""
+        """Allocate the memory of a new entry; return the file to write to. EngineError if there is no room."""
         if key in self._entries:
-            raise EngineError(f"embedding {key} is in the cache or being written already; look it up first")
+            raise EngineError(f"embedding {key} is already in the cache or being written; call lookup first")
         entry = _Entry(tokens, hidden, holders={holder})
         self._make_room(entry.bytes)
         path = self._partial(key)
@@ -88,8 +88,8 @@ class EmbeddingCache:
         except OSError as error:
             path.unlink(missing_ok=True)
             raise EngineError(
-                f"{self.folder.parent} has no room for an embedding of {entry.bytes / MIB:.1f} MiB although the cache "
-                f"may hold {self.limit_bytes / MIB:.0f} MiB ({error}): lower the cache's limit or enlarge "
+                f"{self.folder.parent} has no space for an embedding of {entry.bytes / MIB:.1f} MiB, although the "
+                f"cache limit is {self.limit_bytes / MIB:.0f} MiB ({error}): lower the cache limit or enlarge "
                 f"{self.folder.parent} (docker: --shm-size)"
             ) from error
         self._entries[key] = entry
@@ -111,17 +111,17 @@ class EmbeddingCache:
             entry.holders.discard(holder)
 
     def read(self, key: str) -> np.ndarray:
-        """The bytes of an entry, whole or not, for another node."""
+        """Return the bytes of an entry, complete or not, for another node."""
         file = self._file(key) if self._entries[key].whole else self._partial(key)
         return np.asarray(np.memmap(file, np.uint8, "r"))
 
     def write(self, key: str, first: int, data: np.ndarray) -> None:
-        """Another node's bytes at row `first` of a reserved entry."""
+        """Write bytes from another node at row `first` of a reserved entry."""
         self._counts["received_bytes"] += len(data)
         write_bytes(str(self._partial(key)), first * self._entries[key].hidden * BF16, data)
 
     def counters(self) -> dict[str, int]:
-        """Evicted, found on disk, received from other nodes so far; and bytes now: of all entries, of those held."""
+        """Return total evictions, disk hits, disk failures and received bytes, and current bytes (all, held)."""
         return {
             "evicted": self._counts["evicted"],
             "disk_hits": self._counts["disk_hits"],
@@ -135,7 +135,7 @@ class EmbeddingCache:
         return list(self.disk.problems) if self.disk else []
 
     def close(self) -> None:
-        """Finish writing to disk and remove the folder; handles are of no use any more."""
+        """Finish writing to disk and remove the folder; handles become invalid."""
         if self.disk:
             self.disk.close()
         scratch.remove(self.folder)
@@ -170,9 +170,9 @@ class EmbeddingCache:
         if (used := self._bytes()) + needed > self.limit_bytes:
             holders = sorted({holder for entry in self._entries.values() for holder in entry.holders})
             raise EngineError(
-                f"the embedding cache is full: {used / MIB:.1f} MiB are held by {', '.join(holders) or 'nobody'}, "
+                f"the embedding cache is full: {used / MIB:.1f} MiB in use (held by {', '.join(holders) or 'none'}), "
                 f"{needed / MIB:.1f} MiB more are needed, the limit is {self.limit_bytes / MIB:.1f} MiB per node. "
-                "Raise the limit, lower the videos of a step or their token budget, or release finished steps."
+                "Raise the limit, use fewer videos per step or fewer tokens per video, or release finished steps."
             )
 
 
@@ -180,7 +180,7 @@ WAIT_S = 60.0
 
 
 class DiskTier:
-    """One node's view of the folder. Writing happens in a thread of its own."""
+    """On-disk copies of embeddings, written in a background thread."""
 
     def __init__(self, folder: str, limit_bytes: int | None):
         self.folder, self.limit_bytes = Path(folder), limit_bytes
@@ -194,24 +194,24 @@ class DiskTier:
         return self._file(key).exists()
 
     def load(self, key: str, size: int, target: str) -> bool:
-        """Fill the file `target` of `size` bytes; False if there is no such whole entry (any more)."""
+        """Copy an entry to the file `target` of `size` bytes; return False if it is missing or incomplete."""
         try:
-            os.utime(self._file(key))  # used now
+            os.utime(self._file(key))  # for eviction by least recent use
             data = np.memmap(self._file(key), np.uint8, "r")
             if len(data) != size:
-                raise OSError(f"it has {len(data)} bytes, not {size}")
+                raise OSError(f"it has {len(data)} bytes instead of {size}")
             write_bytes(target, 0, data)
             return True
-        except (OSError, ValueError) as error:  # trimmed by another run, cut short by a crash of the host, empty
-            self._problem(f"{self._file(key)} could not be used: {error}")
+        except (OSError, ValueError) as error:  # evicted by another run, truncated by a host crash, or empty
+            self._problem(f"{self._file(key)} could not be read: {error}")
             return False
 
     def save(self, key: str, source: str) -> None:
-        """Copy the file `source` soon; it must stay until `finish(key)`."""
+        """Copy the file `source` in the background; it must exist until `finish(key)`."""
         self._saving[key] = self._writer.submit(self._copy, key, source)
 
     def finish(self, key: str) -> None:
-        """Wait until `key` is written if it is about to be, at most WAIT_S."""
+        """Wait for a pending write of `key`, at most WAIT_S."""
         if saving := self._saving.get(key):
             wait([saving], WAIT_S)
 
@@ -256,7 +256,7 @@ MAX_CONCURRENT_COPIES = 2
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
-    """Of every node's cache."""
+    """Settings of the cache on each node."""
 
     limit_bytes: int
     disk: str | None = None
@@ -265,7 +265,7 @@ class CacheSettings:
 
 
 class EmbeddingStore:
-    """Node names are those that `start` is given."""
+    """Driver's view of the caches of all nodes, by the node names passed to `start`."""
 
     def __init__(self, settings: CacheSettings, timeout_s: float, environment: dict[str, str]):
         self.settings, self.timeout_s, self.environment = settings, timeout_s, environment
@@ -287,7 +287,7 @@ class EmbeddingStore:
         await self._all("counters")
 
     async def lookup(self, key: str, tokens: int, hidden: int, holder: str) -> Embedding | None:
-        """The handle of what nodes have of the entry, held there for `holder`; None if it has to be encoded."""
+        """Return a handle of the entry's copies, held for `holder`; None if no node has it."""
         found = [copy for copy in await self._all("lookup", key, tokens, hidden, holder) if copy]
         return _joined(found) if found else None
 
@@ -304,19 +304,19 @@ class EmbeddingStore:
         await self._ask(node, "abandon", key)
 
     async def move(self, source: str, part: str, node: str, key: str, row: int) -> None:
-        """Rows that were written to the entry `part` on `source` become rows of `key` on `node`; `part` is dropped."""
+        """Copy the rows of entry `part` on `source` into entry `key` on `node`, from `row` on; drop `part`."""
         data = self._caches[source].read.remote(part)
         await self._ask(node, "write", key, row, data)
         await self.abandon(source, part)
 
     async def replicate(self, key: str, tokens: int, hidden: int, holder: str) -> Embedding:
-        """The handle of an entry that some node has, once all have it, held for `holder`; EngineError without room."""
+        """Copy an entry to all nodes, held for `holder`, and return its handle. EngineError if a cache is full."""
         entry = (key, tokens, hidden, holder)
         found = dict(zip(self._caches, await self._all("lookup", *entry), strict=True))
         if lacking := [node for node, copy in found.items() if copy is None]:
             source = next(node for node, copy in found.items() if copy)
             async with self._copying:
-                data = self._caches[source].read.remote(key)  # into the object store once, however many nodes take it
+                data = self._caches[source].read.remote(key)  # one object for all receiving nodes
                 copies = await asyncio.gather(*(self._copy(data, node, *entry) for node in lacking))
             found |= zip(lacking, copies, strict=True)
         return _joined(list(found.values()))

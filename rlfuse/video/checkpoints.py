@@ -1,4 +1,4 @@
-"""Join a trained text part of a video model with the rest of the model's folder."""
+"""Merge a trained text model back into the checkpoint of its video model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from rlfuse.config.model_files import WEIGHTS
 
 
 def join_checkpoint(text_folder: str | Path, whole_folder: str | Path, out: str | Path) -> Path:
-    """Join the trained text part with the rest of the model at `whole_folder`, tensor by tensor; return `out`.
-    ValueError, and nothing written, if they do not fit."""
+    """Write the model at `whole_folder` with the trained text part's tensors to `out`; return `out`.
+
+    Raises ValueError before writing if the tensors do not match.
+    """
     text_folder, whole_folder, out = Path(text_folder), Path(whole_folder), Path(out)
     trained = {_bare(name): (file, name) for name, file in locate_tensors(text_folder).items()}
     if (tied := AutoConfig.from_pretrained(whole_folder).tie_word_embeddings) and _EMBEDDING in trained:
@@ -28,8 +30,8 @@ def join_checkpoint(text_folder: str | Path, whole_folder: str | Path, out: str 
     wrong = [name for name, source in sources.items() if tensor_shape(*source) != tensor_shape(places[name], name)]
     if missing or extra or wrong:
         raise ValueError(
-            f"{text_folder} is not the text part of {whole_folder}: missing {missing[:3]}, unknown {extra[:3]}, of "
-            f"another shape {wrong[:3]}. Give the model that the training began from."
+            f"{text_folder} is not the text part of {whole_folder}: missing {missing[:3]}, unknown {extra[:3]}, "
+            f"different shape {wrong[:3]}. Pass the model that the training started from."
         )
     out.mkdir(parents=True)
     for shard in sorted(set(places.values())):
@@ -46,14 +48,14 @@ _TEXT = ("lm_head.", "embed_tokens.", "layers.", "norm.")
 
 
 def _bare(name: str) -> str:
-    """Return a tensor's name without prefixes that differ between text and whole models and versions."""
+    """Return a tensor's name without the prefixes that differ between text and video models and versions."""
     while name.startswith(("model.", "language_model.")):
         name = name.partition(".")[2]
     return name
 
 
 def locate_tensors(folder: Path) -> dict[str, Path]:
-    """Tensor -> the file that has it."""
+    """Return the file of each tensor."""
     found = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
@@ -64,12 +66,12 @@ def locate_tensors(folder: Path) -> dict[str, Path]:
 
 
 def tensor_shape(file: Path, name: str) -> list[int]:
-    """Without its numbers."""
+    """Return a tensor's shape without loading it."""
     with safe_open(file, "pt") as tensors:
         return tensors.get_slice(name).get_shape()
 
 
 def read_tensor(file: Path, name: str) -> torch.Tensor:
-    """From the file that has it."""
+    """Load one tensor."""
     with safe_open(file, "pt") as tensors:
         return tensors.get_tensor(name)

@@ -1,4 +1,4 @@
-"""VideoLLaMA3's token compression: drop visual tokens that repeat the previous frame, as its processor does."""
+"""VideoLLaMA3's token compression: drop visual tokens that repeat the previous frame, as in its processor."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Draw a contact sheet: the frames that the model saw with their times, the question, and all answers. Pure.
+"""Draw a contact sheet: the model's input frames with their times, the question, and all answers. Pure.
 
-What does not fit (frames beyond `MOST_FRAMES`, long texts, answers beyond `MAX_ANSWERS`) is left out and counted.
+Frames beyond `MOST_FRAMES`, long texts and answers beyond `MAX_ANSWERS` are omitted and counted.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ PAPER, INK, PALE, LINE = "#ffffff", "#22262b", "#7d858e", "#e3e6ea"
 GOOD, BAD, FAILED = "#1f8a4c", "#c2385a", "#b87503"
 SIZE, STEP = 12, 17
 Paragraph = tuple[str, str, int]
-"""Text, colour, most lines."""
+"""Text, colour, maximum number of lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One of the answers to the question."""
+    """Answer with its reward."""
 
     text: str
     reward: Reward | RewardFailure | None = None
@@ -41,7 +41,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Caption:
-    """What stands beside and below the frames."""
+    """Texts next to and below the frames."""
 
     title: str
     question: str
@@ -50,7 +50,7 @@ class Caption:
 
 
 def shown_frames(plans: Sequence[VideoPlan]) -> list[list[int]]:
-    """Return per plan the indices of shown frames: `MOST_FRAMES` in all, at least one of each."""
+    """Return the indices of the frames to show for each plan: about `MOST_FRAMES` in total, at least one per plan."""
     frames = [
         (place, index) for place, plan in enumerate(plans) for index in range(1 if plan.is_image else plan.frames)
     ]
@@ -62,12 +62,12 @@ def shown_frames(plans: Sequence[VideoPlan]) -> list[list[int]]:
 
 
 def contact_sheet(seen: Sequence[tuple[np.ndarray, VideoPlan]], caption: Caption) -> Image.Image:
-    """Draw the sheet of clips and images, in order; of each the `shown_frames` as uint8 [shown, height, width, 3]."""
+    """Draw the sheet of clips and images, in order; each with its `shown_frames`, uint8 [shown, height, width, 3]."""
     places = shown_frames([plan for _, plan in seen])
     for (frames, plan), shown in zip(seen, places, strict=True):
         if frames.shape != (expected := (len(shown), plan.height, plan.width, 3)) or frames.dtype != np.uint8:
             raise ValueError(
-                f"frames: got {frames.dtype} {frames.shape}; valid is uint8 {expected}, the plan's shown_frames"
+                f"frames: got {frames.dtype} {frames.shape}; expected uint8 {expected}, the plan's shown_frames"
             )
     grid = _grid(seen, places)
     facts = "\n".join(_facts([plan for _, plan in seen], sum(map(len, places))))
@@ -99,7 +99,7 @@ def _grid(seen: Sequence[tuple[np.ndarray, VideoPlan]], places: Sequence[Sequenc
         left, top = place % columns * across, place // columns * down
         tall, wide = pixels.shape[:2]
         size = min(width, max(1, round(height * wide / tall))), height
-        # Small frames stay pixels that can be counted; large ones are smoothed.
+        # Pixels of small frames stay visible; large frames are smoothed.
         method = Image.Resampling.NEAREST if width >= 2 * wide else Image.Resampling.LANCZOS
         grid.paste(Image.fromarray(pixels).resize(size, method), (left, top))
         draw.rectangle((left, top, left + size[0] - 1, top + height - 1), outline=LINE)
@@ -147,7 +147,7 @@ def _answers(answers: Sequence[Answer]) -> Iterator[Paragraph]:
 
 
 def _text(paragraphs: Iterable[Paragraph], width: int) -> Image.Image:
-    """Draw paragraphs from top to bottom; of those with more lines the middle is left out, and counted."""
+    """Draw paragraphs from top to bottom; the middle of paragraphs that are too long is omitted, with a line count."""
     font = ImageFont.truetype(str(Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSansMono.ttf")), SIZE)
     lines: list[tuple[str, str]] = []
     for text, colour, most in paragraphs:

@@ -1,11 +1,12 @@
 """Decode in worker processes, bounded in time per clip and in clips and bytes overall.
 
     stream(clips) --submitted while both bounds allow--> worker process, worker process, ...
-         ^------ results in order; asking for the next frees the room of the previous one ----'
+         ^------ results in order; requesting the next releases the previous one ----'
 
 A clip that exceeds `timeout_s` or crashes its process is a VideoError; the process is replaced and other clips
-continue. A worker killed from outside is replaced and its clip repeated, up to ATTEMPTS times. Frames are written once,
-into shared memory. Workers end with their parent; they are spawned, so scripts need `if __name__ == "__main__"`.
+continue. If a worker is killed externally, it is replaced and its clip retried, up to ATTEMPTS times. Frames are
+written once, into shared memory. Workers end with their parent; they are spawned, so scripts need
+`if __name__ == "__main__"`.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from rlfuse.video.plan import VideoPlan
 START_S = 120.0
 ATTEMPTS = 3
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
-"""How a decoder ends by what it reads; all else comes from outside, as from the kernel where memory is short."""
+"""Signals of a decoder crash caused by the file; others come from outside, such as SIGKILL when memory is short."""
 
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """Frames `first` to before `last` (to the end where None) of what a plan names in a file."""
+    """Frames `first` to `last` (exclusive; None: the end) of a plan for a file."""
 
     path: str
     plan: VideoPlan
@@ -49,7 +50,7 @@ class Clip:
 
     def __post_init__(self) -> None:
         if not self.plan.times[self.first : self.last]:
-            raise ValueError(f"Clip: frames {self.first} to {self.last} of {self.plan.frames}; ask for one at least")
+            raise ValueError(f"Clip: frames {self.first} to {self.last} of {self.plan.frames} are empty")
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -62,7 +63,7 @@ class Clip:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What a worker is asked for: facts of a file, or frames of a shape."""
+    """Request to a worker: metadata of a file, or the frames of a clip."""
 
     path: str
     clip: Clip | None = None
@@ -77,7 +78,7 @@ class _Request:
 
 
 class _Shared:
-    """Pixels that another process writes. The memory has no name: it goes when nobody maps or holds it any more."""
+    """Anonymous shared memory for pixels written by another process; freed with its last mapping or descriptor."""
 
     def __init__(self, shape: tuple[int, ...]):
         self._file = os.memfd_create("frames")
@@ -86,7 +87,7 @@ class _Shared:
 
     @property
     def path(self) -> str:
-        """Where other processes open it, until `close`."""
+        """Path by which other processes open it, until `close`."""
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
     def close(self) -> None:
@@ -95,7 +96,7 @@ class _Shared:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A request under way."""
+    """Request in progress."""
 
     request: _Request
     future: ProcessFuture
@@ -105,7 +106,7 @@ class _Call:
     exit_code: int | None = None
 
     def release(self) -> None:
-        """Give up the worker, if it's still at it, and the way to the memory; who has the pixels keeps them."""
+        """Cancel the call if it is running and close the memory's descriptor; existing arrays remain valid."""
         self.future.cancel()
         if self.shared:
             self.shared.close()
@@ -113,7 +114,7 @@ class _Call:
 
 @dataclass(slots=True)
 class DecodePool:
-    """Worker processes that decode. They start with the first clip; leave it as a context manager, or `close` it."""
+    """Pool of decoding processes, started by the first request. Use it as a context manager, or call `close`."""
 
     workers: int = 1
     timeout_s: float = 60.0
@@ -125,7 +126,7 @@ class DecodePool:
     def __post_init__(self) -> None:
         for name in ("workers", "timeout_s", "max_clips", "max_bytes"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"DecodePool.{name}: got {getattr(self, name)}; valid is a number above 0")
+                raise ValueError(f"DecodePool.{name}: got {getattr(self, name)}; it must be positive")
 
     def __reduce__(self) -> tuple:
         return DecodePool, (self.workers, self.timeout_s, self.max_clips, self.max_bytes)
@@ -143,18 +144,18 @@ class DecodePool:
         return self._in_order(_Request(path, is_image=True) for path in paths)
 
     def stream(self, clips: Iterable[Clip]) -> Iterator[np.ndarray | VideoError]:
-        """The frames of each clip, in order: uint8 [frames, height, width, 3]. Decodes ahead within the bounds."""
+        """Yield the frames of each clip in order, uint8 [frames, height, width, 3]. Decodes ahead within the limits."""
         return self._in_order(_Request(clip.path, clip) for clip in clips)
 
     def decode(self, path: str, plan: VideoPlan, first: int = 0, last: int | None = None) -> np.ndarray:
-        """The frames of one clip, or VideoError: `decoding.decode` in a worker."""
+        """Return the frames of one clip, decoded in a worker. Raises VideoError."""
         [frames] = self.stream([Clip(path, plan, first, last)])
         if isinstance(frames, VideoError):
             raise frames
         return frames
 
     def close(self) -> None:
-        """End the workers, whatever they do. A later call starts new ones."""
+        """Terminate the workers. A later request starts new ones."""
         pool, self._pool = self._pool, None
         if pool:
             self._ended.set()
@@ -187,8 +188,8 @@ class DecodePool:
         if clip is not None and clip.bytes > self.max_bytes:
             future: ProcessFuture = ProcessFuture()
             shape = " x ".join(map(str, clip.shape))
-            problem = f"its frames take {clip.bytes} bytes ({shape}), and the pool may hold {self.max_bytes}"
-            future.set_exception(VideoError(problem, "Raise max_bytes, or ask for the clip in parts"))
+            problem = f"its frames need {clip.bytes} bytes ({shape}), but the pool's limit is {self.max_bytes}"
+            future.set_exception(VideoError(problem, "Raise max_bytes, or request the clip in parts"))
             return _Call(request, future)
         return self._schedule(request, _Shared(clip.shape) if clip else None)
 
@@ -208,10 +209,10 @@ class DecodePool:
             try:
                 future = self._pool.schedule(function, arguments, timeout=self.timeout_s)
                 return _Call(request, future, self._pool, shared)
-            except RuntimeError as error:  # pebble's word for a broken pool: an idle worker died
+            except RuntimeError as error:  # raised by pebble for a broken pool, after the death of an idle worker
                 problem = error
                 self.close()
-        raise EngineError(f"the decode workers can't be used: {problem}") from problem
+        raise EngineError(f"the decode workers could not be started: {problem}") from problem
 
     def _start(self) -> None:
         restore_child_signals()
@@ -220,7 +221,7 @@ class DecodePool:
         kill_stopped_workers(self._ended)
 
     def _is_lost(self, call: _Call) -> bool:
-        """Return whether the worker was lost by no fault of the file."""
+        """Return whether the worker was lost for a reason other than the file."""
         future = call.future
         if not future.done():
             return call.pool is not self._pool
@@ -234,7 +235,7 @@ class DecodePool:
         return error.exitcode if isinstance(error, ProcessExpired) else call.exit_code
 
     def _result(self, call: _Call) -> ClipMetadata | ImageMetadata | np.ndarray | VideoError | None:
-        """Return the result of the oldest call; None if it is to be repeated."""
+        """Return the result of the oldest call; None if it must be retried."""
         limit, future = self.timeout_s, call.future
         if call.pool is self._pool:
             wait([future], START_S + limit)
@@ -249,18 +250,18 @@ class DecodePool:
             return error.of(str(call.request))
         except TimeoutError:
             if not future.done():
-                raise EngineError(f"no decode worker took {call.request} within {START_S + limit:g} s") from None
+                raise EngineError(f"no decode worker accepted {call.request} within {START_S + limit:g} s") from None
             problem, remedy = (
                 f"took longer than {limit:g} s to read and was stopped",
                 "Raise timeout_s, or drop the row",
             )
         except (ProcessExpired, BrokenProcessPool) as error:
             if (code := self._exit_code(call)) is None:
-                raise EngineError(f"the decode workers can't be used: {error}") from error
+                raise EngineError(f"the decode workers failed: {error}") from error
             problem, remedy = f"crashed its decoder (exit code {code})", "Replace the file"
             if self._is_lost(call):
                 problem = f"lost its decoder {ATTEMPTS} times (exit code {code})"
-                remedy = "At -9 the system ended it, as it does for lack of memory: free memory, or drop the row"
+                remedy = "Exit code -9 usually means that the system ran out of memory: free memory, or drop the row"
         except Exception as error:
             problem, remedy = f"can't be decoded ({type(error).__name__}: {error})", "Replace the file, or drop the row"
         return VideoError(problem, remedy, str(call.request))
@@ -270,7 +271,7 @@ def _start_worker() -> None:
     end_with_parent()
     import torch
 
-    torch.set_num_threads(1)  # the pool has a process for each core
+    torch.set_num_threads(1)  # the pool has one process per core
 
 
 def _decode_into(memory: str, clip: Clip) -> None:

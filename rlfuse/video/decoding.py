@@ -1,7 +1,7 @@
-"""Read video files with PyAV: facts of a clip, and the frames that a plan names. The pool bounds the time.
+"""Read video files with PyAV: metadata of a clip, and the frames of a plan. `DecodePool` limits the time.
 
-A frame is the last one that starts no later than its time. Decoding starts at the last keyframe before it; frames
-decoded before the first keyframe are never shown. A file that lacks a frame of the plan is a `VideoError`.
+The frame at a time is the last one that starts no later. Decoding starts at the last keyframe before it; frames decoded
+before the first keyframe are dropped. A file that lacks a frame of the plan is a `VideoError`.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from av.video.reformatter import VideoReformatter
 from rlfuse.errors import VideoError
 from rlfuse.video import display, images
 from rlfuse.video.clip_metadata import MIN_STATIC_S, ROUNDING_S, ClipMetadata
-from rlfuse.video.frame_list import FrameList
+from rlfuse.video.frame_list import FrameList, read_frame_list
 from rlfuse.video.plan import VideoPlan
 from rlfuse.video.timeline import AVI, FETCH_AGAIN, REWRITE, STAMPLESS, open_container, timeline_of
 
 REPLACE = "Replace the file, or drop the row"
 MAX_ASPECT_CHANGE = 0.02
-"""Share by which the shape of frames may differ from the first's: a plan has one size for all."""
+"""Largest relative change of the aspect ratio within a clip: a plan has one size for all frames."""
 T = TypeVar("T")
 Neighbours = tuple[av.VideoFrame | None, av.VideoFrame, av.VideoFrame | None]
 
 
 def probe(path: str) -> ClipMetadata:
-    """What the clip is. Its first frame is decoded, so that what can't be decoded at all is found here."""
-    if listed := frame_list(path):
+    """Return a clip's metadata. Its first frame is decoded to detect files that can't be decoded at all."""
+    if listed := read_frame_list(path):
         return _probe_list(listed)
     with _opened(path) as video:
         frame = next(video.frames(), None)
@@ -48,12 +48,12 @@ def probe(path: str) -> ClipMetadata:
 def decode(
     path: str, plan: VideoPlan, first: int = 0, last: int | None = None, out: np.ndarray | None = None
 ) -> np.ndarray:
-    """uint8 [frames, height, width, 3] (RGB): the plan's frames from `first` to before `last`, written to `out`."""
+    """Decode the plan's frames `first` to `last` (exclusive) into `out`: uint8 [frames, height, width, 3] (RGB)."""
     times = plan.times[first:last]
     pixels = np.empty((len(times), plan.height, plan.width, 3), dtype=np.uint8) if out is None else out
-    if listed := frame_list(path):
+    if listed := read_frame_list(path):
         for place, time in enumerate(times):
-            frame = listed.frames[round(time * listed.fps)]  # plans name frames by their own times
+            frame = listed.frames[round(time * listed.fps)]  # planned times are those of frames
             pixels[place] = _of_frame(frame, images.read, plan)
         return pixels
     reformatter = VideoReformatter()
@@ -86,11 +86,11 @@ def _check_shape(first: tuple[int, int], size: tuple[int, int]) -> None:
     (width, height), (across, down) = first, size
     if abs(across * height - width * down) > MAX_ASPECT_CHANGE * width * down:
         shapes = f"{width} x {height} pixels to {across} x {down}"
-        raise VideoError(f"changes its shape on the way, from {shapes}", "Cut it there, or drop the row")
+        raise VideoError(f"changes its aspect ratio, from {shapes}", "Split it there, or drop the row")
 
 
 class _Video:
-    """An open file's video stream, for one pass over rising times."""
+    """Video stream of an open file, for one pass over increasing times."""
 
     def __init__(self, path: str):
         self._path = path
@@ -104,7 +104,7 @@ class _Video:
         self._container.close()
 
     def frames(self) -> Iterator[av.VideoFrame]:
-        """All frames from the present position on, in order of presentation."""
+        """Yield all frames from the current position on, in presentation order."""
         self._at_start = False
         counted = iter(self.timeline.ticks)
         for frame in self._container.decode(self.stream):
@@ -117,16 +117,16 @@ class _Video:
             if frame.pts < self.timeline.start:
                 continue
             if frame.interlaced_frame and self.stream.codec_context.name == "hevc":
-                problem = "stores each field as a picture of its own, of half the height (H.265)"
+                problem = "stores each field as a separate picture of half the height (H.265)"
                 raise VideoError(problem, "Deinterlace it, or drop the row")
             _check_shape(self._size, (frame.width, frame.height))
             if (at := self._seconds(frame.pts)) > self.timeline.duration_s + 1 + self._frame_s:
-                header = f"its header says {self.timeline.duration_s:g} s"
-                raise VideoError(f"has a frame stamped {at:g} s, and {header}: one of them is damaged", REWRITE)
+                header = f"its header gives {self.timeline.duration_s:g} s"
+                raise VideoError(f"has a frame stamped {at:g} s, but {header}: one of them is damaged", REWRITE)
             yield frame
 
     def presented_at(self, times: Sequence[float]) -> Iterator[Neighbours]:
-        """The frame on the screen at each of the rising times, between those next to it where they were decoded."""
+        """Yield (previous, current, next) frame for each of the increasing times; neighbours only if decoded."""
         before = held = ahead = None
         for time in times:
             tick = self._tick(time)
@@ -140,25 +140,25 @@ class _Video:
             while ahead is not None and ahead.pts <= tick:
                 before, held, ahead = held, ahead, self._after(ahead, frames, time)
                 if before is None and start and held.interlaced_frame and (ahead is None or ahead.pts > tick):
-                    start, held = start - 1, None  # what it shows must not depend on where reading began
+                    start, held = start - 1, None  # deinterlacing must not depend on the start of decoding
                     frames, ahead = self._jump(start, tick)
-            if held is None and ahead is not None:  # before the first frame it is the first
+            if held is None and ahead is not None:  # times before the first frame show the first frame
                 held, ahead = ahead, self._after(ahead, frames, time)
             if held is None or (ahead is None and not self._covers(held, tick)):
                 raise VideoError(
-                    f"ends {f'at {self._end_s(held):g} s' if held else 'without a frame'}, and the plan has a frame at "
+                    f"ends {f'at {self._end_s(held):g} s' if held else 'without a frame'}, but the plan has a frame at "
                     f"{time:g} s of {self.timeline.duration_s:g} s: it is truncated or its header is wrong",
                     FETCH_AGAIN,
                 )
             yield before, held, ahead
 
     def _jump(self, start: int, tick: int) -> tuple[Iterator[av.VideoFrame], av.VideoFrame | None]:
-        """Seek to a keyframe presented by `tick`, further back if the container arrives behind it."""
+        """Seek to a keyframe presented at or before `tick`, retrying further back if the container seeks past it."""
         step = 1
         while True:
             if start:
                 self._container.seek(self.timeline.keyframes[start], stream=self.stream)
-            elif not self._at_start:  # not every container can seek to its very start
+            elif not self._at_start:  # not all containers can seek to the start
                 self.close()
                 self._container = open_container(self._path)
                 self._prepare()
@@ -176,7 +176,7 @@ class _Video:
 
     def _prepare(self) -> None:
         self.stream = self._container.streams[self.timeline.stream]
-        # The pool has a process for each core: threads within one would only wait for each other.
+        # The pool has one process per core, so more threads would only compete.
         self.stream.codec_context.thread_count = 1
         self._size = self.stream.codec_context.width, self.stream.codec_context.height
         self._at_start = True
@@ -184,15 +184,15 @@ class _Video:
     def _after(self, frame: av.VideoFrame, frames: Iterator[av.VideoFrame], time: float) -> av.VideoFrame | None:
         following = self._next(frames, time)
         if following is not None and following.pts < frame.pts:
-            stamps = f"{self._seconds(following.pts):g} s behind one of {self._seconds(frame.pts):g} s"
-            raise VideoError(f"shows a frame stamped {stamps}: time stamps are damaged", REWRITE)
+            stamps = f"{self._seconds(following.pts):g} s after one of {self._seconds(frame.pts):g} s"
+            raise VideoError(f"has a frame stamped {stamps}: its time stamps are damaged", REWRITE)
         return following
 
     def _next(self, frames: Iterator[av.VideoFrame], time: float) -> av.VideoFrame | None:
         try:
             return next(frames, None)
         except av.FFmpegError as error:
-            raise VideoError(f"can't be decoded on the way to {time:g} s ({error.strerror})", REPLACE) from error
+            raise VideoError(f"can't be decoded up to {time:g} s ({error.strerror})", REPLACE) from error
 
     def _keyframe_before(self, tick: int) -> int:
         return max(0, bisect.bisect_right(self.timeline.keyframes, tick) - 1)
@@ -217,13 +217,13 @@ def _opened(path: str) -> Iterator[_Video]:
     try:
         file = Path(path)
         if file.is_dir() or not file.exists():
-            raise VideoError("is a folder" if file.is_dir() else "there is no such file", "Correct the row's path")
+            raise VideoError("is a folder" if file.is_dir() else "does not exist", "Correct the row's path")
         if file.is_file() and file.stat().st_size == 0:
             raise VideoError("is empty", REPLACE)
         with closing(_Video(path)) as video:
             yield video
     except VideoError as error:
         raise error.of(path) from error.__cause__
-    except (av.FFmpegError, OSError, IndexError) as error:  # the last is PyAV's for a stream that its header has not
+    except (av.FFmpegError, OSError, IndexError) as error:  # IndexError: PyAV, for a stream missing from the header
         reason = getattr(error, "strerror", None) or str(error)
         raise VideoError(f"can't be read as a video ({reason})", REPLACE, path) from error

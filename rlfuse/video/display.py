@@ -1,6 +1,6 @@
-"""Convert a decoded frame to what a screen shows: deinterlaced, SDR, resized, upright.
+"""Convert a decoded frame to displayed pixels: deinterlaced, SDR, resized, upright.
 
-Frames without fields, rotation or HDR cost nothing extra. PQ and HLG are mapped to SDR with white paper (203 cd/m2,
+Progressive, unrotated SDR frames have no extra cost. PQ and HLG are tone-mapped to SDR with reference white (203 cd/m2,
 ITU-R BT.2408) kept within a few per cent; FFmpeg's own conversion takes 3.5 s per clip and clips highlights.
 """
 
@@ -16,11 +16,11 @@ from av.video.reformatter import ColorPrimaries, ColorTrc, VideoReformatter
 from rlfuse.errors import VideoError
 
 WHITE = 203.0
-"""Light of white paper in HDR, in cd/m2."""
+"""HDR reference white, in cd/m2."""
 PEAK = 1000.0 / WHITE
-"""Light that becomes the brightest white, relative to paper: that of an HLG display and of most PQ masters."""
+"""Luminance mapped to the brightest SDR white, relative to reference white: that of HLG displays, most PQ masters."""
 KNEE = 0.3
-"""Light up to which tone mapping changes nothing: FFmpeg's default for its Mobius curve, too."""
+"""Luminance up to which tone mapping is linear; also FFmpeg's default for its Mobius curve."""
 HDR = (ColorTrc.SMPTE2084, ColorTrc.ARIB_STD_B67)
 LUMINANCE = np.array([0.2627, 0.6780, 0.0593], np.float32)
 TO_BT709 = np.array(
@@ -29,13 +29,13 @@ TO_BT709 = np.array(
 
 
 def displayed_size(frame: av.VideoFrame, aspect: float) -> tuple[int, int]:
-    """Height and width as displayed, with pixels `aspect` times as wide as high made square."""
+    """Return height and width as displayed, with square pixels; `aspect`: pixel aspect ratio of the source."""
     height, width = frame.height, max(1, round(frame.width * aspect))
     return (width, height) if _turn(frame)[0] else (height, width)
 
 
 def deinterlace(before: av.VideoFrame | None, frame: av.VideoFrame, after: av.VideoFrame | None) -> av.VideoFrame:
-    """The frame as of its first field's instant: its other rows are made from these and from its neighbours' rows."""
+    """Return the frame at the time of its first field; the other rows are interpolated, also from its neighbours."""
     shape = (frame.width, frame.height, frame.format.name)
     graph = Graph()
     source = graph.add_buffer(width=frame.width, height=frame.height, format=frame.format, time_base=frame.time_base)
@@ -49,7 +49,7 @@ def deinterlace(before: av.VideoFrame | None, frame: av.VideoFrame, after: av.Vi
 
 
 def to_displayed_rgb(frame: av.VideoFrame, height: int, width: int, reformatter: VideoReformatter) -> np.ndarray:
-    """Return the frame as displayed, uint8 [height, width, 3] (RGB), converted before resizing, as processors do."""
+    """Return the displayed frame, uint8 [height, width, 3] (RGB), converted to RGB before resizing as in processors."""
     turned, right_to_left, upside_down = _turn(frame)
     if turned:
         height, width = width, height
@@ -65,8 +65,8 @@ def to_displayed_rgb(frame: av.VideoFrame, height: int, width: int, reformatter:
 
 
 def resize(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Resize [rows, columns, 3] as transformers' processors do: with torchvision's antialiased bicubic filter."""
-    import torch  # not above: processes that only probe files import this file, too
+    """Resize [rows, columns, 3] as in transformers' processors, with torchvision's antialiased bicubic filter."""
+    import torch  # lazy: processes that only probe files import this module
 
     channels = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)[None]
     resized = torch.nn.functional.interpolate(channels, (height, width), mode="bicubic", antialias=True)
@@ -82,7 +82,7 @@ def _turn(frame: av.VideoFrame) -> tuple[bool, bool, bool]:
     across, down, rest = (c, b, (a, d)) if turned else (a, d, (b, c))
     if max(map(abs, rest)) > 0.02 * min(abs(across), abs(down)):  # about a degree
         raise VideoError(
-            f"is to be shown turned by {frame.rotation} degrees or askew; valid are multiples of 90, mirrored or not",
+            f"has a rotation of {frame.rotation} degrees or is sheared; supported are multiples of 90, and mirroring",
             "Rotate it, or drop the row",
         )
     return turned, across < 0, down < 0
@@ -90,7 +90,7 @@ def _turn(frame: av.VideoFrame) -> tuple[bool, bool, bool]:
 
 def _tone_mapped(signal: np.ndarray, curve: int, primaries: int) -> np.ndarray:
     light = _light(curve)[signal]
-    if curve == ColorTrc.ARIB_STD_B67:  # its light is the scene's; a display adds contrast
+    if curve == ColorTrc.ARIB_STD_B67:  # scene light; a display adds contrast
         light *= PEAK * (light @ LUMINANCE)[..., None] ** 0.2
     if primaries != ColorPrimaries.BT709:
         light = np.maximum(light @ TO_BT709.T, 0)
@@ -108,7 +108,7 @@ def _rolled_off(light: np.ndarray) -> np.ndarray:
 
 @cache
 def _light(curve: int) -> np.ndarray:
-    """Return float32 [65536], light per signal value: of PQ relative to `WHITE`, of HLG to the brightest."""
+    """Return luminance by signal value, float32 [65536]: PQ relative to `WHITE`, HLG relative to the peak."""
     signal = np.arange(65536) / 65535
     if curve == ColorTrc.SMPTE2084:
         root = signal ** (1 / 78.84375)

@@ -1,6 +1,6 @@
-"""Handle, key and file of a clip's embedding. The key covers content, plan and tower version.
+"""Keys and files of clip embeddings. The key covers content, plan and tower version.
 
-torch is imported where it is used: cache processes do without it.
+torch is imported lazily, since cache processes do not need it.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rlfuse.samples import FramePlan
+from rlfuse.video.frame_list import read_frame_list
 
 if TYPE_CHECKING:
     import torch
 
 BF16 = 2
 DECODING = 3
-"""Raised whenever a file and a plan come to give other pixels, as what is on disk was made of those before."""
+"""Version of the decoder; increased when the pixels of a file and a plan change, to invalidate embeddings on disk."""
 
 
 def embedding_key(content: str, plan: FramePlan, tower_version: str) -> str:
-    """Of a clip's file (`content_hash`) seen through a plan by a tower."""
+    """Return the key of a clip's embedding; `content`: its `content_hash`."""
     return hashlib.sha256(f"{content} {plan.hash} {tower_version} {DECODING}".encode()).hexdigest()[:40]
 
 
 def content_hash(path: str | Path) -> str:
-    """Hash of a file's bytes, or of a list's rate and frames; read once while size and time of change stay the same."""
-    if listed := frame_list(path):
+    """Hash a file's bytes, or a frame list's rate and frames; cached while size and modification time are unchanged."""
+    if listed := read_frame_list(path):
         return hashlib.sha256(" ".join([repr(listed.fps), *map(content_hash, listed.frames)]).encode()).hexdigest()
     status = os.stat(path)
     return _hash(os.path.realpath(path), status.st_size, status.st_mtime_ns)
@@ -43,7 +44,7 @@ def _hash(path: str, size: int, changed_ns: int) -> str:
 
 
 def write_rows(path: str, first: int, rows: torch.Tensor) -> None:
-    """Put [n, hidden] rows, rounded to bf16, at row `first` of a reserved entry."""
+    """Write [n, hidden] rows, rounded to bf16, at row `first` of a reserved entry."""
     import torch
 
     data = rows.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy()
@@ -51,7 +52,7 @@ def write_rows(path: str, first: int, rows: torch.Tensor) -> None:
 
 
 def write_bytes(path: str, offset: int, data: np.ndarray) -> None:
-    """All of `data` at `offset` of an existing file."""
+    """Write all of `data` at `offset` of an existing file."""
     left = memoryview(data).cast("B")
     descriptor = os.open(path, os.O_WRONLY)
     try:

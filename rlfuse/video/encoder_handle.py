@@ -1,7 +1,7 @@
-"""Call one encoder rank from the driver, and restart it when it is lost.
+"""Driver-side handle of one encoder rank, which restarts it when it is lost.
 
-Calls are bounded in time. A lost process is replaced before its failure is returned. A part is blamed for a death only
-if it dies alone, with nothing prefetched.
+Calls have a timeout. A lost process is replaced before its failure is returned. A part is retried once, unless it was
+the only work of the process when it died.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from rlfuse.video.encoder_rank import Encoded, EncoderRank, EncoderSettings, Fra
 
 @dataclass(frozen=True, slots=True)
 class EncoderPlacement:
-    """Where a rank lives: Ray's options for its actor, and a name for the memory it shares with other ranks."""
+    """Placement of a rank: Ray options of its actor, and a name of the memory that it shares with other ranks."""
 
     options: dict[str, Any]
     memory: str = ""
 
 
 class EncoderHandle:
-    """Driver's handle of rank `rank`."""
+    """Handle of the encoder rank `rank`."""
 
     def __init__(
         self, rank: int, placement: EncoderPlacement, settings: EncoderSettings, frames: FrameReader, timeout_s: float
@@ -46,7 +46,7 @@ class EncoderHandle:
         return self.placement.memory or self.node
 
     async def start(self) -> None:
-        """A process with the tower loaded, at the weights of the last update; or EngineError."""
+        """Start the process and load the tower with the weights of the last update. Raises EngineError."""
         actor = ray.remote(EncoderRank).options(**self.placement.options)
         create = partial(actor.remote, self.rank, self.settings, self.frames)
         self._actor = await from_head(create)
@@ -77,7 +77,7 @@ class EncoderHandle:
             return PartFailure(str(error))
 
     async def drain(self, collect: bool = False) -> list[Span]:
-        """Spans since the last call, those of its replacements among them. `collect`: garbage, before."""
+        """Return spans since the last call, including restarts. `collect`: run the garbage collector first."""
         try:
             spans = await self._ask("hand over its spans", "drain", collect)
         except WorkerLost as error:
@@ -86,7 +86,7 @@ class EncoderHandle:
         return [*spans, *self._recorder.drain()]
 
     async def _replace(self, error: EngineError) -> None:
-        watchdog.say(f"lost: {error}\n{self.name}: another process takes its place")
+        watchdog.say(f"lost: {error}\n{self.name}: restarting it")
         with self._recorder.span("restart", cause=str(error)):
             self.close()
             await self.start()

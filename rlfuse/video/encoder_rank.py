@@ -1,6 +1,6 @@
-"""One encoder rank: an actor with a tower that decodes, encodes and stores parts of clips.
+"""Encoder rank: an actor with a vision tower that decodes, encodes and stores parts of clips.
 
-A thread decodes the next block while this one is encoded: at most two blocks of `block_bytes` exist, and
+A thread decodes the next block while the current one is encoded: at most two blocks of `block_bytes` exist, plus
 `prefetch_bytes` of prefetched frames. Errors of a part are returned, not raised.
 """
 
@@ -29,40 +29,40 @@ from rlfuse.video.models.base import register_custom_family
 from rlfuse.video.towers import Tower, TowerShape
 
 FrameReader = Callable[[str, FramePlan, int, int], np.ndarray]
-"""(path, plan, first, last) -> uint8 [last - first, height, width, 3]: these of the plan's frames."""
+"""(path, plan, first, last) -> frames `first` to `last` of the plan, uint8 [last - first, height, width, 3]."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderSettings:
-    """What all ranks have in common."""
+    """Settings of all encoder ranks."""
 
     model_path: str
     family: str | None = None
     device: str = "cpu"
     dtype: str = "float32"
-    """The tower computes in it; embeddings are stored as bf16 in any case."""
+    """Compute dtype of the tower; embeddings are stored as bf16."""
     step: int = 1
     block_bytes: int = 64 << 20
     decode_timeout_s: float = 300.0
-    """For one block: a backstop for decoders that don't bound themselves (`DecodePool` does)."""
+    """For one block; a fallback for decoders without a timeout (`DecodePool` has one)."""
     prefetch_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """Frames `first` to `last` (exclusive) of what the plan shows of a clip."""
+    """Frames `first` to `last` (exclusive) of a clip's plan."""
 
     clip: str
     path: str
     content: str
-    """Hash of the file: pixels of what it was are never taken for those of what it is."""
+    """Hash of the file, so that prefetched frames of a file that has changed are not used."""
     plan: FramePlan
     first: int
     last: int
 
     @property
     def pixels(self) -> tuple[str, str, int, int]:
-        """Frames for which this is equal have the same pixels."""
+        """Key of the frames' pixels."""
         return self.content, self.plan.hash, self.first, self.last
 
     @property
@@ -75,7 +75,7 @@ class Frames:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a rank encodes at a time, and where it goes."""
+    """Unit of work of a rank: frames, and the file and row that the embeddings are written to."""
 
     frames: Frames
     target: str
@@ -84,7 +84,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A part is cached: count of prefetched frames, seconds of decoding, waiting, encoding."""
+    """Result of an encoded part: tokens, number of prefetched frames, seconds of decoding, waiting and encoding."""
 
     tokens: int
     prefetched: int
@@ -95,14 +95,14 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class PartFailure:
-    """A part could not be encoded; `message` names clip and frames."""
+    """Failure of a part; `message` names clip and frames."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Decoded:
-    """Frames, and the seconds they took."""
+    """Decoded frames, and the seconds of decoding."""
 
     frames: np.ndarray
     seconds: float
@@ -110,14 +110,14 @@ class _Decoded:
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """Decoding of a block that was begun before it was asked for: for the next batch, or as the next in this one."""
+    """Block that is decoded ahead: prefetched for the next batch, or the next block of this one."""
 
     future: Future
     prefetched: bool
 
 
 class EncoderRank:
-    """See the module; every method is called by `encoding` only."""
+    """Actor of an encoder rank; called by `encoding` only."""
 
     def __init__(self, rank: int, settings: EncoderSettings, frames: FrameReader):
         restore_child_signals()  # decoders are children of this process
@@ -128,14 +128,14 @@ class EncoderRank:
         watchdog.register(self.recorder.where, self.recorder)
         self._decoder = ThreadPoolExecutor(1, "decoder")
         self._ahead: dict[tuple, _Ahead] = {}
-        self._prefetched: deque[Span] = deque()  # the thread's, which can't record beside this one
+        self._prefetched: deque[Span] = deque()  # recorded by the decoder thread, since `Recorder` is not thread-safe
 
     def start(self) -> tuple[str, TowerShape, str]:
-        """Load the tower; its version and shape, and the node this rank is on."""
+        """Load the tower; return its version and shape, and this rank's node."""
         settings = self.settings
         register_custom_family(settings.family)
         if settings.device == "cpu":
-            torch.set_num_threads(1)  # ranks share a host's cores; equal thread counts also give equal bits
+            torch.set_num_threads(1)  # ranks share the host's cores, and equal thread counts give bit-equal results
         self.tower = Tower(settings.model_path, settings.device, settings.dtype, settings.step)
         return self.tower.version, self.tower.shape, ray.get_runtime_context().get_node_id()
 
@@ -144,7 +144,7 @@ class EncoderRank:
         return self.tower.version
 
     def prefetch(self, upcoming: Sequence[Frames]) -> None:
-        """Begin to decode what the next batch needs, within `prefetch_bytes`; what was prefetched before is dropped."""
+        """Start decoding frames of the next batch, up to `prefetch_bytes`; earlier prefetched frames are dropped."""
         self._call_off()
         self._ahead.clear()
         room = self.settings.prefetch_bytes
@@ -154,7 +154,7 @@ class EncoderRank:
             self._ahead[block.pixels] = _Ahead(self._decoder.submit(self._decode, block, prefetched=True), True)
 
     def encode(self, part: Part, upcoming: Frames | None = None) -> Encoded | PartFailure:
-        """Decode, encode and store a part; begin to decode what comes next meanwhile."""
+        """Decode, encode and store a part, and start decoding `upcoming` meanwhile."""
         self._call_off()
         with self.recorder.span("encode", samples=(part.frames.clip,), cause="missing embedding") as span:
             try:
@@ -167,7 +167,7 @@ class EncoderRank:
             return done
 
     def drain(self, collect: bool = False) -> list[Span]:
-        """Spans since the last call. `collect`: garbage, before."""
+        """Return spans since the last call. `collect`: run the garbage collector first."""
         if collect:
             self.garbage.collect()
         while self._prefetched:
@@ -183,7 +183,7 @@ class EncoderRank:
             prefetched += early * len(found.frames)
             decode_s, wait_s = decode_s + found.seconds, wait_s + time.perf_counter() - began
             is_free = all(each.future.done() for each in self._ahead.values())
-            if after and after.pixels not in self._ahead and is_free:  # else another's goes before
+            if after and after.pixels not in self._ahead and is_free:  # the decoder is free
                 self._ahead[after.pixels] = _Ahead(self._decoder.submit(self._decode, after), False)
             began = time.perf_counter()
             rows = self.tower.rows(torch.from_numpy(found.frames), block.plan, block.first)
@@ -203,23 +203,23 @@ class EncoderRank:
         ahead = self._ahead.pop(block.pixels, None)
         if ahead and self._settled(ahead.future) and ahead.future.exception() is None:
             future, prefetched = ahead.future, ahead.prefetched
-        else:  # what was to come next and was skipped goes, and its time is not this block's
+        else:  # drop blocks decoded ahead that were skipped; their time does not count for this block
             kept = {pixels: each for pixels, each in self._ahead.items() if self._settled(each.future)}
             self._ahead = {pixels: each for pixels, each in kept.items() if each.prefetched}
             future, prefetched = self._decoder.submit(self._decode, block), False
         if not self._settled(future):
-            raise TimeoutError(f"decoding {block} took longer than {self.settings.decode_timeout_s:g} s")
+            raise TimeoutError(f"decoding {block} exceeded {self.settings.decode_timeout_s:g} s")
         found = future.result()
         frames = found.frames
         expected = (block.last - block.first, block.plan.height, block.plan.width, 3)
         if frames.shape != expected or frames.dtype != np.uint8:
             raise ValueError(
-                f"decoding {block} gave {frames.dtype} {list(frames.shape)} instead of uint8 {list(expected)}"
+                f"decoding {block} returned {frames.dtype} {list(frames.shape)} instead of uint8 {list(expected)}"
             )
         return found, prefetched
 
     def _settled(self, future: Future) -> bool:
-        """Wait for the decoder; if it hangs, abandon its thread and use a new one."""
+        """Wait for the decoder and return True; if it hangs, replace its thread and return False."""
         if wait([future], self.settings.decode_timeout_s).done:
             return True
         self._decoder.shutdown(wait=False)

@@ -4,12 +4,12 @@
       keys -> lookup in the store -> missing ones sharded over ranks -> room reserved in the cache of a clip's home node
       encoder/0: part, part, ... --rows--> /dev/shm of its node
       a clip's last part done -> committed -> copied to every other node, once -> handle
-    prefetch(clips) -- the likely next batch: blocks are decoded while nothing is encoded, up to `prefetch_bytes`
-    encode_ahead(clips, holder) -- as encode, by as few ranks as finish in time, a few clips at a time
+    prefetch(clips) -- the likely next batch: blocks are decoded while ranks are idle, up to `prefetch_bytes`
+    encode_ahead(clips, holder) -- as encode, with as few ranks as finish in time, a few clips at a time
 
-Embeddings equal those of the unsharded tower bit by bit on equal devices. A clip that cannot be encoded is a
+Embeddings are bit-equal to those of the unsharded tower on equal devices. A clip that cannot be encoded is a
 `ClipFailure`; the others continue. Results stay in memory until `release(holder)`. A rank that cannot be started, or a
-cache without room, is an `EngineError`.
+full cache, is an `EngineError`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from rlfuse.video.encoder_rank import Encoded, EncoderSettings, FrameReader, Fra
 from rlfuse.video.sharding import ClipLoad, UnitRange, cost, pool_size, shard
 
 READERS = 4
-"""Files hashed at a time; fewer than the event loop has threads, so that none waits for one while its time runs."""
+"""Files hashed at a time; fewer than the event loop's threads, so that timeouts do not include waiting for one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """A video as a sample shows it; `id` names it in messages."""
+    """Clip of a sample; `id` names it in messages."""
 
     id: str
     path: str
@@ -45,7 +45,7 @@ class Clip:
 
 @dataclass(frozen=True, slots=True)
 class ClipFailure:
-    """Why a clip has no embedding."""
+    """Reason why a clip has no embedding."""
 
     clip: str
     message: str
@@ -53,7 +53,7 @@ class ClipFailure:
 
 @dataclass(slots=True)
 class _Job:
-    """A clip that is looked up and, if missing, encoded."""
+    """Clip to look up and, if missing, to encode."""
 
     clip: Clip
     content: str
@@ -69,7 +69,7 @@ class _Job:
 
 @dataclass(slots=True)
 class _Tally:
-    """Since the last `metrics`."""
+    """Counts since the last `metrics`."""
 
     hits: int = 0
     misses: int = 0
@@ -85,7 +85,7 @@ class _Tally:
 
 
 class SequenceParallelEncoder:
-    """Encoder ranks at `placements`, caches on their nodes and on `nodes`."""
+    """Encoder with ranks at `placements`, and caches on their nodes and on `nodes`."""
 
     def __init__(
         self,
@@ -106,17 +106,17 @@ class SequenceParallelEncoder:
         self._one_batch = asyncio.Lock()
         self._reading = asyncio.Semaphore(READERS)
         self._tally = _Tally()
-        self._token_s = 0.0  # that a rank takes for a token, as last told in `metrics`
+        self._token_s = 0.0  # seconds per token and rank, from the last `metrics`
 
     async def start(self) -> None:
-        """Start ranks with their towers, all the same, and the caches; or EngineError."""
+        """Start ranks and caches. EngineError if ranks load different towers."""
         await asyncio.gather(*(rank.start() for rank in self.ranks))
         self._take_version()
         self.shape = self.ranks[0].shape
         await self.store.start({rank.memory: rank.node for rank in self.ranks} | {node: node for node in self.nodes})
 
     async def encode(self, clips: Sequence[Clip], holder: str) -> list[Embedding | ClipFailure]:
-        """A handle or a failure for each clip, in order. Handles are held for `holder` until it is released."""
+        """Return a handle or a failure for each clip, in order; handles are held for `holder` until its release."""
         async with self._one_batch:
             jobs, unique = await self._jobs(clips)
             await asyncio.gather(*(self._look_up(job, holder) for job in unique.values()))
@@ -130,14 +130,14 @@ class SequenceParallelEncoder:
             return results
 
     async def prefetch(self, clips: Sequence[Clip]) -> None:
-        """Decode what ranks would encode next; unused frames are dropped."""
+        """Start decoding the frames that ranks would encode next; unused frames are dropped."""
         async with self._one_batch:
             _, unique = await self._jobs(clips)
             known = await asyncio.gather(*map(self.store.has, unique))
             missing = [job for job, found in zip(unique.values(), known, strict=True) if not found]
             shards = shard([self._load(job.clip.plan) for job in missing], len(self.ranks), self.shape.step)
-            wanted = [[self._frames(run, missing[run.clip]) for run in runs] for runs in shards]
-            await asyncio.gather(*(rank.prefetch(each) for rank, each in zip(self.ranks, wanted, strict=True)))
+            frames = [[self._frames(run, missing[run.clip]) for run in runs] for runs in shards]
+            await asyncio.gather(*(rank.prefetch(each) for rank, each in zip(self.ranks, frames, strict=True)))
 
     async def encode_ahead(
         self, clips: Sequence[Clip], holder: str, within_s: float, called_off: Callable[[], bool]
@@ -145,7 +145,9 @@ class SequenceParallelEncoder:
         """Cache clips for `holder` with as few ranks as finish `within_s` (0: unknown), until `called_off`."""
         async with self._one_batch:
             _, unique = await self._jobs(clips)
-            for job in unique.values():  # one after the other: nothing goes on where one finds no room
+            for (
+                job
+            ) in unique.values():  # one after the other, so that nothing is running if one raises for lack of room
                 await self._look_up(job, holder)
             missing = [job for job in unique.values() if job.outcome is None]
             tokens = sum(job.tokens for job in missing)
@@ -164,20 +166,20 @@ class SequenceParallelEncoder:
         await self.store.release(holder)
 
     async def update_tower(self, weights: str | Path, updates: int) -> None:
-        """All ranks take the weights of a trained tower; keys change with its version, so nothing stale is found."""
+        """Load the weights of a trained tower into all ranks; keys include its version, so no stale entry is found."""
         if self.frozen_only:
-            raise ValueError("the tower is trained, but the cache has a disk tier: leave it out, versions never recur")
+            raise ValueError("the disk tier needs a frozen tower: disable it, since trained weights never recur")
         async with self._one_batch:
             await asyncio.gather(*(rank.update(str(weights), updates) for rank in self.ranks))
             self._take_version()
 
     async def drain(self, collect: bool = False) -> list[Span]:
-        """Spans of all ranks since the last call. `collect`: garbage, before."""
+        """Return spans of all ranks since the last call. `collect`: run the garbage collectors first."""
         drained = await asyncio.gather(*(rank.drain(collect) for rank in self.ranks))
         return [span for spans in drained for span in spans]
 
     async def metrics(self) -> dict[str, float]:
-        """`video/*` since the last call; bytes are of now, other figures of the caches since they began."""
+        """Return `video/*` since the last call; cache bytes are current, other cache counts are since the start."""
         tally, self._tally = self._tally, _Tally()
         unique, asked = sum(tally.unique.values()), tally.hits + tally.misses
         counts = await self.store.counters()
@@ -206,7 +208,9 @@ class SequenceParallelEncoder:
     def _take_version(self) -> None:
         first = self.ranks[0]
         if wrong := [rank.name for rank in self.ranks if (rank.version, rank.shape) != (first.version, first.shape)]:
-            raise EngineError(f"{', '.join(wrong)} loaded another tower than {first.name}: give all nodes one model")
+            raise EngineError(
+                f"{', '.join(wrong)} loaded a different tower than {first.name}: use one model on all nodes"
+            )
         self.version = first.version
 
     async def _jobs(self, clips: Sequence[Clip]) -> tuple[list[_Job | ClipFailure], dict[str, _Job]]:
@@ -254,7 +258,7 @@ class SequenceParallelEncoder:
             await asyncio.gather(*work)
         finally:
             for task in work:
-                task.cancel()  # of no effect unless one failed
+                task.cancel()  # no-op unless a task failed
             await asyncio.gather(*work, return_exceptions=True)
             left_over = [entry for job in jobs for entry in job.reserved]
             await asyncio.gather(*(self.store.abandon(*entry) for entry in left_over))
@@ -318,12 +322,12 @@ class SequenceParallelEncoder:
         return Frames(clip.id, clip.path, job.content, clip.plan, run.first * size, last)
 
     async def _reserve(self, job: _Job, memory: str, key: str, tokens: int, holder: str) -> str:
-        job.reserved.add((memory, key))  # before: a call that is no longer waited for is carried out all the same
+        job.reserved.add((memory, key))  # before the call, which is executed even if it is cancelled here
         return await self.store.reserve(memory, key, tokens, self.shape.hidden, holder)
 
 
 def _named(job: _Job, clip: Clip) -> Embedding | ClipFailure:
-    """Return the job's outcome under the id of this clip; several clips may share their content."""
+    """Return the job's outcome with the id of this clip; several clips may share their content."""
     if isinstance(job.outcome, ClipFailure):
         return ClipFailure(clip.id, job.outcome.message)
     return job.outcome

@@ -1,4 +1,4 @@
-"""Clips that are lists of frame images: a small file names frames and rate and serves as the clip's path."""
+"""Clips given as lists of frame images, stored as a small file with the frames' paths and rate."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ SUFFIX = ".frames"
 
 
 class FrameList(NamedTuple):
-    """Absolute paths of images, shown `fps` a second."""
+    """Absolute paths of frame images, and their rate."""
 
     frames: tuple[str, ...]
     fps: float
 
 
 def frame_list_bytes(frames: Sequence[str], fps: float) -> bytes:
-    """What the file holds."""
+    """Return the contents of a frame list file."""
     return json.dumps({"frames": list(frames), "fps": fps}).encode()
 
 
-def frame_list(path: str | Path) -> FrameList | None:
-    """Read the list in this file; None for any other file."""
+def read_frame_list(path: str | Path) -> FrameList | None:
+    """Read a frame list file; return None for any other file."""
     if Path(path).suffix != SUFFIX:
         return None
     held = parse_json(Path(path).read_bytes())

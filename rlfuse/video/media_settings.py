@@ -1,4 +1,4 @@
-"""Settings of a row for one clip or image (part, frames, size) as in qwen-vl-utils, and sizes in whole tokens. Pure."""
+"""Per-row settings of a clip or image (interval, frames, size) as in qwen-vl-utils, and sizes in whole tokens. Pure."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, ClassVar, Self
 from rlfuse.errors import VideoError
 
 MAX_ASPECT_RATIO = 200
-"""Largest ratio of a picture's sides."""
+"""Largest ratio of the longer to the shorter side."""
 
 
 def smart_resize(
     height: int, width: int, cell: int, min_pixels: int, max_pixels: int, frames: int = 1, unit: int = 1
 ) -> tuple[int, int]:
-    """Return the multiple of `cell` nearest to the size and within the bounds (`smart_resize`)."""
+    """Return the closest size in multiples of `cell` and inside the pixel bounds, as in transformers."""
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
-        problem = f"is {width} x {height} pixels; the longer side may be {MAX_ASPECT_RATIO} times the shorter at most"
+        problem = f"has {width} x {height} pixels; the longer side may be at most {MAX_ASPECT_RATIO} times the shorter"
         raise VideoError(problem, "Crop it, or drop the row")
     rows, columns, counted = round(height / cell), round(width / cell), round(frames / unit) * unit
     if counted * rows * columns * cell**2 > max_pixels:
@@ -31,7 +31,7 @@ def smart_resize(
 
 
 def fit_size(height: int, width: int, level: int, cell: int) -> tuple[int, int]:
-    """Return the size nearest in shape, in multiples of `cell`, of at most `level` cells, without enlarging."""
+    """Return the size with the closest aspect ratio, in multiples of `cell`, of at most `level` cells; not enlarged."""
     scale = min(1.0, math.sqrt(level * cell * cell / (height * width)))
     down, across = height * scale / cell, width * scale / cell
 
@@ -56,15 +56,15 @@ def _neighbours(number: float) -> set[int]:
 
 
 MIN_RESIZED_CELLS, MAX_RESIZED_CELLS = 4, 16384
-"""Tokens between which qwen-vl-utils resizes to `resized_height` and `resized_width`."""
+"""qwen-vl-utils' bounds in tokens for `resized_height` x `resized_width`."""
 MAX_FRAME_CELLS, MAX_CLIP_CELLS = 768, 0.9 * 128_000
-"""Tokens of a frame, and of all pairs of frames of a clip, that `max_pixels` can't exceed in qwen-vl-utils."""
+"""qwen-vl-utils' limits on `max_pixels`, in tokens: per frame, and for all frame pairs of a clip."""
 FLOATS = ("video_start", "video_end", "fps", "sample_fps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSettings:
-    """Of an image; null: the run decides."""
+    """Settings of an image; None: the run's defaults."""
 
     min_pixels: int | None = None
     max_pixels: int | None = None
@@ -78,13 +78,13 @@ class ImageSettings:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """Settings with these values. ValueError for one that is out of range or contradicts another."""
+        """Create settings from a row's values. ValueError for invalid or contradictory ones."""
         return cls(**{name: _number(name, value) for name, value in given.items()})
 
     def __post_init__(self) -> None:
         self._check_order("min_pixels", "max_pixels")
         if (self.resized_height is None) != (self.resized_width is None):
-            raise ValueError("resized_height and resized_width belong together. Give both or none")
+            raise ValueError("resized_height and resized_width must be set together. Set both or none")
 
     def _check_order(self, low: str, high: str) -> None:
         least, most = getattr(self, low), getattr(self, high)
@@ -96,8 +96,7 @@ class ImageSettings:
         return any(getattr(self, name) is not None for name in self.SIZES)
 
     def picture_size(self, height: int, width: int, cell: int, bounds: tuple[float, float, float]) -> tuple[int, int]:
-        """The size of an image; `bounds`: least and most pixels where its row does not say, and a limit of `max_pixels`
-        and of what the run decides."""
+        """Return the size of an image. `bounds`: default minimum and maximum pixels, and a limit on the maximum."""
         least, most, limit = bounds
         if self.resized_height is not None:
             return smart_resize(
@@ -109,11 +108,11 @@ class ImageSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipSettings(ImageSettings):
-    """Of a clip."""
+    """Settings of a clip; None: the run's defaults."""
 
     total_pixels: int | None = None
     video_start: float | None = None
-    """Seconds; what lies outside of the clip is cut off."""
+    """Seconds, clamped to the clip."""
     video_end: float | None = None
     fps: float | None = None
     nframes: int | None = None
@@ -128,7 +127,7 @@ class ClipSettings(ImageSettings):
         if self.nframes is not None and self.fps is not None:
             raise ValueError(f"nframes={self.nframes} and fps={self.fps:g} exclude each other. Remove one")
         if self.nframes is not None and not (self.min_frames or 0) <= self.nframes <= (self.max_frames or math.inf):
-            raise ValueError(f"nframes={self.nframes} is not between min_frames and max_frames. Remove these")
+            raise ValueError(f"nframes={self.nframes} is not between min_frames and max_frames. Remove them")
         if None not in (self.video_start, self.video_end) and self.video_start >= self.video_end:
             start, end = f"video_start={self.video_start:g}", f"video_end={self.video_end:g}"
             raise ValueError(f"{start} is not before {end}. Correct them")
@@ -144,17 +143,18 @@ class ClipSettings(ImageSettings):
     def frames(
         self, first: int, total: int, rate: float, unit: int, bounds: tuple[float, int, int, float]
     ) -> list[int]:
-        """The frames taken of `total` from `first` on, at `rate` in the file, in multiples of `unit` (`smart_nframes`).
+        """Return the sampled frames of `total` from `first` on, as `smart_nframes` of qwen-vl-utils.
 
-        `bounds`: rate, fewest and most frames where the row does not say, and a limit of all but `nframes`.
+        `rate`: of the file; the count is a multiple of `unit`. `bounds`: default rate, minimum and maximum frames, and
+        a limit on all but `nframes`.
         """
-        import torch  # its linspace, as in qwen-vl-utils; not above: processes that decode import this file, too
+        import torch  # lazy: decoder processes import this module; linspace as in qwen-vl-utils
 
         if self.nframes is not None:
             count = round(self.nframes / unit) * unit
             if not unit <= count <= total:
                 raise VideoError(
-                    f"nframes={self.nframes} is not between {unit} and the {total} frames that there are to take",
+                    f"nframes={self.nframes} is not between {unit} and the {total} available frames",
                     "Correct nframes, or drop the row",
                 )
         else:
@@ -167,9 +167,9 @@ class ClipSettings(ImageSettings):
     def frame_size(
         self, height: int, width: int, frames: int, cell: int, unit: int, bounds: tuple[int, int, int]
     ) -> tuple[int, int]:
-        """The size of each of so many frames, `unit` of which share their tokens.
+        """Return the size of each of `frames` frames, `unit` of which share their tokens.
 
-        `bounds`: least and most pixels of a frame where the row does not say, and the limit of its tokens.
+        `bounds`: default minimum and maximum pixels of a frame, and a limit on its tokens.
         """
         least, most, limit = bounds
         floor = int(1.05 * (self.min_pixels or min(least, self.max_pixels or least)))
@@ -187,5 +187,5 @@ def _number(name: str, value: Any) -> float:
             return int(value)
         if not whole and (seconds or value > 0):
             return float(value)
-    valid = "a whole number from 1 up" if whole else "a finite number" + (" of seconds" if seconds else " above 0")
+    valid = "an integer of at least 1" if whole else "a finite number" + (" of seconds" if seconds else " above 0")
     raise ValueError(f"{name} is {value!r}; valid is {valid}. Correct it")

@@ -11,20 +11,20 @@ FIELDS = ("image_token_id", "video_token_id", "image_token_index", "video_token_
 
 
 def placeholder_ids(config: PreTrainedConfig) -> tuple[int, ...]:
-    """Return the placeholder ids of a model's configuration; none for a model of text."""
+    """Return the placeholder ids of a model's configuration; () for a text-only model."""
     return tuple(sorted({value for name in FIELDS if isinstance(value := getattr(config, name, None), int)}))
 
 
 def exclude(model: PreTrainedModel) -> None:
-    """From now on the model's logits of its placeholders are -inf, and their gradient is zero."""
+    """Set the model's logits of placeholder ids to -inf, with zero gradient, in all later forward passes."""
     if not isinstance(head := model.get_output_embeddings(), torch.nn.Linear):
         return  # a value model, or a pipeline's stage without this layer
-    first = getattr(head, "first_id", 0)  # of a share of the head
+    first = getattr(head, "first_id", 0)  # of a vocabulary shard
     ids = [id - first for id in placeholder_ids(model.config) if first <= id < first + head.out_features]
     if not ids:
         return
 
-    @cache  # a copy to the device waits for it
+    @cache  # copying to the device synchronises
     def columns(device: torch.device) -> torch.Tensor:
         return torch.tensor(ids, device=device)
 

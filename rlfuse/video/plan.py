@@ -1,8 +1,8 @@
-"""Plan which frames of a clip a model sees, how large, and how many tokens they cost. Pure.
+"""Plan the frames of a clip that a model sees, their size, and their number of tokens. Pure.
 
 Decoder, tower, prompt, engine and trainer all use the plan. It never exceeds the sampling's budget, and its tokens are
-never cut. Times rise and count from the start of the file; with timestamps no picture is shown twice. All else is
-derived from times, size and geometry, and equal plans have equal hashes on every machine.
+never truncated. Times increase and count from the start of the file; with timestamps no frame is repeated. All else is
+derived from times, size and geometry; equal plans have equal hashes on every machine.
 Samplings: a model's own (`processor_sampling`); Seed1.5-VL's (arXiv 2505.07062: 1, 2 or 5 frames a second by task, the
 largest of six levels of tokens per frame that fits); a fixed number of frames and tokens (MR-SP, arXiv 2507.07966).
 """
@@ -24,7 +24,7 @@ from rlfuse.video.media_settings import ClipSettings, fit_size
 
 @dataclass(frozen=True, slots=True)
 class Timestamps:
-    """How a prompt says the time of a frame, before its tokens."""
+    """Format of timestamps in prompts, before the tokens of a temporal patch."""
 
     template: str
     between: str = ""
@@ -38,7 +38,7 @@ SEED_TIMES = Timestamps("[{:.1f} second]")
 
 
 class TaskKind(StrEnum):
-    """What a question asks of a clip, which decides how densely it has to be sampled."""
+    """Kind of question about a clip, which decides the sampling rate."""
 
     GENERAL = "general"
     DETAIL = "detail"
@@ -47,7 +47,7 @@ class TaskKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """How the vision tower cuts frames into tokens."""
+    """Patch sizes by which the vision tower divides frames into tokens."""
 
     patch: int = 14
     merge: int = 2
@@ -63,7 +63,7 @@ class Geometry:
 
 
 class SampledFrames(NamedTuple):
-    """What a sampling shows of a clip."""
+    """Result of a sampling: frame times, their rate, and the size of the frames."""
 
     times: list[float]
     fps: float
@@ -76,15 +76,15 @@ class SampledFrames(NamedTuple):
 
 
 class Sampling(Protocol):
-    """A rule by which clips are sampled."""
+    """Protocol of a sampling."""
 
     def choose(self, clip: ClipMetadata, task: TaskKind, geometry: Geometry, settings: ClipSettings) -> SampledFrames:
-        """Times, their rate, and the size of every frame; `settings`: of its row, whose part of it `clip` is."""
+        """Return times, rate and frame size. `settings`: of the row; `clip` is already cut to their interval."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeedSampling:
-    """Seed1.5-VL's sampling. Smaller models take smaller budgets and levels, by these settings alone."""
+    """Seed1.5-VL's sampling; the defaults are the paper's."""
 
     budget: int = 81_920
     levels: tuple[int, ...] = (640, 512, 384, 256, 160, 128)
@@ -95,7 +95,7 @@ class SeedSampling:
     def __post_init__(self) -> None:
         if not self.levels or list(self.levels) != sorted(set(self.levels), reverse=True) or self.levels[-1] < 1:
             raise ValueError(
-                f"SeedSampling.levels: got {self.levels}; valid are whole numbers from 1 up, largest first, none twice"
+                f"SeedSampling.levels: got {self.levels}; valid are distinct positive integers in descending order"
             )
         if self.budget < self.levels[-1]:
             raise ValueError(
@@ -104,7 +104,7 @@ class SeedSampling:
             )
         for kind in TaskKind:
             if not (math.isfinite(self.fps(kind)) and self.fps(kind) > 0):
-                raise ValueError(f"SeedSampling.fps_{kind}: got {self.fps(kind)}; valid is a finite number above 0")
+                raise ValueError(f"SeedSampling.fps_{kind}: got {self.fps(kind)}; it must be finite and positive")
 
     def fps(self, task: TaskKind) -> float:
         return {TaskKind.GENERAL: self.fps_general, TaskKind.DETAIL: self.fps_detail, TaskKind.MOTION: self.fps_motion}[
@@ -123,14 +123,14 @@ class SeedSampling:
         level = next((level for level in self.levels if len(times) <= most[level]), self.levels[-1])
         choice = _sized(clip, times, fps, level, geometry, settings)
         if (tokens := math.ceil(len(times) / geometry.temporal_patch) * choice.tokens(geometry)) > self.budget:
-            problem = f"is {tokens} visual tokens by the settings of its row, and video.max_tokens is {self.budget}"
+            problem = f"has {tokens} visual tokens with the settings of its row; video.max_tokens is {self.budget}"
             raise VideoError(problem, "Lower nframes, min_pixels or the resized sides, or raise video.max_tokens")
         return choice
 
 
 @dataclass(frozen=True, slots=True)
 class FixedSampling:
-    """As many frames of as many tokens for every clip, spread evenly over it (MR-SP); fewer where it has fewer."""
+    """A fixed number of evenly spaced frames with a fixed token limit (MR-SP); fewer if the clip has fewer."""
 
     frames: int = 128
     tokens_per_frame: int = 256
@@ -155,7 +155,7 @@ class FixedSampling:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A stretch of the prompt: text, then so many visual tokens."""
+    """Piece of the prompt: text, then a number of visual tokens."""
 
     text: str
     tokens: int
@@ -163,22 +163,22 @@ class Piece:
 
 @dataclass(frozen=True)
 class VideoPlan:
-    """The frames of one clip, or the one of an image, as a model sees them."""
+    """Frames of a clip, or the one frame of an image, as the model sees them."""
 
     times: tuple[float, ...]
-    """Seconds. A time names the frame that is on the screen then."""
+    """Seconds; each selects the frame that is displayed then."""
     height: int
     width: int
     fps: float
     level: int
     geometry: Geometry = field(default_factory=Geometry)
     timestamps: Timestamps | None = SEED_TIMES
-    """How the prompt says the time before every frame; None where it does not."""
+    """Format of the timestamps in the prompt; None: no timestamps."""
 
     is_image: bool = False
-    """Of an image, whose frame is repeated to fill a temporal patch."""
+    """True for an image, whose frame is repeated to fill a temporal patch."""
     kept: bytes | None = None
-    """A byte for each token of all frames, 1 for those that are visual tokens, see `compressed`; None: all are."""
+    """Mask of kept visual tokens, one byte each, see `compress_tokens`; None: all are kept."""
 
     def __post_init__(self) -> None:
         assert self.kept is None or len(self.kept) == self.temporal_patches * self.tokens_per_frame
@@ -204,12 +204,12 @@ class VideoPlan:
 
     @property
     def temporal_patches(self) -> int:
-        """How many stretches of visual tokens there are: one for every frame with temporal patches of one frame."""
+        """Number of temporal patches."""
         return self.frames // self.temporal_patch
 
     @property
     def tokens_per_frame(self) -> int:
-        """Tokens of one temporal patch, which is one frame for image towers; visual ones but for those not `kept`."""
+        """Tokens of one temporal patch (one frame for image towers), before compression (`kept`)."""
         return (self.height // self.geometry.cell) * (self.width // self.geometry.cell)
 
     @property
@@ -228,13 +228,13 @@ class VideoPlan:
 
     @property
     def patch_times(self) -> list[float]:
-        """Of every temporal patch, the mean of its frames' times."""
+        """Mean time of the frames of each temporal patch, in seconds."""
         size = self.temporal_patch
         return [math.fsum(self.times[start : start + size]) / size for start in range(0, self.frames, size)]
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """Return the prompt's part: the time before each temporal patch, or one piece without timestamps."""
+        """Pieces of the prompt: a timestamp before each temporal patch, or one piece without timestamps."""
         if self.timestamps is None:
             return (Piece("", self.tokens),)
         each, texts = self.tokens_per_frame, self.timestamps.texts(self.patch_times)
@@ -247,7 +247,7 @@ class VideoPlan:
 
     @cached_property
     def hash(self) -> str:
-        """Hash what the tower's output depends on, in 32 hexadecimal digits."""
+        """Hash of everything that the tower's output depends on, 32 hexadecimal digits."""
         microseconds = [round(time * 1e6) for time in self.times]
         shape = (self.height, self.width, self.geometry.patch, self.geometry.merge, self.geometry.temporal_patch)
         seen = (microseconds, shape, *["still"] * self.is_image, *[self.kept] * (self.kept is not None))
@@ -263,7 +263,7 @@ def plan_video(
     timestamps: Timestamps | None = SEED_TIMES,
     settings: ClipSettings | None = None,
 ) -> VideoPlan:
-    """The plan of one clip; `settings`: of its row."""
+    """Plan one clip; `settings`: of its row."""
     geometry, settings = geometry or Geometry(), settings or ClipSettings()
     seen = (clip if timestamps else clip.with_constant_rate()).trim(settings.video_start, settings.video_end)
     times, fps, level, height, width = sampling.choose(seen, _task(task), geometry, settings)
@@ -274,7 +274,7 @@ def plan_video(
 def requested_times(
     clip: ClipMetadata, geometry: Geometry, settings: ClipSettings, bounds: tuple[float, int, int, float]
 ) -> tuple[list[float], float]:
-    """Times and rate of the frames that settings ask for; `bounds`: as of `ClipSettings.frames`."""
+    """Return times and rate of the frames requested by `settings`; `bounds`: see `ClipSettings.frames`."""
     total, unit = clip.distinct_frames, 1 if clip.is_list else geometry.temporal_patch
     bounds = (clip.fps, 1, total, bounds[3]) if clip.is_list else bounds
     frames = settings.frames(clip.first_frame, total, clip.fps, unit, bounds)
@@ -299,9 +299,9 @@ def _task(task: TaskKind | str) -> TaskKind:
     try:
         return TaskKind(task)
     except ValueError:
-        raise ValueError(f"task: got {task!r}; valid are {', '.join(TaskKind)}. Correct the row's kind.") from None
+        raise ValueError(f"task: got {task!r}; valid are {', '.join(TaskKind)}. Correct the row's task.") from None
 
 
 def _at_least_one(owner: str, name: str, value: int) -> None:
     if value < 1:
-        raise ValueError(f"{owner}.{name}: got {value}; valid is 1 or more")
+        raise ValueError(f"{owner}.{name}: got {value}; it must be at least 1")

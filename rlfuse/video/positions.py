@@ -1,7 +1,7 @@
 """M-RoPE positions of a prompt with clips, equal to those of vLLM's `get_mrope_input_positions`. Pure.
 
-transformers 5 places text after a clip by height and width only, another model than vLLM's for long clips; so positions
-are always passed to it.
+transformers 5 positions text after a clip by height and width only, which differs from vLLM for long clips. So
+positions are always passed to the trained model explicitly.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from rlfuse.video.plan import VideoPlan
 
 @dataclass(frozen=True, slots=True)
 class MRope:
-    """How a model counts positions on three axes."""
+    """M-RoPE settings of a model."""
 
     merge: int
     steps_per_second: float | None
-    """Positions in time per second (Qwen2.5-VL's `tokens_per_second`); None: one for a temporal patch."""
+    """Temporal positions per second (Qwen2.5-VL's `tokens_per_second`); None: one per temporal patch."""
 
     def positions(self, size: int, clips: Sequence[Visual]) -> np.ndarray:
-        """int64 [3, size] of a prompt of so many tokens, its clips in order. ValueError if one does not fit its grid.
+        """Return the positions int64 [3, size] of a prompt of `size` tokens with clips in order.
 
-        Example: merge 2, 4 steps a second; 2 tokens of text, a clip of grid (2, 4, 2) and half a second a patch, 1 of
-        text: time 0 1 2 2 4 4 5, height 0 1 2 3 2 3 5, width 0 1 2 2 2 2 5.
+        Raises ValueError if a clip does not match its grid. Example: merge 2, 4 steps per second; 2 text tokens, a clip
+        of grid (2, 4, 2) with 0.5 s per patch, 1 text token: time 0 1 2 2 4 4 5, height 0 1 2 3 2 3 5, width
+        0 1 2 2 2 2 5.
         """
         parts, start, after = [], 0, 0
         for clip in clips:
@@ -45,16 +46,16 @@ class MRope:
         if not cells.shape[1] == len(places) == last - first + 1:
             what = "clip" if pieces == 1 else "temporal patch"
             raise ValueError(
-                f"a {what} of grid {plan.grid} is {cells.shape[1]} tokens in one piece, got {len(places)} of them at "
-                f"places {first} to {last}: plan it with the timestamps and in the geometry of this model"
+                f"a {what} of grid {plan.grid} has {cells.shape[1]} contiguous tokens, got {len(places)} at "
+                f"positions {first} to {last}: plan it with the timestamps and geometry of this model"
             )
-        if self.steps_per_second is not None:  # one factor, in float64, cut off: to the bit as in vLLM
+        if self.steps_per_second is not None:  # truncated float64 product, bit-equal to vLLM
             cells[0] = (cells[0] * (plan.seconds_per_temporal_patch * self.steps_per_second)).astype(np.int64)
         return cells
 
 
 def following(before: np.ndarray, count: int) -> np.ndarray:
-    """[..., count] of text behind the positions [..., tokens], on one axis or three."""
+    """Return positions [..., count] of text after the positions [..., tokens], on one or three axes."""
     return np.broadcast_to(before.max() + 1 + np.arange(count), (*before.shape[:-1], count))
 
 

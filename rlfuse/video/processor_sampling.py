@@ -1,7 +1,7 @@
-"""Sample frames as a model's own processor does, by rate and pixel bounds. Pure.
+"""Sample frames as in a model's processor, by rate and pixel bounds. Pure.
 
-At a constant rate, frames, sizes and token counts equal those of the installed transformers' processor with
-`do_sample_frames`; with settings of a row they equal those of qwen-vl-utils.
+For a constant frame rate, frames, sizes and token counts equal those of the installed transformers' processor with
+`do_sample_frames`; with per-row settings they equal those of qwen-vl-utils.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlfuse.video.plan import Geometry, SampledFrames, TaskKind, requested_times
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixelBounds:
-    """Of a picture."""
+    """Minimum and maximum pixels of an image."""
 
     min_pixels: int
     max_pixels: int
@@ -32,7 +32,7 @@ class PixelBounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessorSampling(PixelBounds):
-    """Frames at one rate between two counts, each of a number of pixels between two bounds."""
+    """Sampling at a fixed rate, with bounds on the number of frames and on their pixels."""
 
     fps: float
     min_frames: int
@@ -45,7 +45,7 @@ class ProcessorSampling(PixelBounds):
         return self.min_pixels, self.frame_pixel_limit(frames)
 
     def choose(self, clip: ClipMetadata, task: TaskKind, geometry: Geometry, settings: ClipSettings) -> SampledFrames:
-        """Whatever the task. Pictures that vary in length are spread as `ClipMetadata.sample_times` says."""
+        """Sample a clip, independently of the task. With a variable frame rate: see `ClipMetadata.sample_times`."""
         total = clip.distinct_frames
         if clip.is_list or not settings.is_empty:
             times, fps = requested_times(
@@ -65,8 +65,8 @@ class ProcessorSampling(PixelBounds):
         return SampledFrames(times, fps, height * width // geometry.cell**2, height, width)
 
     def frames(self, total: int, fps: float, unit: int) -> list[int]:
-        """Which frames of a clip that has so many, `fps` a second; as many as fill units where it has as many."""
-        import torch  # not above: processes that decode import this file, too, and compute nothing
+        """Return the sampled frames of `total` at `fps`; their number is a multiple of `unit` if there are enough."""
+        import torch  # lazy: decoder processes import this module
 
         most = min(self.max_frames, total) // unit * unit
         count = math.floor(min(max(total / fps * self.fps, self.min_frames), most) / unit) * unit or total

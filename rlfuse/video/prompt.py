@@ -1,6 +1,6 @@
 """Assemble a prompt with visual tokens in place of `<video>` and `<image>` markers. Pure.
 
-Visual positions are recorded here, never searched for. A placeholder spelled out in text stays text.
+Visual positions are recorded here, never searched for. Placeholder tokens spelled in text stay text.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from rlfuse.errors import VideoError
 from rlfuse.video.plan import VideoPlan
 
 MARKERS = {"video": "<video>", "image": "<image>"}
-"""By modality, what stands in a row's text where a clip or an image belongs."""
+"""Modality -> marker of a clip or image in a row's text."""
 _QUOTED = {marker: f"<\ufdd0{marker[1:]}" for marker in MARKERS.values()}
-"""Spelling of a marker that is text, with a noncharacter; only the assembly of prompts sees it."""
+"""Marker -> escaped spelling of literal text, with a Unicode noncharacter; removed when the prompt is assembled."""
 
 
 @dataclass(frozen=True, slots=True)
 class VisualTokens:
-    """A model's tokens that stand for embeddings, as its vocabulary spells them."""
+    """Placeholder tokens of a model, as spelled in its vocabulary."""
 
     video: str
     image: str
 
     def ids(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-        """Their ids by modality; these are what an engine must never sample."""
+        """Return the placeholder ids by modality, which engines must never sample."""
         return {"video": _id(tokenizer, self.video), "image": _id(tokenizer, self.image)}
 
 
 @dataclass(frozen=True, slots=True)
 class VideoPrompt:
-    """Token ids and where among them each plan's embeddings go."""
+    """Token ids of a prompt, and the positions of each plan's embeddings."""
 
     token_ids: np.ndarray
     positions: tuple[np.ndarray, ...]
     spans: tuple[tuple[int, int], ...] = ()
-    """For each plan the first and last (exclusive) token that belongs to it: visual tokens, timestamps, frame."""
+    """First and last (exclusive) token of each plan, including timestamps and start and end tokens."""
 
 
 def assemble(
@@ -51,10 +51,10 @@ def assemble(
     visual: VisualTokens,
     frame: tuple[str, str] = ("", ""),
 ) -> VideoPrompt:
-    """The prompt `text`, chat template applied, with each marker replaced by its plan's pieces: `<video>` by those of
-    clips and `<image>` by those of images, each in order. `frame`: special tokens before and after each of them.
+    """Tokenise `text` (chat template applied), with each `<video>` and `<image>` marker replaced by its plan's pieces.
 
-    Raises VideoError where markers and plans don't match in number.
+    Plans of each modality are used in order. `frame`: special tokens before and after each clip or image. Raises
+    VideoError if the number of markers and plans differs.
     """
     before, *rest = re.split(f"({'|'.join(MARKERS.values())})", text)
     markers, texts = rest[::2], rest[1::2]
@@ -86,7 +86,7 @@ def assemble(
 
 
 def escape_markers(text: str) -> str:
-    """Return `text` with its markers spelled so that `assemble` reads them as text."""
+    """Return `text` with markers escaped, so that `assemble` treats them as text."""
     for marker, spelled in _QUOTED.items():
         text = text.replace(marker, spelled)
     return text
@@ -105,12 +105,12 @@ def _check_count(text: str, modality: str, markers: int, plans: int) -> None:
     marker, noun = MARKERS[modality], {"video": "clip", "image": "image"}[modality]
     raise VideoError(
         f"the prompt has {_counted(markers, f'{marker} marker')} and {_counted(plans, noun)}: {_shortened(text)!r}",
-        f"Give as many {noun}s as markers; text that is no marker must not contain {marker}",
+        f"Use one marker per {noun}, and remove {marker} from other text",
     )
 
 
 def tokenise(tokenizer: PreTrainedTokenizerBase, text: str, visual: VisualTokens) -> list[int]:
-    """Ids of a text, none of them visual; other special tokens, such as those of a chat template, are read as such."""
+    """Return the token ids of a text without visual tokens; other special tokens are parsed (chat template)."""
     parts = [unescape_markers(text)]
     for word in (visual.video, visual.image):
         half = len(word) // 2
@@ -120,8 +120,8 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, text: str, visual: VisualTokens
     if found:
         raise VideoError(
             f"the text {_shortened(text)!r} is tokenised to {tokenizer.convert_ids_to_tokens(sorted(found))}, which "
-            "stand for visual tokens",
-            "Remove what this tokenizer's normalisation turns into them",
+            "are visual placeholders",
+            "Remove the characters that this tokenizer normalises to them",
         )
     return ids
 
@@ -135,7 +135,7 @@ def _id(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
     token = tokenizer.convert_tokens_to_ids(text)
     if token is None or tokenizer.convert_ids_to_tokens(token) != text:
         raise VideoError(
-            f"the tokenizer has no token {text!r}", "Name a visual token of the model's own vocabulary, or add this one"
+            f"the tokenizer has no token {text!r}", "Use a visual token of the model's vocabulary, or add this one"
         )
     return token
 

@@ -1,7 +1,7 @@
-"""Shard the clips of a batch over ranks: contiguous, balanced, cut only where the tower's bits do not change. Pure.
+"""Shard the clips of a batch over ranks: contiguous and balanced, without changing the tower's results. Pure.
 
-Clips are cut at multiples of `step` units (temporal patches), since a matrix product may differ in its last bits with
-its number of rows. The heaviest shard is as light as any contiguous cut allows.
+Clips are split at multiples of `step` units (temporal patches), since the last bits of a matrix product may depend on
+its number of rows. The maximum load is the smallest of all contiguous shardings.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 USABLE_TIME_SHARE = 0.8
-"""Of the time that there is, in which clips are encoded ahead: clips and steps differ."""
+"""Fraction of the available time that is planned for encoding ahead, since clips and steps vary."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Multiply-adds of the tower for one unit, from its patch count: projections and MLP are linear in it, attention
-    quadratic where it spans the unit (attention in windows of fixed size is linear)."""
+    """Multiply-adds of the tower for one unit, by its number of patches.
+
+    Projections, MLP and window attention are linear in it; attention over the unit is quadratic.
+    """
 
     per_patch: int
     per_pair: int
@@ -28,7 +30,7 @@ class CostModel:
 
 @dataclass(frozen=True, slots=True)
 class ClipLoad:
-    """A clip as the sharding sees it."""
+    """Cost of a clip: number of units, cost per unit."""
 
     units: int
     unit_cost: int
@@ -37,13 +39,13 @@ class ClipLoad:
         if self.units < 1 or self.unit_cost < 1:
             raise ValueError(
                 f"a clip needs at least 1 unit of cost 1, got units={self.units}, unit_cost={self.unit_cost}; "
-                "leave clips without frames out of the batch"
+                "remove clips without frames from the batch"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class UnitRange:
-    """Units `first` to `last` (exclusive) of the batch's clip number `clip`."""
+    """Units `first` to `last` (exclusive) of the clip with index `clip`."""
 
     clip: int
     first: int
@@ -55,8 +57,10 @@ class UnitRange:
 
 
 def shard(loads: Sequence[ClipLoad], ranks: int, step: int = 1) -> list[list[UnitRange]]:
-    """Return one list of runs per rank, in the order of the clips, with the smallest possible maximum load. A rank
-    closed at total / ranks + heaviest step holds more than total / ranks, so `ranks` of them always suffice."""
+    """Return the unit ranges of each rank, in clip order, with the smallest possible maximum load.
+
+    A limit of total / ranks + heaviest step always suffices: every shard closed at it exceeds total / ranks.
+    """
     if ranks < 1 or step < 1:
         raise ValueError(f"ranks and step must be at least 1, got ranks={ranks}, step={step}")
     if not loads:
@@ -75,20 +79,22 @@ def shard(loads: Sequence[ClipLoad], ranks: int, step: int = 1) -> list[list[Uni
 
 
 def cost(runs: Sequence[UnitRange], loads: Sequence[ClipLoad]) -> int:
-    """Of one shard."""
+    """Return the cost of one shard."""
     return sum(run.units * loads[run.clip].unit_cost for run in runs)
 
 
 def pool_size(work_s: float, within_s: float, ranks: int) -> int:
-    """Return how few ranks encode ahead in time (DistTrain, arXiv 2408.04275); all if a rate is unknown. 10 s of work
-    beside steps of 5 s: 3 ranks."""
+    """Return the smallest number of ranks that encode ahead in time (DistTrain, arXiv 2408.04275); all if unknown.
+
+    Example: 10 s of work during steps of 5 s need 3 ranks.
+    """
     if not work_s or not within_s:
         return ranks
     return min(ranks, math.ceil(work_s / (USABLE_TIME_SHARE * within_s)))
 
 
 def _fill(loads: Sequence[ClipLoad], limit: int, step: int) -> list[list[UnitRange]]:
-    """Fill shards of at most `limit` (at least the heaviest step), one after the other."""
+    """Fill shards in order, each up to `limit`, which is at least the heaviest step."""
     shards: list[list[UnitRange]] = [[]]
     room = limit
     for clip, load in enumerate(loads):

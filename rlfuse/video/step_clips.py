@@ -1,6 +1,6 @@
 """Encode the clips of a step before generation and hold them until its last pass (the `Clips` protocol).
 
-A group whose clip cannot be encoded is dropped and counted. Clips of the next batch are prefetched or encoded ahead,
+A group whose clip cannot be encoded is dropped and counted. Clips of the next batch are prefetched or encoded ahead
 with lower priority.
 """
 
@@ -17,11 +17,11 @@ from rlfuse.events import Span
 from rlfuse.samples import Group, Prompt, Visual
 from rlfuse.video.encoding import Clip, ClipFailure, SequenceParallelEncoder
 
-AHEAD = "what comes next"
+AHEAD = "the next batch"
 
 
 class StepClips:
-    """Clips of a step. `max_failure_rate`: share of a step's clips; `ahead`: encode the next batch meanwhile."""
+    """Clips of a step. `max_failure_rate`: tolerated fraction of a step's prompts; `ahead`: encode the next batch."""
 
     def __init__(
         self, encoder: SequenceParallelEncoder, max_failure_rate: float, say: Callable[[str], None], ahead: bool = False
@@ -30,14 +30,14 @@ class StepClips:
         self._shapes: list[tuple[int, int, int]] = []
         self._dropped = 0
         self._coming: asyncio.Task[None] | None = None
-        self._began, self._beside = 0.0, ""  # what is coming
-        self._lasted: dict[str, float] = {}  # how long the last had, by what went on meanwhile
+        self._began, self._beside = 0.0, ""  # of the pending task
+        self._lasted: dict[str, float] = {}  # phase -> seconds available to the last task
 
     async def start(self) -> None:
         await self.encoder.start()
 
     async def encode(self, groups: Sequence[Group], holder: str, check_failures: bool = True) -> list[Group]:
-        """The groups that can be generated, their clips encoded and held for `holder`. Raises EngineError."""
+        """Encode the groups' clips, held for `holder`; return the groups without failures. Raises EngineError."""
         if self._coming is not None:
             coming, self._coming = self._coming, None
             self._lasted[self._beside] = time.monotonic() - self._began
@@ -64,7 +64,7 @@ class StepClips:
         return kept
 
     def prefetch(self, prompts: Sequence[Prompt], beside: str) -> None:
-        """Begin with the next prompts' clips unless busy; the next `encode` raises its errors."""
+        """Start with the clips of the next prompts, unless busy; the next `encode` raises its errors."""
         clips = [_clip(each.index, seen) for each in prompts for seen in each.visual]
         if clips and self._coming is None:
             lasts = self._lasted.get(beside, 0.0)
@@ -80,18 +80,18 @@ class StepClips:
             return
         first = next(iter(failed.values())).message
         unusable = f"{len(failed)} of {of} prompts have clips or images that can't be used"
-        text = f"{unusable} and are left out; the first: {first}"
+        text = f"{unusable} and are skipped; the first: {first}"
         self.say(text)
         if none_left:
-            raise EngineError(f"{text}\nNo prompt of the step is left, so the run stops. Correct the files.")
+            raise EngineError(f"{text}\nNo prompt of the step is left; the run stops. Correct the files.")
         if len(failed) > self.max_failure_rate * of:
             raise EngineError(
-                f"{text}\nThat is more than video.max_failure_rate={self.max_failure_rate}, so the run stops. Mend the "
-                "files, or raise the rate if these groups may be left out."
+                f"{text}\nThis exceeds video.max_failure_rate={self.max_failure_rate}; the run stops. Repair the "
+                "files, or raise the rate if these prompts may be skipped."
             )
 
     async def release(self, holder: str) -> dict[str, float]:
-        """Whoever held clips under this name reads them no more; `video/*` since the last call."""
+        """Release the clips held for `holder`; return the metrics `video/*` since the last call."""
         await self.encoder.release(holder)
         seen, self._shapes, dropped, self._dropped = self._shapes, [], self._dropped, 0
         names = ("video/frames", "video/tokens", "video/level")
@@ -99,7 +99,7 @@ class StepClips:
         return means | {"video/dropped_groups": float(dropped)} | await self.encoder.metrics()
 
     async def drain(self, collect: bool = False) -> list[Span]:
-        """Spans since the last call, those of encoder ranks too. `collect`: their garbage, before."""
+        """Return spans of the encoder ranks since the last call. `collect`: run their garbage collectors first."""
         return await self.encoder.drain(collect)
 
     async def close(self) -> None:

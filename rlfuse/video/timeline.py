@@ -1,8 +1,8 @@
-"""Find which stream of a file is shown, from when to when, and where decoding can start; nothing is decoded.
+"""Select a file's video stream and find its frame times and keyframes, without decoding.
 
-Packets overrule headers; a clip whose header and time stamps disagree about its length is a `VideoError`. The stream is
-the default one, else the longest, never a cover picture. A clip begins with its first keyframe. MP4 at a constant rate
-is known from its index, all other files are scanned once.
+Packets take precedence over headers; a clip whose header and time stamps disagree about its length is a `VideoError`.
+The stream is the default one, else the longest, never cover art. A clip begins with its first keyframe. For MP4 at a
+constant rate the index is sufficient; all other files are demuxed once.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ from rlfuse.errors import VideoError
 from rlfuse.video.clip_metadata import MIN_STATIC_S, ROUNDING_S
 
 COVERS = {"mjpeg", "png", "bmp", "gif", "webp", "tiff"}
-"""Codecs of cover pictures; some are also those of cameras."""
+"""Codecs of cover art; cameras use some of them, too."""
 CONTAINERS = (
     "mov,matroska,webm,avi,flv,mpegts,mpeg,asf,ogg,mxf,gif,apng,ivf,nut,wtv,dv,rm,gxf,yuv4mpegpipe,"
     "h264,hevc,m4v,mpegvideo,mjpeg,h263,vc1,av1,obu"
 )
-"""What FFmpeg may open, whatever a file is called; the second line are bare streams. Of others some open further files
-or addresses (playlists, concat lists, numbered images, MLV), and many are seldom tested."""
+"""Demuxers that FFmpeg may use, for any file name; the second line has raw streams. Others are excluded because they
+open further files or URLs (playlists, concat lists, numbered images, MLV) or are rarely tested."""
 MP4, AVI = "mov,mp4,m4a,3gp,3g2,mj2", "avi"
 STORES_LENGTH = (MP4, AVI, "matroska,webm", "flv")
-"""Containers whose header says how long they are; of others FFmpeg estimates it from time stamps."""
+"""Containers whose header has a duration; FFmpeg estimates it from time stamps for others."""
 UNRELIABLE_AFTER_SEEK = (AVI, "mpeg")
-"""Containers that don't say when each picture is shown. From the start they can be counted; from a keyframe FFmpeg
-can't know how many B-frames stored behind it are shown before it."""
+"""Containers without presentation times. Frames can be counted from the start, but after a seek to a keyframe FFmpeg
+does not know how many of the following B-frames are presented before it."""
 TS = "mpegts"
 LOSSY = (TS, "mpeg")
-"""Containers made for channels that lose packets: a damaged one does not mean that the file was cut."""
+"""Containers for lossy channels: a damaged packet does not mean that the file is truncated."""
 RATE_OFF = 0.01
-"""Share by which a header's rate may differ from that of its packets."""
+"""Tolerated relative difference of the rates of header and packets."""
 LONGEST_JUMP_S = 10.0
-"""In other containers; a longer one may not outlast the rest of the clip."""
+"""Longest time stamp jump in containers without a stored duration, unless it is shorter than the rest of the clip."""
 MAX_REORDERED = 32
-"""Places between a frame's order of decoding and of showing: 16 frames of two fields in H.264 and H.265."""
-EDITED = "is put together from several parts by its edit list, and FFmpeg misplaces frames between such parts"
-UNDECIDED = "has B-frames and {}, and AVI doesn't say when each picture is shown"
+"""Largest difference of a frame's decoding and presentation index: 16 frames of two fields in H.264 and H.265."""
+EDITED = "has an edit list with several segments, between which FFmpeg misplaces frames"
+UNDECIDED = "has B-frames and {}, but AVI does not store presentation times"
 FETCH_AGAIN = "Fetch it again, or drop the row"
 REWRITE = "Write it again from its source, or drop the row"
 STAMPLESS = "Put the stream into a container, such as mp4"
 SEGMENT = b"\x18\x53\x80\x67"
-"""In Matroska and WebM, what stands before the size of all that follows."""
+"""Id of the Matroska and WebM segment element, followed by its size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When a stream has pictures; ticks are of its time base."""
+    """Frame times of a stream; ticks are in its time base."""
 
     stream: int
     start: int
@@ -70,19 +70,18 @@ class Timeline:
     frames: int
     static_intervals: tuple[tuple[float, float], ...]
     keyframes: list[int]
-    """Ticks where decoding can start, besides the clip's start; rising."""
+    """Ticks where decoding can start, in addition to the clip's start; sorted."""
     ticks: tuple[int, ...] = ()
-    """Of all pictures in AVI with B-frames. It stores when they are decoded, so that only counting tells which is
-    which."""
+    """All frame times of an AVI with B-frames, which stores decoding times only: frames are assigned by counting."""
     damaged: tuple[tuple[float, float], ...] = ()
-    """From which tick to before which pictures may lack what they refer to, as packets were lost on the way."""
+    """(begin, end) of groups of pictures with lost packets."""
 
 
 class _Packet(NamedTuple):
-    """A picture before it is decoded."""
+    """Packet of a frame."""
 
     tick: int
-    """At which it appears; in AVI, at which it is decoded."""
+    """Presentation time; decoding time in AVI."""
     decoded: int
     duration: int
     is_keyframe: bool
@@ -91,19 +90,19 @@ class _Packet(NamedTuple):
 
 
 def open_container(path: str) -> InputContainer:
-    """Open a file, and no other that it names; av.FFmpegError or VideoError where it can't be read."""
+    """Open a file, but no other file that it refers to. Raises av.FFmpegError or VideoError."""
     try:
         return av.open(path, metadata_errors="ignore", container_options={"format_whitelist": CONTAINERS})
     except av.ArgumentError as error:
-        problem = "has a damaged header, or a format that is not read: playlists and other lists of files never are"
-        remedy = "Convert it to mp4 or mkv, give the files of a list as clips of their own, or drop the row"
+        problem = "has a damaged header or an unsupported format (playlists and other lists of files are not read)"
+        remedy = "Convert it to mp4 or mkv, use separate rows for the files of a list, or drop the row"
         raise VideoError(problem, remedy) from error
 
 
 def timeline_of(path: str, container: InputContainer) -> Timeline:
-    """The stream to show of an open file."""
+    """Return the timeline of an open file's selected stream."""
     if container.format.flags & Flags.no_timestamps.value:
-        raise VideoError("is a bare stream, which doesn't say when its pictures are shown", STAMPLESS)
+        raise VideoError("is a raw stream without time stamps", STAMPLESS)
     streams, facts = _moving(container), os.stat(path)
     alone = len(streams) == 1 and streams[0].codec_context.name not in COVERS
     if alone and (known := _index(container, streams[0], facts.st_size)):
@@ -117,8 +116,9 @@ def _moving(container: InputContainer) -> list[VideoStream]:
 
 
 def _index(container: InputContainer, stream: VideoStream, size: int) -> Timeline | None:
-    """Return the timeline by an MP4 index; None if it is incomplete or the rate varies. Keyframes are shifted by the
-    delay between decoding and presentation times, since FFmpeg seeks by the latter.
+    """Return the timeline from an MP4 index; None if it is incomplete or the rate varies.
+
+    Keyframes are shifted by the delay between decoding and presentation times, since FFmpeg seeks by the latter.
     """
     index = stream.index_entries
     if container.format.name != MP4 or not stream.duration or not stream.frames or len(index) != stream.frames:
@@ -127,8 +127,8 @@ def _index(container: InputContainer, stream: VideoStream, size: int) -> Timelin
     ticks, is_keyframe = np.array([(entry.timestamp, entry.is_keyframe) for entry in index]).T
     duration, end = stream.duration * tick_s, ticks[0] + stream.duration
     if (reached := max(entry.pos + entry.size for entry in index)) > size:
-        raise VideoError(f"has {size} bytes, and its index reaches to {reached}: it is truncated", FETCH_AGAIN)
-    # The end counts as a picture: where the last stays shorter or longer than others, B-frames may hide more gaps.
+        raise VideoError(f"has {size} bytes, but its index refers to byte {reached}: it is truncated", FETCH_AGAIN)
+    # The end counts as a frame: if the last frame's duration differs, B-frames may hide more gaps.
     if (
         not is_keyframe[0]
         or (np.diff(ticks) < 0).any()
@@ -164,7 +164,7 @@ def _read_through(path: str, size: int, modified_ns: int) -> Timeline:
                 stampless[packet.stream_index] += 1
         packets = defaultdict(list, {index: _decodable(of) for index, of in read.items()})
         stream = _chosen(container, streams, packets)
-        if stampless[stream.index] > len(read[stream.index]):  # second fields have none of their own
+        if stampless[stream.index] > len(read[stream.index]):  # second fields have no time stamps
             raise VideoError("has frames without time stamps", STAMPLESS)
         if _is_counted(container, stream) and not read[stream.index][0].is_keyframe:
             raise VideoError(UNDECIDED.format("no keyframe at its start"), REWRITE)
@@ -183,13 +183,13 @@ def _chosen(container: InputContainer, streams: list[VideoStream], packets: dict
     if len(container.streams) > 1:
         streams = [stream for stream in streams if stream not in covers]
     if not streams:
-        kinds = {stream.type: stream.type for stream in container.streams} | {"video": "a cover picture"}
-        kinds |= {} if all(s.codec_context for s in container.streams.video) else {"video": "some of an unknown codec"}
+        kinds = {stream.type: stream.type for stream in container.streams} | {"video": "cover art"}
+        kinds |= {} if all(s.codec_context for s in container.streams.video) else {"video": "video of an unknown codec"}
         found = " and ".join(sorted({kinds[stream.type] for stream in container.streams}, reverse=True))
         raise VideoError(f"has no video{found and f', only {found}'}", "Give a file with video, or drop the row")
     filled = [stream for stream in streams if packets[stream.index]]
     if not filled:
-        raise VideoError("has no frame, or none with a time stamp", STAMPLESS)
+        raise VideoError("has no frames with time stamps", STAMPLESS)
     return max(filled, key=rank)
 
 
@@ -201,23 +201,23 @@ def _timeline(container: InputContainer, stream: VideoStream, packets: list[_Pac
     gaps = np.diff(ticks)
     if counted and len(gaps) and np.ptp(gaps) * tick_s > MIN_STATIC_S:
         raise VideoError(UNDECIDED.format("pauses"), REWRITE)
-    # AVI has no length of packets, and its rate may be that of its clock: a lone picture stays as long as the stream.
+    # AVI has no packet durations, and its rate may be that of its clock: a single frame lasts as long as the stream.
     lone = stream.duration if len(ticks) == 1 and container.format.name == AVI and not cut else None
     apart = gaps.mean() if gaps.any() else lone
     fps = _rate(stream, apart and apart * tick_s)
-    stays = lone or packets[order[-1]].duration  # which not every container says
+    stays = lone or packets[order[-1]].duration  # not in every container
     end = ticks[-1] + (stays or (np.median(gaps) if gaps.any() else 1 / fps / tick_s))
     astray = int(np.argmax(np.abs(order - np.arange(len(order)))))
     if abs(order[astray] - astray) > MAX_REORDERED:
-        problem = f"has a frame stamped {(ticks[astray] - ticks[0]) * tick_s:g} s among others of quite another time"
+        problem = f"has a frame stamped {(ticks[astray] - ticks[0]) * tick_s:g} s among frames of other times"
         raise VideoError(f"{problem}: a time stamp is damaged", REWRITE)
-    in_mp4 = container.format.name == MP4  # there headers count times of decoding or of showing
+    in_mp4 = container.format.name == MP4  # its headers count decoding or presentation times
     clocks = [ticks, np.array(sorted(packet.decoded for packet in packets))] if in_mp4 else [ticks]
     _check_length(container, stream, clocks, end - ticks[-1], cut)
     if in_mp4 and (said := ticks[0] + (stream.duration or 0)) > ticks[-1]:
-        end = min(end, said)  # a packet lasts until the next is decoded
+        end = min(end, said)  # packet durations are in decoding time
     static_intervals = _stills(ticks, end, tick_s)
-    if static_intervals and not in_mp4:  # where none lasts as said, nor does the last
+    if static_intervals and not in_mp4:  # if packet durations are wrong, so is the last one
         end = max(end, _header_s(container) / tick_s or 2 * ticks[-1] - ticks[-2])
         static_intervals = _stills(ticks, end, tick_s)
     duration = float(end - ticks[0]) * tick_s
@@ -240,7 +240,7 @@ def _timeline(container: InputContainer, stream: VideoStream, packets: list[_Pac
 
 
 def _decodable(packets: list[_Packet]) -> list[_Packet]:
-    """Return packets from the first keyframe on that are shown; all if none is marked as a keyframe."""
+    """Return the presented packets from the first keyframe on; all if none is marked as a keyframe."""
     first = next((place for place, packet in enumerate(packets) if packet.is_keyframe), 0)
     decoded, begin = packets[first:], packets[first].tick
     following = [packet for packet in decoded[:MAX_REORDERED] if packet.tick >= begin]
@@ -248,8 +248,10 @@ def _decodable(packets: list[_Packet]) -> list[_Packet]:
 
 
 def _damaged(packets: list[_Packet]) -> tuple[tuple[float, float], ...]:
-    """Return damaged groups of pictures. FFmpeg marks a packet up to two before the loss; if a group begins there,
-    recordings were joined, or its end was lost.
+    """Return damaged groups of pictures.
+
+    FFmpeg marks a packet up to two before the loss; if a group begins there, recordings were concatenated or the
+    previous group's end was lost.
     """
     keys, spans = [place for place, packet in enumerate(packets) if packet.is_keyframe], []
     for place in (place for place, packet in enumerate(packets) if packet.is_corrupt):
@@ -280,7 +282,7 @@ def _stills(ticks: np.ndarray, end: float, tick_s: float) -> tuple[tuple[float, 
     if len(ticks) == 1 or not (stays > MIN_STATIC_S).any():
         return ()
     usual = stays[:-1].mean()
-    astray = np.abs(begins - usual * np.arange(len(ticks))).max()  # one short stay moves all that follow
+    astray = np.abs(begins - usual * np.arange(len(ticks))).max()  # one short frame shifts all later ones
     if max(astray, stays[-1] - usual) <= 2 * ROUNDING_S:
         return ()
     listed = (stays > MIN_STATIC_S) | (stays.mean() > MIN_STATIC_S)
@@ -295,16 +297,16 @@ def _check_length(
     reached = max(clock[-1] - min(0, clock[0]) + last for clock in clocks) * tick_s
     longest = max(float(np.diff(clock).max(initial=0)) for clock in clocks) * tick_s
     if _too_long(length, header):
-        problem = f"has time stamps over {length:g} s, and its header says {header:g} s: one of them is damaged"
+        problem = f"has time stamps over {length:g} s, but its header gives {header:g} s: one of them is damaged"
         raise VideoError(problem, REWRITE)
     if container.format.name not in STORES_LENGTH and longest > max(LONGEST_JUMP_S, length - longest):
-        problem = f"has time stamps over {length:g} s, of which {longest:g} s are a jump between two frames"
+        problem = f"has time stamps over {length:g} s, with a jump of {longest:g} s between two frames"
         raise VideoError(problem, REWRITE)
-    # Only some say how long the video is of its own: others begin to count before it, and go on with the sound.
+    # Only MP4 and AVI have a duration per stream; others include audio before and after the video.
     own = (stream.duration or 0) * tick_s if container.format.name in (MP4, AVI) else 0.0
     said = own or (header if cut or len(container.streams) == 1 else 0.0)
     if said - reached > (MIN_STATIC_S if cut else min(1.0, 0.1 * said) + longest):
-        raise VideoError(f"ends at {length:g} s, and its header says {said:g} s: it is truncated", FETCH_AGAIN)
+        raise VideoError(f"ends at {length:g} s, but its header gives {said:g} s: it is truncated", FETCH_AGAIN)
 
 
 def _too_long(length_s: float, header_s: float) -> bool:
@@ -316,7 +318,7 @@ def _header_s(container: InputContainer) -> float:
 
 
 def _is_cut(path: str, size: int) -> bool:
-    """Return whether the file is shorter than its AVI list or Matroska segment says; live recordings say nothing."""
+    """Return whether the file is shorter than its AVI or Matroska header states; live recordings have no length."""
     with open(path, "rb") as file:
         head = file.read(4096)
     if head.startswith(b"RIFF"):
@@ -324,7 +326,7 @@ def _is_cut(path: str, size: int) -> bool:
     place = head.find(SEGMENT) + len(SEGMENT)
     if place < len(SEGMENT) or place == len(head):
         return False
-    digits = 9 - head[place].bit_length()  # as many bytes as there are leading zeros, and one
+    digits = 9 - head[place].bit_length()  # EBML: leading zeros plus one
     unknown = (1 << 7 * digits) - 1
     said = int.from_bytes(head[place : place + digits]) & unknown
     return said != unknown and place + digits + said > size

@@ -1,8 +1,8 @@
-"""Load the visual tower of a video model alone, and turn frames into embeddings.
+"""Load the vision tower of a video model alone, and encode frames.
 
-Features equal those of the Hugging Face model behind its processor. A clip is run `step` units at a time from its
-start, so parts cut at multiples of `cut` frames give the same bits as the whole clip. `version` names weights,
-normalisation and precision: equal versions mean equal embeddings.
+Features equal those of the Hugging Face model with its processor. A clip is run `step` units at a time from its start,
+so parts split at multiples of `cut` frames are bit-equal to the whole clip. `version` identifies weights, normalisation
+and precision: equal versions give equal embeddings.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ PROCESSOR_FILES = ("video_preprocessor_config.json", "preprocessor_config.json")
 
 @dataclass(frozen=True, slots=True)
 class TowerShape:
-    """How a tower cuts and counts frames; all that the driver needs of it."""
+    """Sizes of a tower, for planning and sharding in the driver."""
 
     hidden: int
-    """Features of a token: of the text model's input, and of each layer that the tower feeds besides."""
+    """Features of a token: the text model's input embedding, and those of DeepStack layers."""
     patch: int
     merge: int
-    """A token of a clip covers merge x merge patches; images may have a merge of their own."""
+    """A token of a clip covers merge x merge patches; images may have another merge."""
     temporal_patch: int
     step: int
-    """Units that run at a time; more use a GPU better, at the price of coarser cuts."""
+    """Units per forward pass; more use a GPU better, but make the sharding coarser."""
     cost: CostModel
 
     @property
@@ -50,12 +50,12 @@ class TowerShape:
         return -(-frames // self.temporal_patch)
 
     def blocks(self, plan: FramePlan, first: int, last: int, most_bytes: int) -> list[tuple[int, int]]:
-        """Frames `first` to `last` (exclusive) cut into what is decoded at a time: of so many bytes, or a cut."""
+        """Split frames `first` to `last` (exclusive) into blocks of at most `most_bytes`, but at least `cut` frames."""
         count = max(self.cut, most_bytes // (plan.height * plan.width * 3) // self.cut * self.cut)
         return list(pairwise([*range(first, last, count), last]))
 
     def unit_patches(self, height: int, width: int, merge: int | None = None) -> int:
-        """Patches of one unit; sides must be multiples of patch times merge (14 * 2 pixels, say)."""
+        """Return the patches of one unit; sides must be multiples of patch times merge (for instance 14 * 2 pixels)."""
         side = self.patch * (merge or self.merge)
         if height < side or width < side or height % side or width % side:
             raise ValueError(f"frames of {height}x{width} pixels: both sides must be positive multiples of {side}")
@@ -71,7 +71,7 @@ class TowerShape:
 
 @dataclass(frozen=True, slots=True)
 class Pixels:
-    """What the model's processor does to pixels: (value * rescale - mean) / std per channel."""
+    """Pixel normalisation of the model's processor: (value * rescale - mean) / std per channel."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -90,7 +90,7 @@ class Pixels:
             ) from None
 
     def normalise(self, frames: torch.Tensor) -> torch.Tensor:
-        """uint8 [F, H, W, 3] -> float32 [F, 3, H, W], in the processor's own order of operations."""
+        """Normalise uint8 [F, H, W, 3] to float32 [F, 3, H, W], in the processor's order of operations."""
         mean, std = (
             (torch.tensor(values, device=frames.device) * (1.0 / self.rescale))[:, None, None]
             for values in (self.mean, self.std)
@@ -99,13 +99,13 @@ class Pixels:
 
 
 class Tower:
-    """One tower on one device."""
+    """Vision tower on one device."""
 
     def __init__(
         self, folder: str | Path, device: str = "cpu", dtype: str = "float32", step: int = 1, trainable: bool = False
     ):
         if step < 1:
-            raise ValueError(f"a tower runs at least 1 unit at a time, got step={step}")
+            raise ValueError(f"step must be at least 1 unit, got step={step}")
         folder = Path(folder)
         config, family = _family(folder)
         patch = config.vision_config.patch_size
@@ -120,14 +120,14 @@ class Tower:
 
     @property
     def version(self) -> str:
-        """Hash of what the embeddings depend on besides the frames; `+n` once the weights were updated n times."""
+        """Hash of weights, normalisation, dtype and shape, plus `+n` after n updates of the weights."""
         return self.version_after(self._updates)
 
     def version_after(self, updates: int) -> str:
         return self._weights + (f"+{updates}" if updates else "")
 
     def encode(self, frames: torch.Tensor, merge: int | None = None) -> torch.Tensor:
-        """Encode uint8 [F, H, W, 3] from a legal cut to [tokens, hidden]; an incomplete unit repeats its last frame."""
+        """Encode uint8 [F, H, W, 3] to [tokens, hidden]; an incomplete unit repeats its last frame."""
         merge = merge or self.shape.merge
         if frames.dtype != torch.uint8 or frames.ndim != 4 or frames.shape[-1] != 3 or not len(frames):
             raise ValueError(f"frames must be uint8 [F >= 1, H, W, 3], got {frames.dtype} {list(frames.shape)}")
@@ -136,14 +136,14 @@ class Tower:
             return torch.cat([self._run(part.to(self.device), merge) for part in frames.split(self.shape.cut)])
 
     def rows(self, frames: torch.Tensor, plan: FramePlan, first: int) -> torch.Tensor:
-        """As `encode`, of the plan's frames from `first` on: the tokens that it keeps."""
+        """Encode the plan's frames from `first` on; return the rows of the tokens that the plan keeps."""
         rows, token = self.encode(frames, plan.merge), first // self.shape.temporal_patch * self.shape.unit_tokens(plan)
         if plan.kept is None:
             return rows
         return rows[torch.tensor([*plan.kept[token : token + len(rows)]], dtype=torch.bool)]
 
     def update(self, weights: Path, updates: int) -> None:
-        """Take weights written by a trainer (safetensors, checkpoint names) as the tower after `updates` updates."""
+        """Load weights written by a trainer (safetensors, checkpoint names) after `updates` updates."""
         self.module.load_state_dict({_own(name): tensor for name, tensor in map_tensors(weights)})
         self._updates = updates
 
@@ -177,12 +177,12 @@ def _family(folder: Path) -> tuple[PreTrainedConfig, type[VideoFamily]]:
         raise FileNotFoundError(f"no model at {folder}: it has no config.json")
     config = AutoConfig.from_pretrained(folder)
     if (family := family_of(config)) is None:
-        raise ValueError(f"{folder} is a {config.model_type} model; towers can be run alone for {known_families()}")
+        raise ValueError(f"{folder} is a {config.model_type} model; supported vision towers: {known_families()}")
     return config, family
 
 
 def processor_settings(folder: Path) -> dict:
-    """The video processor's settings, or the image processor's where there is only that one."""
+    """Return the video processor's settings, or the image processor's if there is no other."""
     if (found := _nested(folder, "video_processor")) is not None:
         return found
     for file in map(folder.joinpath, PROCESSOR_FILES):
@@ -190,12 +190,12 @@ def processor_settings(folder: Path) -> dict:
             return json.loads(file.read_text())
     raise FileNotFoundError(
         f"{folder} has no processor configuration ({', '.join((WHOLE, *PROCESSOR_FILES))}): copy it from the "
-        "model it was trained from, it says how pixels are normalised"
+        "base model; it defines the normalisation of pixels"
     )
 
 
 def image_settings(folder: Path) -> dict:
-    """Return the image processor's settings. VideoError if it normalises unlike the video processor."""
+    """Return the image processor's settings. VideoError if it normalises differently than the video processor."""
     file = folder / PROCESSOR_FILES[1]
     found = _nested(folder, "image_processor") or (json.loads(file.read_text()) if file.is_file() else {})
     clips = processor_settings(folder)
@@ -212,7 +212,7 @@ def _nested(folder: Path, name: str) -> dict | None:
 
 
 def _own(name: str) -> str:
-    """Return the tower's name of a checkpoint's tensor; older checkpoints lack the leading `model.`."""
+    """Return a checkpoint tensor's name in the tower; older checkpoints lack the leading `model.`."""
     return name.removeprefix("model.")
 
 
@@ -223,7 +223,7 @@ def _load(family: type[VideoFamily], config: PreTrainedConfig, folder: Path, dty
     if found.keys() != wanted:
         missing, extra = sorted(wanted - found.keys()), sorted(found.keys() - wanted)
         raise ValueError(
-            f"{folder}: its tower does not fit its config.json: {len(missing)} tensors missing {missing[:3]}, "
+            f"{folder}: the tower does not match config.json: {len(missing)} tensors missing {missing[:3]}, "
             f"{len(extra)} unknown {extra[:3]}"
         )
     module.load_state_dict(found)

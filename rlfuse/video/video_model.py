@@ -1,4 +1,4 @@
-"""What the driver needs to know of a video model at startup. A model that cannot be used exactly is an error here."""
+"""Properties of a video model that the driver needs at startup. An unsupported model is an error."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from rlfuse.video.vllm_route import unknown_family_message
 
 
 def supported_family(config: PreTrainedConfig) -> type[VideoFamily] | None:
-    """The family of the model; None if it has no visual part. VideoError for a model that can't be used."""
+    """Return the family of the model; None for a text-only model. VideoError if it is not supported."""
     if getattr(config, "vision_config", None) is None:
         return None
     if (family := family_of(config)) is None:
         why = unknown_family_message(config.model_type)
-        raise VideoError(f"a {config.model_type} model can't be used: {why}", f"Take one of {known_families()}")
+        raise VideoError(f"a {config.model_type} model can't be used: {why}", f"Use one of {known_families()}")
     return family
 
 
 @dataclass(frozen=True, slots=True)
 class VideoModel:
-    """A whole video model: tower and text part."""
+    """Video model: tower and text part."""
 
     folder: str
     geometry: Geometry
     visual: VisualTokens
     frame: tuple[str, str]
-    """Special tokens that stand before and behind a clip; may be empty."""
+    """Special tokens before and after a clip; may be empty."""
     family: type[VideoFamily]
 
     @classmethod
     def from_pretrained(cls, folder: str, trust_remote_code: bool = False) -> VideoModel | None:
-        """Return the model of this folder or hub name; None without a visual part. VideoError if unusable."""
+        """Return the model of this folder or hub name; None for a text-only model. VideoError if not supported."""
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         if (family := supported_family(config)) is None:
             return None
@@ -70,7 +70,7 @@ class VideoModel:
         return self.family.sampling.with_processor_settings(processor_settings(Path(self.folder)))
 
     def image_sizes(self, most_tokens: int | None) -> tuple[PixelBounds, Geometry]:
-        """How the model's own processor sizes images and cuts them, to at most so many tokens each."""
+        """Return the pixel bounds and geometry of images in the model's processor, limited to `most_tokens` each."""
         settings = image_settings(Path(self.folder))
         geometry = replace(self.geometry, merge=settings.get("merge_size", self.family.image_merge))
         bounds = self.family.image_bounds.with_processor_settings(settings)
@@ -80,7 +80,7 @@ class VideoModel:
         return bounds, geometry
 
     def servable_folder(self, folder: Path, head: torch.nn.Linear | None = None) -> str:
-        """Return what engines and trainers load: the whole model, or its text part written to `folder`."""
+        """Return the folder that engines and trainers load: the whole model, or its text part written to `folder`."""
         if self.family.route is Route.VIDEO_EMBEDS:
             return self.folder
         if not (folder / "tokenizer_config.json").exists():  # written last

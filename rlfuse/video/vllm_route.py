@@ -1,4 +1,4 @@
-"""Decide how embeddings reach vLLM: by the exact route of the model's family, or the reason why there is none. Pure."""
+"""Decide how embeddings are passed to vLLM: by the route of the model's family, if it is exact. Pure."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from rlfuse.video.plan import VideoPlan
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """No route is exact."""
+    """Reason why no route is exact."""
 
     reason: str
 
 
 def select_route(config: PreTrainedConfig, plan: VideoPlan | None = None) -> Route | Refusal:
-    """Return the route of this plan's clips into vLLM; without a plan, of any clip."""
+    """Return the route into vLLM for this plan; without a plan, for clips in general."""
     kind, family = config.model_type, family_of(config)
     if kind in TEXT_PARTS:
         if placeholder_ids(config):
             return Route.PROMPT_EMBEDS
         return Refusal(
-            f"this {kind} model has no visual placeholder: its configuration must name image_token_id and "
-            "video_token_id, as the export of a video model's text part does"
+            f"this {kind} model has no visual placeholder: its config.json must have image_token_id and "
+            "video_token_id, as in the exported text part of a video model"
         )
     if family is None:
         return Refusal(unknown_family_message(kind))
     if family.route is Route.PROMPT_EMBEDS:
-        return Refusal(f"engines serve the text part of a {kind} model: export it and give its folder as model.path")
+        return Refusal(f"engines serve the text part of a {kind} model: export it and set model.path to its folder")
     if plan and not plan.is_image and plan.timestamps != family.timestamps:
         how = "with the family's timestamps" if family.timestamps else "without timestamps"
-        return Refusal(f"the engine writes a clip of a {kind} into the prompt itself: plan the clip {how}")
+        return Refusal(f"the engine inserts clips of a {kind} into the prompt: plan the clip {how}")
     return family.route
 
 
 def unknown_family_message(kind: str) -> str:
-    """Why models of a type that is no family's can't be shown clips."""
-    return f"{kind} is no family of video models that is known here; known are {known_families()}"
+    """Return the message for a model type without a registered video family."""
+    return f"{kind} is not a supported video model; supported are {known_families()}"

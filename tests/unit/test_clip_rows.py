@@ -71,11 +71,11 @@ def test_a_prompt_has_its_clips_placeholders_where_the_marker_stood(folder):
 
 
 UNUSABLE = (
-    (("see <video>", "missing.mp4"), "no such file"),
+    (("see <video>", "missing.mp4"), "does not exist"),
     (("see <video>", "sound.mp4"), "has no video"),
     (("see <video>", "cut.mp4"), "can't be"),
     (("see <video>", "empty.mp4"), "is empty"),
-    (("see <video>", "early.mkv"), "its header says 6 s: it is truncated"),
+    (("see <video>", "early.mkv"), "its header gives 6 s: it is truncated"),
     (("<video> and <video> ?", "good.mp4"), "2 <video> markers and 1 clip"),
     (("<video> ?",), "1 <video> marker and 0 clips"),
     (("<video> <video> ?", "good.mp4", "still.mp4", "good.mp4"), "2 <video> markers and 3 clips"),
@@ -107,7 +107,7 @@ def test_too_many_bad_clips_stop_the_run_with_the_first(folder):
         (
             1.0,
             2,
-            "of 18 rows is usable: 16 have clips or images that can't be used; 2 are longer than data.max_prompt_length",
+            "of 18 rows is usable: 16 have clips or images that can't be used; 2 are longer",
         ),
         (0.1, 0, "16 of 16 rows have clips or images that can't be used, more than video.max_failure_rate=0.1:"),
     ],

@@ -88,7 +88,7 @@ def test_chat_template_is_applied_where_there_is_one(tmp_path, tokenizer):
         ({"prompt": [{"content": "x"}]}, ["line 2", "prompt[0]", "role"]),
         ({"prompt": [{"role": "user", "content": 3}]}, ["line 2", "prompt[0]", "content"]),
         ({"question": "1"}, ["line 2", "field prompt", "None"]),
-        ({"prompt": "1", "images": [3]}, ["line 2", "field images", "paths of files"]),
+        ({"prompt": "1", "images": [3]}, ["line 2", "field images", "a file path or bytes"]),
         ({"prompt": "1", "reward_model": "rule"}, ["line 2", "field reward_model", "ground_truth"]),
         ([1], ["line 2", "object", "list"]),
     ],
@@ -101,7 +101,7 @@ def test_bad_rows_are_named_by_file_row_and_field(tmp_path, row, words):
 
 def test_unusable_files_say_what_to_do(tmp_path):
     for name, content, words in (
-        ("none.jsonl", None, ["no file", "data.train_files"]),
+        ("none.jsonl", None, ["does not exist", "data.train_files"]),
         ("empty.jsonl", "", ["no rows"]),
         ("broken.jsonl", '{"prompt": "1"}\n{oops\n', ["line 2", "not JSON"]),
         ("broken.json", "[{}, {oops}]", ["line 1", "not JSON"]),
@@ -110,9 +110,9 @@ def test_unusable_files_say_what_to_do(tmp_path):
         ("text.txt", "a,b", [".txt", "parquet"]),
         ("empty.csv", "", ["no rows"]),
         ("header.csv", "prompt,answer\n", ["no rows"]),
-        ("short.csv", "prompt,answer\n1,2\n3\n", ["line 3: 1 cells, and the first line names 2 different columns"]),
-        ("long.csv", "prompt\n1,2\n", ["line 2: 2 cells", "quotes around"]),
-        ("twice.csv", "prompt,prompt\n1,2\n", ["line 2: 2 cells, and the first line names 1 different columns"]),
+        ("short.csv", "prompt,answer\n1,2\n3\n", ["line 3: 1 cells, but the header has 2 distinct columns"]),
+        ("long.csv", "prompt\n1,2\n", ["line 2: 2 cells", "quote cells"]),
+        ("twice.csv", "prompt,prompt\n1,2\n", ["line 2: 2 cells, but the header has 1 distinct columns"]),
         ("quote.csv", 'prompt\n"1\n', ["not CSV"]),
         ("utf16.csv", "prompt\n1\n".encode("utf-16"), ["byte 0: not UTF-8"]),
         ("broken.parquet", "no parquet", ["parquet"]),
@@ -160,7 +160,7 @@ def test_a_missing_column_is_answered_with_one_that_holds_prompts(tmp_path, row,
         read_rows(file, wanted)
     assert f"its columns are {', '.join(sorted(row))}" in str(error.value)
     if advised is None:
-        assert str(error.value).endswith("None is known to hold prompts; set data.prompt_key.")
+        assert str(error.value).endswith("Set data.prompt_key to the column with the prompts.")
     else:
         assert str(error.value).endswith(f"Set data.prompt_key={advised}.")
         assert len(read_rows(file, advised)) == 1, "what is advised can be read"
@@ -230,7 +230,7 @@ def test_overlong_prompts(tmp_path, tokenizer):
     for way, words in (("left", "13 14 15 16"), ("right", "10 11 12 13"), ("middle", "10 11 15 16")):
         prompts, report = load(truncation=way)
         assert tokenizer.decode(prompts[1].token_ids) == words
-        assert "1 cut" in str(report)
+        assert "1 truncated" in str(report)
     with pytest.raises(DataError, match=r"none of 2 rows is usable: 2 are longer than data\.max_prompt_length=1"):
         load_prompts([file], tokenizer, settings(max_prompt_length=1, filter_overlong_prompts=True))
 
@@ -345,9 +345,9 @@ def test_nulls_of_nested_columns_do_not_reach_the_template(tmp_path, chat_tokeni
         ({"prompt": '[{"role": "user", "content": "1"'}, {}, ["field prompt", "not JSON"]),
         ({"prompt": f"{json.dumps(USER)}\n{json.dumps(USER)}"}, {}, ["field prompt", "text follows the first"]),
         ({"prompt": '[{"role":' + "[" * 100_000}, {}, ["field prompt", "not JSON", "recursion"]),
-        ({"prompt": [USER, {"role": "assistant", "content": " "}]}, {}, ["field prompt", "nothing to continue"]),
+        ({"prompt": [USER, {"role": "assistant", "content": " "}]}, {}, ["field prompt", "can't be continued"]),
         ({"prompt": [json.dumps(USER), "x"]}, {}, ["field prompt[1]", "role and content"]),
-        ({"prompt": [USER, CALL]}, {}, ["field prompt", "tool_calls", "can't continue"]),
+        ({"prompt": [USER, CALL]}, {}, ["field prompt", "tool_calls", "can't be continued"]),
         ({"prompt": [USER, {"role": "system", "content": "1"}]}, {}, ["field prompt", "TemplateError", "late system"]),
         ({"prompt": [USER | {"content": [{"type": "audio", "audio": "a"}]}]}, {}, ["field prompt[0]", "audio"]),
         ({"prompt": [USER | {"content": [{"type": "text", "content": "a"}]}]}, {}, ["field prompt[0]", "content"]),
@@ -361,9 +361,9 @@ def test_nulls_of_nested_columns_do_not_reach_the_template(tmp_path, chat_tokeni
         ({"prompt": "1", "tools": {"add": {}}}, {}, ["field tools", "JSON schemas"]),
         ({"prompt": "1", "tools": [TOOL]}, {"prompt_is_chat": False}, ["field tools", "prompt_is_chat=false"]),
         ({"prompt": "1", "tools": [3]}, {}, ["field tools", "JSON schemas"]),
-        ({"prompt": [USER | {"content": [{"type": "image"}]}]}, {}, ["images", "no visual part"]),
-        ({"prompt": [USER | {"content": [{"type": "video_url"}]}]}, {}, ["videos", "no visual part"]),
-        ({"prompt": "<image>", "images": ["a.png"]}, {}, ["images", "no visual part"]),
+        ({"prompt": [USER | {"content": [{"type": "image"}]}]}, {}, ["images", "text-only model"]),
+        ({"prompt": [USER | {"content": [{"type": "video_url"}]}]}, {}, ["videos", "text-only model"]),
+        ({"prompt": "<image>", "images": ["a.png"]}, {}, ["images", "text-only model"]),
     ],
 )
 def test_rows_that_make_no_prompt_are_named_by_file_row_and_field(tmp_path, chat_tokenizer, row, values, words):
@@ -376,11 +376,11 @@ def test_rows_that_make_no_prompt_are_named_by_file_row_and_field(tmp_path, chat
 @pytest.mark.parametrize(
     ("template", "row", "given", "words"),
     [
-        (TEMPLATE, TRL, {"enable_thinkin": True}, ["enable_thinkin=true", "does not read"]),
+        (TEMPLATE, TRL, {"enable_thinkin": True}, ["enable_thinkin=true", "does not use"]),
         (TEMPLATE, TRL, {"tools": []}, ["tools=[]", "is set by rlfuse"]),
         (None, TRL, {"enable_thinking": True}, ["no chat template"]),
         (None, TRL | {"tools": [TOOL]}, {}, ["row 0, field tools", "no chat template"]),
-        ("{{ messages }}", TRL | {"tools": [TOOL]}, {}, ["row 0, field tools", "does not read"]),
+        ("{{ messages }}", TRL | {"tools": [TOOL]}, {}, ["row 0, field tools", "does not use"]),
     ],
     ids=["misspelt", "not a variable", "no template", "tools without template", "tools not read"],
 )

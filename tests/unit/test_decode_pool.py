@@ -105,7 +105,7 @@ def test_a_file_that_hangs_or_is_bad_costs_only_its_sample(pool, folder, good):
         assert isinstance(results[place], VideoError)
         assert str(results[place]).startswith(f"{clips[place].path} (sample 7/{place}/0): {problem}")
     assert isinstance(next(pool.probe([str(folder / "text.mp4")])), VideoError)
-    with pytest.raises(VideoError, match="no such file"):
+    with pytest.raises(VideoError, match="does not exist"):
         pool.decode(str(folder / "gone.mp4"), PLAN)
 
 

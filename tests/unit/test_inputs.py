@@ -82,7 +82,7 @@ def test_a_reward_edited_in_place_is_told_like_another_setting(config, reward, c
 @pytest.mark.parametrize(
     ("key", "code", "edited"),
     [
-        ("actor__loss_mode", "def mine(log_probs, advantages, mask):\n    return log_probs\n", "another loss"),
+        ("actor__loss_mode", "def mine(log_probs, advantages, mask):\n    return log_probs\n", "loss function"),
         ("model__video_family", "class mine: ...\n", "encoding of clips and placement of their tokens"),
     ],
 )

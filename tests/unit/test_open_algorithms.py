@@ -207,7 +207,7 @@ def test_a_custom_estimator_gets_the_whole_batch_in_one_call_unless_it_states_ot
         assert not experience.can_train_before_batch_completes(
             "actor"
         ) and not experience.can_train_before_batch_completes("critic")
-        assert "mine.py:batch_mean gets the whole batch" in experience.overlap_blocker()
+        assert "mine.py:batch_mean reads the whole batch" in experience.overlap_blocker()
         batch = groups([[1.0, 0.0], [0.5, 2.0], [4.0, 0.0]], [[3, 2], [1, 4], [2, 2]])
         assert advantages_of(experience, batch, order) == [-0.25, -1.25, -0.75, 0.75, 2.75, -1.25]
         assert not experience.can_train_before_batch_completes("actor"), "nor in any later step"
@@ -253,7 +253,7 @@ def test_an_estimator_that_compares_needs_groups_and_one_without_critic_no_warm_
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        (f"{ESTIMATOR}=other.py:f", "there is no file .*other.py; correct the path"),
+        (f"{ESTIMATOR}=other.py:f", "the file .*other.py does not exist; correct the path"),
         (f"{ESTIMATOR}=mine.py:best", "has no function `best`; its functions: f, g, k; name one"),
         (f"{LOSS}=mine.py:f", "parameter `scores` is not one of log_probs, old_.*; rename it, or give it a default"),
         ("algorithm.kl_penalty=mine.py:g", "parameter `mask` is not one of log_probs, ref_log_probs, which are passed"),
@@ -267,8 +267,8 @@ def test_an_estimator_that_compares_needs_groups_and_one_without_critic_no_warm_
             "unexpected keyword argument 'needs_group'; traits are needs_groups, needs_b",
         ),
         (f"{ESTIMATOR}=traits.py:wrong", "whitens=True must be 'tokens' or 'responses'"),
-        (f"{ESTIMATOR}=traits.py:computed", "traits are .*, written out"),
-        (f"{ESTIMATOR}=traits.py:bare", r"takes traits by name, as @advantage_estimator\(needs_groups=True\)"),
+        (f"{ESTIMATOR}=traits.py:computed", "traits are .*, with the literal values"),
+        (f"{ESTIMATOR}=traits.py:bare", r"pass traits by name, as in @advantage_estimator\(needs_groups=True\)"),
     ],
 )
 def test_what_cannot_be_used_is_told_before_anything_starts(write, setting, says):

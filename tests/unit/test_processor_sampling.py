@@ -232,5 +232,5 @@ def test_clips_without_an_answer_of_the_processor():
     assert plan.times == (0.0, 0.0)
     slides = ClipMetadata(60.0, 0.05, 56, 56, 3, ((0.0, 5.0), (5.0, 40.0), (40.0, 60.0)))
     assert plan_video(slides, VideoLlama3.sampling, timestamps=VideoLlama3.timestamps).times == (0.0, 5.0, 40.0)
-    with pytest.raises(VideoError, match="has 4000 x 10 pixels; the longer side may be 200 times"):
+    with pytest.raises(VideoError, match="has 4000 x 10 pixels; the longer side may be at most 200 times"):
         smart_resize(10, 4000, 28, 1, 10**9)

@@ -281,7 +281,7 @@ def test_header_and_time_stamps_that_disagree_are_refused_with_both_figures(fold
         "cut.mkv": r"ends at [3-8][.\d]* s, but its header gives 10 s: it is truncated\. Fetch it again",
         "jump.mkv": r"has time stamps over [3-9]\d[.\d]* s, but its header gives 10 s: one of them is damaged\. Write",
         "long.mp4": r"has time stamps over \d{3,}[.\d]* s, but its header gives 10 s: one of them is damaged\. Write",
-        "jump.ts": r"has time stamps over 2186\.1 s, of which 2176\.1 s are a jump between two frames\. Write",
+        "jump.ts": r"has time stamps over 2186\.1 s, with a jump of 2176\.1 s between two frames\. Write",
     }
     for kind, path in disagreeing(folder).items():
         with pytest.raises(VideoError, match=f"{kind}: {figures[kind]}"):

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: units of two frames with window attention, positions of three axes in seconds."""
+"""Qwen2.5-VL: temporal patches of two frames, window attention, M-RoPE with absolute time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlfuse.video.sharding import CostModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling(ProcessorSampling):
-    """With `cap_pixels_per_frame` (qwen-vl-utils) frames of a clip share 90 % of the pixels of `max_video_tokens`."""
+    """Sampling of Qwen2.5-VL; `cap_pixels_per_frame` (qwen-vl-utils): frames share 90 % of `max_video_tokens`."""
 
     cap_pixels_per_frame: bool = False
     max_video_tokens: int = 128_000
@@ -31,7 +31,7 @@ class Sampling(ProcessorSampling):
 
 @video_family("qwen2_5_vl")
 class Qwen25VL(VideoFamily):
-    """See the module."""
+    """Qwen2.5-VL."""
 
     model_class = Qwen2_5_VLForConditionalGeneration
     tower_prefixes = ("visual.",)
@@ -48,7 +48,7 @@ class Qwen25VL(VideoFamily):
 
     @staticmethod
     def cost(config: PreTrainedConfig) -> CostModel:
-        """Windows are of fixed size, so their attention counts per patch; the merger takes four patches at once."""
+        """Return the cost of a unit: window attention is linear in patches; the merger takes four patches at once."""
         vision = config.vision_config
         width, layers, full = vision.hidden_size, vision.depth, len(vision.fullatt_block_indexes)
         window = (vision.window_size // vision.patch_size) ** 2
@@ -62,6 +62,6 @@ class Qwen25VL(VideoFamily):
 
     @staticmethod
     def grid_inputs(config: PreTrainedConfig, plan: VideoPlan) -> dict[str, torch.Tensor]:
-        """And of a clip seconds, which vLLM takes to be 1.0 where none are given; positions count them in float64."""
+        """Add the seconds per temporal patch of a clip in float64, as vLLM uses them; its default would be 1.0."""
         seconds = torch.tensor([plan.seconds_per_temporal_patch], dtype=torch.float64)
         return VideoFamily.grid_inputs(config, plan) | ({} if plan.is_image else {"second_per_grid_ts": seconds})

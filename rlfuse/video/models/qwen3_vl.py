@@ -1,4 +1,4 @@
-"""Qwen3-VL: units of two frames, features of several layers (DeepStack, arXiv 2406.04334), a timestamp per unit."""
+"""Qwen3-VL: temporal patches of two frames with a timestamp each, DeepStack features (arXiv 2406.04334)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from rlfuse.video.sharding import CostModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling(ProcessorSampling):
-    """The bounds of pixels are those of a whole clip; its last frame is shown."""
+    """Sampling of Qwen3-VL: pixel bounds apply to the whole clip; the last frame is always sampled."""
 
     cap_pixels_per_frame: bool = False
     max_video_tokens: int = 768
-    """Of a frame, where that is capped."""
+    """Token limit of a frame with `cap_pixels_per_frame`."""
 
     def frames(self, total: int, fps: float, unit: int) -> list[int]:
         count = min(max(int(total / fps * self.fps), self.min_frames), self.max_frames, total)
@@ -49,7 +49,7 @@ class Sampling(ProcessorSampling):
 
 @video_family("qwen3_vl")
 class Qwen3VL(VideoFamily):
-    """See the module."""
+    """Qwen3-VL."""
 
     model_class = Qwen3VLForConditionalGeneration
     tower_prefixes = ("visual.",)
@@ -85,13 +85,13 @@ class Qwen3VL(VideoFamily):
 
     @staticmethod
     def grid_inputs(config: PreTrainedConfig, plan: VideoPlan) -> dict[str, torch.Tensor]:
-        """And of a clip the times that vLLM writes, to the bit those that the prompt here was written from."""
+        """Add the times of a clip, from which vLLM writes exactly the timestamps of this prompt."""
         times = torch.tensor([plan.patch_times], dtype=torch.float64)
         return VideoFamily.grid_inputs(config, plan) | ({} if plan.is_image else {"timestamps": times})
 
     @staticmethod
     def engine_written_span(config: PreTrainedConfig, ids: np.ndarray, visual: Visual) -> tuple[int, int]:
-        """Of a clip also times, and the tokens around each unit: all that stands within those around the clip."""
+        """Return the span of a clip including timestamps and the vision start and end tokens."""
         first, behind = VideoFamily.engine_written_span(config, ids, visual)
         if visual.plan.is_image:
             return first, behind

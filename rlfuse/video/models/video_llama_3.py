@@ -1,4 +1,4 @@
-"""VideoLLaMA3: attention within a frame, 2x2 down-sampling; the text part is a plain Qwen2, timestamps are text."""
+"""VideoLLaMA3: attention within a frame, 2x2 down-sampling, textual timestamps; the text part is a plain Qwen2."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlfuse.video.sharding import CostModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling(ProcessorSampling):
-    """`max_pixels` are those of a whole clip."""
+    """Sampling of VideoLLaMA3: `max_pixels` applies to the whole clip."""
 
     use_token_compression: bool = True
 
@@ -26,7 +26,7 @@ class Sampling(ProcessorSampling):
 
 @video_family("video_llama_3")
 class VideoLlama3(VideoFamily):
-    """See the module."""
+    """VideoLLaMA3."""
 
     model_class = VideoLlama3ForConditionalGeneration
     tower_prefixes = ("vision_model.", "projector.")
@@ -45,7 +45,7 @@ class VideoLlama3(VideoFamily):
 
     @staticmethod
     def cost(config: PreTrainedConfig) -> CostModel:
-        """Every layer's attention spans the frame; the projector sees a quarter of the patches."""
+        """Return the cost of a unit: attention spans the frame; the projector sees a quarter of the patches."""
         vision, out = config.vision_config, config.text_config.hidden_size
         width, layers = vision.hidden_size, vision.num_hidden_layers
         linear = layers * (4 * width * width + 2 * width * vision.intermediate_size) + (width + out) * out // 4

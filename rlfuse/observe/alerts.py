@@ -1,6 +1,6 @@
-"""Judge a step's scalars by the thresholds of the group `alerts`. Pure.
+"""Check the scalars of a step against the thresholds of the config group `alerts`. Pure.
 
-A persisting alert is raised once, and again only after it was over. A missing metric raises an alert too.
+An alert that persists is raised once, and again only after it has cleared. A missing metric raises an alert, too.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ METRICS = {
     "zero_spread": (ZERO_SPREAD,),
     "log_probs_diff": (LOG_PROBS_DIFF_MAX,),
 }
-"""Threshold -> the metrics of a step, of which one at least is needed to check it."""
-MEANT = ("idle/start_up", "idle/drained")
+"""Threshold -> metrics, at least one of which is needed to check it."""
+EXPECTED_IDLE = ("idle/start_up", "idle/drained")
 WINDOW = 5
-"""Steps over which reward, entropy, spread and idle time are averaged."""
-REMEMBERED = 20
-"""Steps whose median gradient norm is the usual one; a spike is judged from the fifth on."""
-LEAST = 5
+"""Steps over which reward, entropy, `frac_reward_zero_std` and idle time are averaged."""
+GRAD_NORM_WINDOW = 20
+"""Steps whose median gradient norm is the reference for a spike."""
+MIN_GRAD_NORMS = 5
 
 
 def bound_in_steps(
@@ -48,33 +48,33 @@ def bound_in_steps(
     quantization: str | None = None,
     old_log_probs: str = "trainer",
 ) -> Bound:
-    """Return what rounding explains in a step; infinity if engine log-probs are not comparable."""
+    """Return the log-prob difference that rounding explains; infinity if engine log-probs are not comparable."""
     comparable = (top_p, top_k, min_p, old_log_probs) == (1, -1, 0, "trainer") and data not in CARRY_OVER
     return mismatch_bound(dtype, quantization) if comparable else Bound(math.inf, math.inf)
 
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """One thing to look at."""
+    """Message for a person."""
 
     title: str
     text: str
 
 
 class Alerts:
-    """The thresholds and what they are held against. `group_size`: samples per prompt."""
+    """Thresholds, and the recent values that they need. `group_size`: samples per prompt."""
 
     def __init__(self, config: AlertsConfig, group_size: int, bound: Bound):
         self.config, self._group_size, self._bound = config, group_size, bound
         self._recent: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
-        self._norms: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
+        self._norms: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=GRAD_NORM_WINDOW))
         self._best = self._first_entropy = math.nan
         self._scores = (math.inf, -math.inf)
         self._missing: dict[str, int] = defaultdict(int)
         self._standing: set[str] = set()
 
     def restore(self, rows: Iterable[Mapping[str, float]]) -> None:
-        """Take in the steps before a resume, of which nothing is told again."""
+        """Restore the state after the steps before a resume, without raising their alerts again."""
         for row in rows:
             self.check(row)
 
@@ -86,8 +86,8 @@ class Alerts:
 
     def _found(self, values: Mapping[str, float]) -> Iterator[Alert]:
         learning = (self._not_finite, self._reward, self._entropy, self._kl, self._gradients, self._mismatch)
-        for look in (*learning, self._rewards_at_work, self._idle, self._not_checked):
-            yield from look(values)
+        for check in (*learning, self._reward_signal, self._idle, self._not_checked):
+            yield from check(values)
 
     def _not_checked(self, values: Mapping[str, float]) -> Iterator[Alert]:
         if "reward_model/loss" in values:  # its steps have no samples
@@ -105,8 +105,8 @@ class Alerts:
             if limit is not None and self._missing[key] >= WINDOW:
                 yield Alert(
                     f"not checked: {key}",
-                    f"{' or '.join(names)} is missing or not finite in the last {WINDOW} steps, so that "
-                    f"alerts.{key}={limit} cannot be checked; look in metrics.jsonl for what these steps lack, or set "
+                    f"{' or '.join(names)} is missing or not finite in the last {WINDOW} steps, so "
+                    f"alerts.{key}={limit} cannot be checked; check these steps in metrics.jsonl, or set "
                     f"alerts.{key}=null",
                 )
 
@@ -124,11 +124,11 @@ class Alerts:
             if not math.isfinite(values.get(name, 0))
         ]
         if broken:
-            seen = ", ".join(f"{name}={values[name]}" for name in broken)
+            shown = ", ".join(f"{name}={values[name]}" for name in broken)
             yield Alert(
                 "not finite",
-                f"{seen}: such updates are skipped, weights stay as they are (fault/*_steps_skipped counts); if it "
-                "comes back, lower the learning rate or actor.grad_clip, or look at the samples",
+                f"{shown}: the update was skipped, the weights are unchanged (see fault/*_steps_skipped); if this "
+                "recurs, lower the learning rate or actor.grad_clip, or check the samples",
             )
 
     def _reward(self, values: Mapping[str, float]) -> Iterator[Alert]:
@@ -138,9 +138,9 @@ class Alerts:
         if limit is not None and span > 0 and self._best - mean > limit * span:
             yield Alert(
                 "reward collapse",
-                f"mean reward {mean:.3g} over {WINDOW} steps, its best was {self._best:.3g}: it fell by "
-                f"more than alerts.reward_drop={limit} of the range of rewards; look at samples.jsonl, lower "
-                "actor.optim.lr, or go on from an earlier checkpoint",
+                f"mean reward over {WINDOW} steps is {mean:.3g}, after a best of {self._best:.3g}: the drop exceeds "
+                f"alerts.reward_drop={limit} of the reward range; check samples.jsonl, lower "
+                "actor.optim.lr, or resume from an earlier checkpoint",
             )
         if math.isfinite(mean):
             self._best = max(mean, self._best if math.isfinite(self._best) else mean)
@@ -153,14 +153,15 @@ class Alerts:
         elif limit is not None and mean < limit * self._first_entropy:
             yield Alert(
                 "entropy collapse",
-                f"entropy {mean:.3g} over {WINDOW} steps, {self._first_entropy:.3g} in the first: below "
-                f"alerts.entropy_share={limit} of it; raise actor.entropy_coeff or actor.clip_ratio_high, or lower the "
-                "learning rate",
+                f"mean entropy over {WINDOW} steps is {mean:.3g}, {self._first_entropy:.3g} at the start: below "
+                f"alerts.entropy_share={limit} of that; raise actor.entropy_coeff or actor.clip_ratio_high, or lower "
+                "the learning rate",
             )
 
     def _kl(self, values: Mapping[str, float]) -> Iterator[Alert]:
-        limits = [(PPO_KL, "ppo_kl", "the policy moves too far in a step: lower actor.optim.lr or actor.ppo_epochs")]
-        limits += [(name, "kl", "the policy left its reference: raise the KL coefficient") for name in REFERENCE_KL]
+        limits = [(PPO_KL, "ppo_kl", "the policy changes too much per step: lower actor.optim.lr or actor.ppo_epochs")]
+        remedy = "the policy is far from the reference: raise the KL coefficient"
+        limits += [(name, "kl", remedy) for name in REFERENCE_KL]
         for name, key, remedy in limits:
             limit, value = getattr(self.config, key), values.get(name, math.nan)
             if limit is not None and value > limit:
@@ -171,46 +172,47 @@ class Alerts:
             value, norms, limit = values.get(name, math.nan), self._norms[name], self.config.grad_norm_factor
             if not math.isfinite(value):
                 continue
-            usual = float(np.median(norms)) if len(norms) >= LEAST else math.nan
+            usual = float(np.median(norms)) if len(norms) >= MIN_GRAD_NORMS else math.nan
             if limit is not None and value > limit * usual:
                 yield Alert(
                     f"gradient spike: {name}",
-                    f"{name}={value:.3g}, usually {usual:.3g}: above alerts.grad_norm_factor={limit} times that; if it "
-                    "comes back, lower the learning rate or actor.grad_clip",
+                    f"{name}={value:.3g}, median {usual:.3g}: above alerts.grad_norm_factor={limit} times the median; "
+                    "if this recurs, lower the learning rate or actor.grad_clip",
                 )
             norms.append(value)
 
     def _mismatch(self, values: Mapping[str, float]) -> Iterator[Alert]:
-        factor, apart = self.config.log_probs_diff, values.get(LOG_PROBS_DIFF_MAX, 0.0)
-        if factor is not None and not apart <= factor * self._bound.most:
+        factor, difference = self.config.log_probs_diff, values.get(LOG_PROBS_DIFF_MAX, 0.0)
+        if factor is not None and not difference <= factor * self._bound.most:
             yield Alert(
                 "engine and trainer disagree",
-                f"{LOG_PROBS_DIFF_MAX}={apart:.3g} is above alerts.log_probs_diff={factor} times the "
-                f"{self._bound.most:g} that rounding explains; look whether it grows, and correct for it with "
-                "algorithm.rollout_is_threshold=2",
+                f"{LOG_PROBS_DIFF_MAX}={difference:.3g} is above alerts.log_probs_diff={factor} times "
+                f"{self._bound.most:g}, the most that rounding explains; check whether it grows, and correct for it "
+                "with algorithm.rollout_is_threshold=2",
             )
 
-    def _rewards_at_work(self, values: Mapping[str, float]) -> Iterator[Alert]:
+    def _reward_signal(self, values: Mapping[str, float]) -> Iterator[Alert]:
         mean, limit = self._mean(ZERO_SPREAD, values), self.config.zero_spread
         if limit is not None and self._group_size > 1 and mean > limit:
             yield Alert(
                 "zero spread",
-                f"{mean:.0%} of the groups have equal rewards, over {WINDOW} steps: above "
-                f"alerts.zero_spread={limit}, little is left to learn from; take harder prompts or raise rollout.n "
-                "(algorithm.filter_groups.enable can only replace such groups)",
+                f"{mean:.0%} of the groups had equal rewards in the last {WINDOW} steps: above "
+                f"alerts.zero_spread={limit}, such groups give no gradient; use harder prompts, raise rollout.n, "
+                "or replace such groups with algorithm.filter_groups.enable=true",
             )
         failed, limit = values.get("reward/failure_rate", 0.0), self.config.reward_failures
         if limit is not None and failed > limit:
             yield Alert(
                 "reward failures",
                 f"{failed:.1%} of the samples have no reward: above alerts.reward_failures={limit} (the run stops at "
-                "reward.max_failure_rate); the traceback of the first stands above",
+                "reward.max_failure_rate); the first traceback is above",
             )
 
     def _idle(self, values: Mapping[str, float]) -> Iterator[Alert]:
-        waits = {name: value for name, value in values.items() if name.startswith("idle/") and name not in MEANT}
-        whole = sum(waits.values()) + sum(value for name, value in values.items() if name.startswith("busy/"))
-        limit, share = self.config.idle_share, sum(waits.values()) / whole if whole else math.nan
+        idle = {name: value for name, value in values.items() if name.startswith("idle/")}
+        waits = {name: value for name, value in idle.items() if name not in EXPECTED_IDLE}
+        total = sum(waits.values()) + sum(value for name, value in values.items() if name.startswith("busy/"))
+        limit, share = self.config.idle_share, sum(waits.values()) / total if total else math.nan
         mean = self._mean("idle", {"idle": share})
         if limit is not None and mean > limit:
             most = max(waits, key=waits.__getitem__)
@@ -218,5 +220,5 @@ class Alerts:
             yield Alert(
                 "idle slots",
                 f"slots were idle for {mean:.0%} of the last {WINDOW} steps: above alerts.idle_share="
-                f"{limit}; most of it is {cause} ({most}={waits[most]:.3g} s per slot in this one)",
+                f"{limit}; main cause: {cause} ({most}={waits[most]:.3g} s per slot in this step)",
             )

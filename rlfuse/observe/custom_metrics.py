@@ -1,7 +1,7 @@
-"""Custom metrics (`trainer.metrics`): functions of a step's finished samples.
+"""Custom metrics (`trainer.metrics`): functions of the finished samples of a step.
 
-Functions receive copies. Errors, non-finite values and calls longer than `TIME_LIMIT_S` cost that metric only, and are
-reported once.
+Functions receive copies. An error, a non-finite value or a call longer than `TIME_LIMIT_S` affects this metric only and
+is reported once.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from rlfuse.rewards.api.results import InvalidResult, number
 from rlfuse.samples import Reward, Sample
 
 TRAINING, HELD_OUT = "custom", "val-custom"
-"""What the names of figures begin with: of a step's samples, and of answers to held-out prompts."""
+"""Prefixes of metric names, for training samples and for validation samples."""
 TIME_LIMIT_S = 30.0
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedSample(Item):
-    """A finished sample: what reward functions get of it (`Item`), and what came of it."""
+    """Finished sample: the fields of reward functions (`Item`), its reward and finish reason."""
 
     prompt_index: int = 0
-    """The row of data that it answers: the same for all answers to one prompt."""
+    """Row of the data, the same for all responses to a prompt."""
     finish_reason: str = ""
     """`stop` or `length`."""
     reward: float | None = None
-    """None where a reward function failed."""
+    """None if a reward function failed."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Of the reward: each function's number as it came, and whatever else it gave."""
+    """Reward parts: the unscaled score of each function, and the other numbers that it returned."""
 
 
 def finished(sample: Sample, prompt_key: str = "prompt") -> FinishedSample:
-    """A sample as metrics get it; `prompt_key`: as `data.prompt_key`."""
+    """Return a sample as metric functions receive it. `prompt_key`: `data.prompt_key`."""
     item, reward = item_of_sample(sample, prompt_key), sample.reward
     scored = isinstance(reward, Reward)
     return FinishedSample(
@@ -53,12 +53,12 @@ def finished(sample: Sample, prompt_key: str = "prompt") -> FinishedSample:
 
 
 def metrics_by_name(returned: Any) -> dict[str, Any]:
-    """What a function returned, by the names of its figures; a number alone has none."""
+    """Return the returned numbers by name; a single number has the empty name."""
     return {text(str(key)): each for key, each in returned.items()} if isinstance(returned, dict) else {"": returned}
 
 
 class CustomMetrics:
-    """Raises ConfigError for a function that can't be used; `say`: for lines to the person at the terminal."""
+    """Functions of `trainer.metrics`. Raises ConfigError for an invalid one. `say`: prints to the terminal."""
 
     def __init__(self, config: Config, say: Say):
         self._functions = {value: load(METRICS, value) for value in config.trainer.metrics}
@@ -91,7 +91,7 @@ class CustomMetrics:
         thread.join(TIME_LIMIT_S)
         if not answers:
             del self._functions[value]
-            self._tell(value, "", f"took longer than {TIME_LIMIT_S:g} s and is not asked again")
+            self._tell(value, "", f"took longer than {TIME_LIMIT_S:g} s and is disabled")
             return {}
         [answer] = answers
         if isinstance(answer, BaseException):
@@ -103,4 +103,4 @@ class CustomMetrics:
     def _tell(self, value: str, figure: str, what: str, more: str = "") -> None:
         if (value, figure) not in self._told:
             self._told.add((value, figure))
-            self._say(f"{METRICS}={value}: {what}. The run goes on without it, and this is said once.{more}")
+            self._say(f"{METRICS}={value}: {what}. The run continues without this metric; reported once.{more}")

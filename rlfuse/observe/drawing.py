@@ -1,9 +1,9 @@
 """Draw pictures of a run in a separate process that never delays or ends the run.
 
-    ask --pipe--> function(arguments) writes a file --pipe--> tell: then()
+    submit --pipe--> function(arguments) writes a file --pipe--> report_finished: then()
 
-A picture may take DRAWING_S and at most MOST are queued. The process has low priority, ignores signals of the group,
-and ends with the run's. It is started by subprocess: multiprocessing would execute the user's script again.
+A picture may take `DRAWING_S`, and at most `MAX_QUEUED` are queued. The process has low priority, ignores signals to
+its group, and ends with the run. It is started by subprocess, as multiprocessing would execute the user's script again.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ ENDED = "the run ended first"
 
 
 class NotDrawn(Exception):
-    """A picture that could not be drawn; the message says why."""
+    """Error of a picture that could not be drawn."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """A picture under way."""
+class _Request:
+    """Picture that is queued or being drawn."""
 
     what: str
     then: Callable[[], None]
@@ -45,44 +45,44 @@ class _Asked:
 
 
 class Drawing:
-    """Draws for one run; `say` tells the person what could not be drawn. Used from one thread."""
+    """Drawing process of one run. `say` prints what could not be drawn. For use from one thread."""
 
     def __init__(self, say: Callable[[str], None]):
         self._say = say
-        self._requests: deque[_Asked] = deque()
+        self._requests: deque[_Request] = deque()
         self._thread = ThreadPoolExecutor(1, "drawing")
         self._process: subprocess.Popen | None = None
         self._connection: Connection | None = None
         self._closed = False
 
     def submit(self, what: str, then: Callable[[], None], target: str, *arguments: Any) -> None:
-        """Have `target` ("module:function") draw; `report_finished` calls `then` once it was tried. `what`: for messages."""
+        """Queue a call of `target` ("module:function"); `report_finished` calls `then` later. `what`: for messages."""
         if len(self._requests) < MAX_QUEUED:
             future = self._thread.submit(self._draw, target, arguments)
         else:
             future = Future()
             future.set_exception(NotDrawn(f"{MAX_QUEUED} others are queued; draw less often"))
-        self._requests.append(_Asked(what, then, future))
+        self._requests.append(_Request(what, then, future))
 
     def report_finished(self) -> None:
         while self._requests and self._requests[0].future.done():
-            asked = self._requests.popleft()
-            error = ENDED if asked.future.cancelled() else asked.future.exception()
+            request = self._requests.popleft()
+            error = ENDED if request.future.cancelled() else request.future.exception()
             if error is not None:
-                self._say(f"{asked.what} was not drawn: {error}")
-            asked.then()
+                self._say(f"{request.what} was not drawn: {error}")
+            request.then()
 
     def close(self, wait_s: float) -> None:
-        """Tell of all that is drawn within `wait_s` and of what is not, and end the process."""
+        """Wait at most `wait_s` for queued pictures, report them and those not drawn, and end the process."""
         try:
-            wait([asked.future for asked in self._requests], wait_s)
-        finally:  # also where a person interrupts: the interpreter would wait for the thread
+            wait([request.future for request in self._requests], wait_s)
+        finally:  # also after KeyboardInterrupt: the interpreter would wait for the thread
             self._closed = True
             self._thread.shutdown(wait=False, cancel_futures=True)
             if self._process is not None:
                 self._process.kill()
                 self._process.wait()
-        wait([asked.future for asked in self._requests if not asked.future.cancelled()], ENDED_S)
+        wait([request.future for request in self._requests if not request.future.cancelled()], ENDED_S)
         self.report_finished()
 
     def _draw(self, target: str, arguments: tuple) -> None:
@@ -112,13 +112,13 @@ class Drawing:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                process_group=0,  # a session of its own would share cores out as if it were not nice
+                process_group=0,  # not a new session: autogroup scheduling would ignore the nice value
             )
 
 
 def main(descriptor: int) -> None:
-    """The process: draw what the other end of the pipe asks for, until that is closed."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # schedulers send it to all children of the run's process
+    """Run the process: draw what the pipe requests, until it is closed."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # schedulers send it to all children of the run
     os.nice(19)
     connection, requests = Connection(descriptor), SimpleQueue()
 
@@ -138,8 +138,8 @@ def main(descriptor: int) -> None:
             connection.send(None)
         except Exception as error:
             connection.send(f"{type(error).__name__}: {error}")
-        gc.collect()  # Matplotlib's figures are cycles
-        ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what they leave behind: 0.1 MiB more for each picture
+        gc.collect()  # charts of Matplotlib are reference cycles
+        ctypes.CDLL(None).malloc_trim(0)  # glibc would keep 0.1 MiB more for each picture
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Account for every second of every slot: busy with a kind of work, or idle for a cause. Pure.
+"""Attribute every second of every slot to a kind of work or to an idle cause. Pure.
 
-Claims are processed in order and each takes only what is left, so busy and idle time add up to the window.
-The first cause that applies:
-    start_up    nothing runs yet                      calls       its own call has not arrived, or is on its way back
-    switch      it changes its role                   tail        others still generate, it has no sample left
-    weights     new weights are on their way          imbalance   others still score or train
-    bubble      a pipeline schedule has no work here  reward      all that is left to do is to score by functions
-    drained     it gets no work of its own            data        prompts are drawn, clips are decoded
-    controller  none of these: decisions, advantages, logging
+Intervals are claimed in a fixed order, each from what is left, so busy and idle time add up to the window.
+The first cause that applies to a slot:
+    start_up    the run is starting                   calls       its call, or the result, is in transit
+    switch      it switches its role                  tail        others still generate, it has no sample left
+    weights     new weights are being transferred     imbalance   others still score or train
+    bubble      the pipeline schedule has a gap       reward      only reward functions are running
+    drained     it is drained                         data        prompts are drawn or clips decoded
+    controller  all other time: decisions, advantages, logging
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ WORK = {
     "optimizer": "optimizer",
     "update_weights": "update_weights",
 }
-"""Spans in which a slot's own engine or rank is busy, and what with."""
+"""Kind of span in which the engine or rank of a slot is busy -> kind of work."""
 _KINDS = tuple(dict.fromkeys(WORK.values()))
 WORK_LABELS = {
     "generate": "generating",
     "encode": "encoding clips",
-    "old_log_prob": "log-probs before the update",
-    "ref": "log-probs of the reference",
-    "values": "values of the critic",
+    "old_log_prob": "computing old log-probs",
+    "ref": "computing reference log-probs",
+    "values": "computing values",
     "train": "forward and backward",
     "optimizer": "optimizer step",
     "update_weights": "loading new weights",
@@ -52,22 +52,22 @@ CAUSES = {
     "tail": "waiting for the longest responses",
     "imbalance": "waiting for slots that still score or train",
     "reward": "waiting for reward functions",
-    "bubble": "waiting for its turn in the pipeline",
+    "bubble": "waiting for another pipeline stage",
     "drained": "drained (rlfuse slots)",
     "weights": "waiting for new weights",
-    "switch": "changing between generation and training, or waiting for optimizer state",
+    "switch": "switching between generation and training, or loading optimizer state",
     "calls": "waiting for its next call",
     "data": "waiting for prompts or clips",
     "controller": "waiting for the driver (advantages, decisions, logging)",
     "start_up": "starting up",
 }
 CALLS = ("gen", "old_log_prob", "ref", "values", "update_actor", "update_critic")
-"""The driver's spans around work that it asked slots for."""
+"""Spans of the driver around calls to slots."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimeAccount:
-    """Seconds of a window, as means over slots; busy and idle together are `seconds`."""
+    """Seconds of a window, as means over slots; busy and idle time add up to `seconds`."""
 
     seconds: float
     busy: dict[str, float]
@@ -78,7 +78,7 @@ class TimeAccount:
         return sum(self.idle.values()) / self.seconds if self.seconds else 0.0
 
     def metrics(self) -> dict[str, float]:
-        """busy/{work} and idle/{cause}: seconds per slot."""
+        """Return busy/{work} and idle/{cause}: seconds per slot."""
         return {
             f"{side}/{name}": value
             for side, parts in (("busy", self.busy), ("idle", self.idle))
@@ -87,7 +87,7 @@ class TimeAccount:
 
 
 def account(spans: Sequence[Span], start: float, end: float, slots: int, width: int = 1) -> TimeAccount:
-    """The window's seconds by what slots did; arguments as of `intervals_by_slot`."""
+    """Return the time account of a window, with the arguments of `intervals_by_slot`."""
     totals: dict[str, dict[str, float]] = {"busy": defaultdict(float), "idle": defaultdict(float)}
     for slot in intervals_by_slot(spans, start, end, slots, width):
         for name, intervals in slot.items():
@@ -99,7 +99,7 @@ def account(spans: Sequence[Span], start: float, end: float, slots: int, width: 
 def intervals_by_slot(
     spans: Sequence[Span], start: float, end: float, slots: int, width: int = 1
 ) -> list[dict[str, Intervals]]:
-    """Return per slot `busy/{work}` and `idle/{cause}` -> times. `width`: ranks that share an engine."""
+    """Return for each slot `busy/{work}` and `idle/{cause}` -> intervals. `width`: ranks that share an engine."""
     driver: dict[str, list[Span]] = defaultdict(list)
     late: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
@@ -163,7 +163,7 @@ def _start_up(spans: Iterable[Span], start: float) -> Intervals:
 
 
 def _claimed(window: tuple[float, float], claims: Iterable[tuple[str, Intervals]]) -> dict[str, Intervals]:
-    """Give each claim what earlier ones left of the window."""
+    """Return name -> the part of its claim that earlier claims left of the window."""
     left, given = [window] if window[1] > window[0] else [], defaultdict(list)
     for name, claim in claims:
         taken, left = split_by(left, claim)
@@ -173,7 +173,7 @@ def _claimed(window: tuple[float, float], claims: Iterable[tuple[str, Intervals]
 
 
 def split_by(intervals: Intervals, by: Intervals) -> tuple[Intervals, Intervals]:
-    """The parts of `intervals` inside `by`, and those outside."""
+    """Return the parts of `intervals` inside and outside of `by`."""
     inside: Intervals = []
     outside: Intervals = []
     for start, end in intervals:

@@ -13,16 +13,16 @@ from rlfuse.events import EventLog, Recorder, Span
 from rlfuse.protocols import Recorded
 
 SEND_WAIT_S = 0.005
-"""For calls of other processes to leave this one."""
+"""Wait until calls to other processes are sent."""
 
 
 class Journal:
-    """Usable from the first line of a run; `attach` gives it the engines once they stand."""
+    """Spans and faults of a run. Usable from the start of a run; `attach` adds the engines once they exist."""
 
     def __init__(
         self, folder: Path, faults: Counter[str], gc_freq: int = 0, check_folder: Callable[[], None] = lambda: None
     ):
-        """`faults`: counts of earlier attempts. `check_folder` raises if the folder was removed or taken over."""
+        """Open `events.jsonl`. `faults`: counts of earlier attempts. `check_folder` raises if the folder is lost."""
         self._check_folder = check_folder
         self.recorder, self.faults = Recorder("driver"), faults
         self._garbage: GarbageCollector | None = None
@@ -30,7 +30,7 @@ class Journal:
         self.began = clock.now()
         self._engines: Sequence[Recorded] = ()
         self.last_step = (0, 0)
-        """Where the spans that were collected last stand in the file: bytes, from and to."""
+        """Range of the last collected spans in the file: first and last byte."""
         self._file = EventLog(folder / "events.jsonl")
 
     @property
@@ -38,7 +38,7 @@ class Journal:
         return self._file.path
 
     def attach(self, engines: Sequence[Recorded]) -> None:
-        """They stand: nothing that the driver holds by now is garbage later."""
+        """Add the engines, and exclude all objects of the driver so far from garbage collection."""
         self._engines, self._garbage = engines, GarbageCollector(self.recorder)
         if self._gc_freq:
             self._garbage.collect("start")
@@ -69,7 +69,7 @@ class Journal:
         self._file.sync()
 
     def close(self) -> None:
-        """The driver's last spans are written, too."""
+        """Write the last spans of the driver and close the file."""
         if self._garbage is not None:
             self._garbage.close()
         left = self.recorder.drain()
@@ -89,7 +89,7 @@ REPLACED = {
 
 
 def count_faults(spans: Iterable[Span]) -> Counter[str]:
-    """What happened of the below, `restarts`, and `{actor,critic,reward_model}_steps_skipped`."""
+    """Return counts of lost and replaced processes, `restarts` and `{actor,critic,reward_model}_steps_skipped`."""
     counts: Counter[str] = Counter()
     for span in spans:
         if span.kind == "lost":
@@ -103,5 +103,5 @@ def count_faults(spans: Iterable[Span]) -> Counter[str]:
 
 
 def fault_metrics(counts: Counter[str]) -> dict[str, float]:
-    """fault/*: so far in the run."""
+    """Return the metrics fault/*, totals since the start of the run."""
     return {f"fault/{name}": float(count) for name, count in counts.items()}

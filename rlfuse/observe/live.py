@@ -1,6 +1,6 @@
 """Render the live view of a run: stages, slots, samples in flight, reward, remaining time.
 
-`read_board` runs in the drawing thread: it changes nothing and copies each container in one operation.
+`read_board` runs in the thread of the view: it only reads, and copies each container in one operation.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from rlfuse.fusion.decisions import Slot
 from rlfuse.step.scoring import PASSES
 
 ROWS = 16
-"""Slots with a line of their own, and parts that start; of more, counts."""
+"""Maximum lines of slots and of starting components; larger numbers are summarised as counts."""
 SHOWN_STEPS = 24
 BETWEEN = "between steps"
 PHASES = {
     "start": "starting",
     "testing": "validating",
     "save_checkpoint": "writing a checkpoint",
-    "update_weights": "new weights to the engines",
+    "update_weights": "updating engine weights",
     "step": "training step",
 }
 COLOURS = {"generate": "dodger_blue1", "reward": "deep_pink3", "train": "green3", "idle": "grey50", "lost": "red"}
@@ -42,7 +42,7 @@ BARS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """How far one kind of work is: samples, or optimizer steps."""
+    """Progress of one kind of work, in samples or optimizer steps."""
 
     name: str
     done: int
@@ -51,7 +51,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Plain data: all that is shown."""
+    """Contents of the live view, as plain data."""
 
     name: str
     step: int
@@ -68,7 +68,7 @@ class View:
 
 
 def read_board(board: Board | None, spans: Iterable[Span]) -> tuple[str, list[Stage], list[tuple[str, int]], int]:
-    """(phase, stages, slots, samples in flight) of this moment; `spans`: the driver's open ones."""
+    """Return the current (phase, stages, slots, samples in flight). `spans`: open spans of the driver."""
     spans = list(spans)
     kinds = {span.kind for span in spans}
     phase = next((text for kind, text in PHASES.items() if kind in kinds), BETWEEN)
@@ -92,16 +92,16 @@ def read_board(board: Board | None, spans: Iterable[Span]) -> tuple[str, list[St
 
 
 def starting_parts(spans: Iterable[Span]) -> list[tuple[str, float]]:
-    """Parts of the run that start at this moment, and for how many seconds already; `spans`: the driver's open ones."""
+    """Return (component, seconds so far) for each component that is starting. `spans`: open spans of the driver."""
     now = epoch_now()
     return [(span.cause, now - span.start) for span in spans if span.kind == "start" and span.cause != "run"]
 
 
 def log_line(view: View) -> str:
-    """A line of it, for a log that would be silent."""
+    """Return a status line for logs without a live view."""
     parts = [f"{name} {seconds:.0f} s" for name, seconds in view.starting[:ROWS]]
     parts += [f"{stage.name} {stage.done}/{stage.total}" for stage in view.stages]
-    return f"… {view.phase}, {clock(view.elapsed_s)} gone{': ' if parts else ''}{', '.join(parts)}"
+    return f"… {view.phase}, {clock(view.elapsed_s)} elapsed{': ' if parts else ''}{', '.join(parts)}"
 
 
 def _doing(place: Slot, spans: Sequence[Span]) -> str:
@@ -115,7 +115,7 @@ def _doing(place: Slot, spans: Sequence[Span]) -> str:
 
 
 def render(view: View) -> RenderableType:
-    """What the terminal shows."""
+    """Return the panel that the terminal shows."""
     left = "" if view.remaining_s is None else f", about {clock(view.remaining_s)} left"
     head = Table.grid(expand=True, padding=(0, 2))
     head.add_column(no_wrap=True)
@@ -124,7 +124,7 @@ def render(view: View) -> RenderableType:
     head.add_row(
         Text(f"step {view.step}/{view.total}", "bold"),
         ProgressBar(max(view.total, 1), view.step, complete_style="green3"),
-        Text(f"{clock(view.elapsed_s)} gone{left}"),
+        Text(f"{clock(view.elapsed_s)} elapsed{left}"),
     )
     body = Table.grid(padding=(0, 4))
     body.add_row(_stages(view), _slots(view))
@@ -132,8 +132,8 @@ def render(view: View) -> RenderableType:
     if view.starting:
         parts += [Text(), _starting(view.starting)]
     if view.rewards:
-        told = "   ".join(f"{name} {value}" for name, value in view.figures.items())
-        parts += [Text(), Text.assemble((sparkline(view.rewards), "green3"), f"   {told}", overflow="ellipsis")]
+        values = "   ".join(f"{name} {value}" for name, value in view.figures.items())
+        parts += [Text(), Text.assemble((sparkline(view.rewards), "green3"), f"   {values}", overflow="ellipsis")]
     title = Text.assemble(("rlfuse", "bold"), f"  {view.name}  ·  {view.phase}")
     return Panel(Group(*parts), title=title, title_align="left", border_style="grey50")
 
@@ -180,18 +180,18 @@ def _colour(doing: str) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = SHOWN_STEPS) -> str:
-    """The last values, lowest to highest."""
+    """Return the last values as a bar chart of one line, scaled from the lowest to the highest."""
     shown = values[-width:]
     low, high = min(shown), max(shown)
     return "".join(BARS[round((value - low) / (high - low) * (len(BARS) - 1)) if high > low else 3] for value in shown)
 
 
 def figure(value: float | None, form: str = ".3f") -> str:
-    """A number for people; "-" where there is none."""
+    """Format a number; "-" for None and NaN."""
     return "-" if value is None or math.isnan(value) else format(value, form)
 
 
 def clock(seconds: float) -> str:
-    """h:mm:ss, without hours where there are none."""
+    """Format a duration as h:mm:ss, or m:ss below an hour."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"

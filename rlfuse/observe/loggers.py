@@ -1,4 +1,4 @@
-"""Pass messages, scalars, samples and pictures to the terminal and to the sinks of trainer.logger: wandb, TensorBoard.
+"""Send messages, scalars, samples and pictures to the terminal and the sinks of trainer.logger: wandb, TensorBoard.
 
 wandb is offline unless trainer.wandb_mode=online.
 """
@@ -28,35 +28,35 @@ Row = dict[str, Any]
 AXIS = "training/global_step"
 SAMPLES, VALIDATION = "samples", "val/generations"
 INIT_S = 60.0
-SHOWN = 32
-"""Failed rewards that a sink is told of at a time; the run folder's file has all."""
+MAX_FAILURES = 32
+"""Maximum failed rewards per call of a sink; the file in the run folder has all of them."""
 
 
 class Sink(Protocol):
-    """Takes what a run tells; steps ascend."""
+    """Destination of logs. Steps are passed in ascending order."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
 
     def samples(self, step: int, rows: Sequence[Row], name: str = SAMPLES) -> None:
-        """Show what samples were, and what their reward was made of; `name`: of the table."""
+        """Log samples with their rewards and reward parts. `name`: name of the table."""
 
     def picture(self, step: int, name: str, path: Path) -> None:
-        """Show a PNG of the run folder."""
+        """Log a PNG of the run folder."""
 
     def alert(self, step: int, alert: Alert) -> None:
-        """Call a person."""
+        """Notify a person."""
 
     def reward_failures(self, step: int, rows: Sequence[Row]) -> None:
-        """Tell of samples that newly have no reward, as `tracking.failure_row` makes them."""
+        """Log samples that newly have no reward, as rows of `tracking.failure_row`."""
 
     def failure(self, where: str, text: str) -> None:
-        """Tell what went wrong, where the curves are."""
+        """Log the error that ended the run."""
 
     def close(self, exit_code: int) -> None: ...
 
 
 def sinks(config: Config, resolved: dict[str, Any], folder: Path, resumed: bool) -> list[Sink]:
-    """Those that trainer.logger names; the terminal is apart."""
+    """Return the sinks that trainer.logger names, except for the terminal."""
     found: list[Sink] = []
     if "wandb" in config.trainer.logger:
         found.append(Wandb(config, resolved, folder, resumed))
@@ -68,13 +68,12 @@ def sinks(config: Config, resolved: dict[str, Any], folder: Path, resumed: bool)
 class Wandb:
     """A wandb run in the run folder, resumed under its own id when the job resumes.
 
-    All that is logged, but for what ended the run, has the training step with it, and it is the axis of every chart.
-    wandb's own counter of calls is left alone: it drops what is logged under a number that it has passed, as after a
-    resume or a call without one.
+    Everything except the final error is logged with the training step, which is the x axis of every chart. The step
+    counter of wandb is not used, because it drops rows with a lower step, for example after a resume.
     """
 
     def __init__(self, config: Config, resolved: dict[str, Any], folder: Path, resumed: bool):
-        import wandb  # half a second, and not everyone logs to it
+        import wandb  # takes half a second, and not every run needs it
 
         identity = folder / "wandb_id.txt"
         if not (resumed and identity.exists()):
@@ -86,12 +85,12 @@ class Wandb:
                 project=config.trainer.project_name,
                 name=config.trainer.experiment_name,
                 id=identity.read_text(),
-                group=os.environ.get("WANDB_RUN_GROUP"),  # wandb itself reads it once per process
+                group=os.environ.get("WANDB_RUN_GROUP"),  # wandb reads it only once per process
                 resume="allow" if mode == "online" else None,
                 dir=folder,
                 mode=mode,
                 config=resolved,
-                # Without what it notes of the host by itself: the command line among it, which may hold secrets.
+                # x_disable_meta: metadata of the host includes the command line, which may contain secrets.
                 settings=wandb.Settings(
                     silent=True, console="off", init_timeout=INIT_S, finish_timeout=120, x_disable_meta=True
                 ),
@@ -101,11 +100,11 @@ class Wandb:
                 raise
             why = " ".join(str(error).split()).rstrip(".")
             remedy = "check the key (`wandb login --verify`) and the network, or set trainer.wandb_mode=offline"
-            raise ConfigError([f"trainer.wandb_mode={mode}: wandb did not start a run ({why}); {remedy}"]) from error
-        if resumed:  # wandb takes those of before, which may have been changed since
+            raise ConfigError([f"trainer.wandb_mode={mode}: wandb could not start a run ({why}); {remedy}"]) from error
+        if resumed:  # wandb has the earlier values, which may have changed since
             self._run.config.update(resolved, allow_val_change=True)
         self._run.define_metric("*", step_metric=AXIS)
-        if resumed and config.trainer.wandb_mode == "offline":  # knows nothing of the rows in the folder before
+        if resumed and config.trainer.wandb_mode == "offline":  # it does not know the rows of the earlier folder
             self._run.log({}, step=int(time.time()), commit=False)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -126,12 +125,12 @@ class Wandb:
         self.log(step, {name: self._wandb.Image(str(path))})
 
     def alert(self, step: int, alert: Alert) -> None:
-        """wandb sends it by mail or Slack, as its user settings say."""
+        """Send a wandb alert, by mail or Slack according to the user settings."""
         self._run.alert(title=alert.title, text=f"step {step}: {alert.text}", level=self._wandb.AlertLevel.WARN)
 
     def reward_failures(self, step: int, rows: Sequence[Row]) -> None:
         table = self._wandb.Table(
-            columns=list(FAILURE_FIELDS), data=[[row[name] for name in FAILURE_FIELDS] for row in rows[:SHOWN]]
+            columns=list(FAILURE_FIELDS), data=[[row[name] for name in FAILURE_FIELDS] for row in rows[:MAX_FAILURES]]
         )
         self.log(step, {"reward_failures": table})
 
@@ -143,10 +142,10 @@ class Wandb:
 
 
 class TensorBoard:
-    """Event files; on resume a new one begins, and TensorBoard shows the later of what both have."""
+    """TensorBoard event files. A resume starts a new file; TensorBoard shows the later of duplicate values."""
 
     def __init__(self, folder: Path):
-        from torch.utils.tensorboard import SummaryWriter  # needs the package tensorboard, as the checks say
+        from torch.utils.tensorboard import SummaryWriter  # needs the package tensorboard, which the checks require
 
         self._writer = SummaryWriter(str(folder / "tensorboard"))
 
@@ -156,7 +155,7 @@ class TensorBoard:
                 self._writer.add_scalar(name, value, step)
 
     def samples(self, step: int, rows: Sequence[Row], name: str = SAMPLES) -> None:
-        """Write text; TensorBoard reads Markdown, so texts stand in blocks that it leaves alone."""
+        """Log samples as text, in code blocks since TensorBoard renders Markdown."""
         for number, row in enumerate(rows):
             blocks = [f"{row['id']}, reward {row['reward']}", *(_block(row[text]) for text in ("prompt", "response"))]
             self._writer.add_text(f"{name}/{number}", "\n\n".join(blocks), step)
@@ -170,7 +169,7 @@ class TensorBoard:
         self._writer.add_text("alerts", f"**{alert.title}** {alert.text}", step)
 
     def reward_failures(self, step: int, rows: Sequence[Row]) -> None:
-        for row in rows[:SHOWN]:
+        for row in rows[:MAX_FAILURES]:
             text = f"{row['function']}: {row['message']}\n{row['traceback']}"
             self._writer.add_text(f"reward_failures/{row['sample']}", _block(text), step)
 
@@ -186,13 +185,13 @@ def _block(text: str) -> str:
 
 
 class Loggers:
-    """Of a run that goes on after the step `start`; `recorder`: the driver's, for the live view."""
+    """Terminal and sinks of a run that continues after step `start`. `recorder`: of the driver, for the live view."""
 
     def __init__(
         self, config: Config, resolved: dict[str, Any], folder: Path, total_steps: int, start: int, recorder: Recorder
     ):
         self._sinks = sinks(config, resolved, folder, start > 0)
-        # Last: it draws and has a thread, which nobody would end if a sink could not be made.
+        # Last, as its thread would not be stopped if a sink failed to start.
         self.terminal = Terminal(config, total_steps, start, recorder, folder)
 
     def say(self, text: str) -> None:
@@ -205,15 +204,15 @@ class Loggers:
         self.say(f"step {step}: {alert.title}: {alert.text}")
         self.for_each_sink(lambda sink: sink.alert(step, alert))
 
-    def for_each_sink(self, told: Callable[[Sink], None]) -> None:
-        """Tell every sink; one that fails (its process ended, its disk is full) is left out from then on."""
+    def for_each_sink(self, call: Callable[[Sink], None]) -> None:
+        """Apply `call` to every sink. A sink that fails (its process died, its disk is full) is disabled."""
         for sink in list(self._sinks):
             try:
-                told(sink)
+                call(sink)
             except Exception as error:
                 self._sinks.remove(sink)
                 name = type(sink).__name__
-                self.say(f"{name} takes nothing more, the run folder has all: {type(error).__name__}: {error}")
+                self.say(f"{name} disabled after {type(error).__name__}: {error}; all data is in the run folder")
 
     def close(self, error: BaseException | None) -> None:
         if error is not None:

@@ -1,4 +1,4 @@
-"""Write the scalars of each step to `metrics.jsonl`, terminal and sinks, and check alerts."""
+"""Write the scalars of each step to `metrics.jsonl`, the terminal and the sinks, and check alerts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rlfuse.step.agreement import Agreement
 
 
 class MetricLog:
-    """Of a run that goes on after the step `start`."""
+    """Scalars of a run that continues after the step `start`."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class MetricLog:
         self._custom_metrics = custom_metrics
         self.facts: Mapping[str, Any] = {}
         self.epoch: Callable[[], int] = lambda: 0
-        self._accounted = journal.began  # no second between is left out
+        self._accounted = journal.began  # so that no time between steps is left out
         self._notes: dict[str, list[float]] = defaultdict(list)
         self._file = StepFile(folder / "metrics.jsonl", after=start or -1)
         rollout = config.rollout
@@ -69,7 +69,7 @@ class MetricLog:
             self._continue(row)
 
     def add(self, values: Mapping[str, float]) -> None:
-        """Scalars of the present step; several of a name are averaged (one per mini-batch)."""
+        """Add scalars to the current step. Several values of a name, for example one per mini-batch, are averaged."""
         for name, value in values.items():
             self._notes[name].append(value)
 
@@ -82,8 +82,8 @@ class MetricLog:
         if is_due(self.config.trainer.timeline_freq, step, self.total_steps):
             path = self.folder / "timelines" / f"step_{step}.png"
             events = (self.journal.path, *self.journal.last_step)
-            add = choice(asdict(self.config.fusion))
-            self.draw(step, "timeline", path, "rlfuse.observe.step_picture:draw_step", *events, add)
+            caption = choice(asdict(self.config.fusion))
+            self.draw(step, "timeline", path, "rlfuse.observe.step_picture:draw_step", *events, caption)
         self._notes.clear()
 
     def log(self, step: int, values: Mapping[str, float], spans: Sequence[Span]) -> None:
@@ -92,7 +92,7 @@ class MetricLog:
         self._log(step, {**values, **found, **fault_metrics(self.journal.faults)})
 
     def log_validation(self, step: int, board: Board) -> None:
-        """Results on the held-out prompts: kept for the step's row, or a row of their own before the first step."""
+        """Log results of a validation, as part of the row of the step, or as row 0 before the first step."""
         answers = _samples(board.groups)
         values = figures.validation_metrics(board.groups, self._validated)
         values |= self._custom_metrics.of(answers, HELD_OUT)
@@ -105,13 +105,13 @@ class MetricLog:
         self.samples.log_validation(step, answers)
 
     def _continue(self, values: Mapping[str, float]) -> None:
-        """Logged names keep their meaning; the label is the weakest of all steps."""
+        """Update what depends on logged rows: the weakest label, reward parts, names of the last validation."""
         self._label = weakest([self._label, *labels_in(values)])
         self._parts |= dict.fromkeys(figures.logged_parts(values, "rewards/", "/mean"))
         self._validated = last_validation([values]) or self._validated
 
     def log_agreement(self, step: int, agreement: Agreement) -> None:
-        """Engines and trainer scored the same tokens. Raises EngineError if they disagree, unless told to go on."""
+        """Report how far engines and trainer agree. Raises EngineError if they do not and on_mismatch is `stop`."""
         dtype, small = self.config.model.dtype, self.config.rollout.quantization
         bound = mismatch_bound(dtype, small)
         if not bound.is_exceeded_by(agreement.metrics):
@@ -119,22 +119,22 @@ class MetricLog:
             return
         made = f"model.dtype={dtype}" + (f" and rollout.quantization={small}" if small else "")
         text = (
-            f"{agreement.text}. With {made} at most {bound.most:g} ({bound.mean:g} in the mean) is rounding: the "
-            "engines don't compute the model that is trained. rlfuse/engines/FAMILIES.md says which families agree"
+            f"{agreement.text}. With {made}, rounding explains at most {bound.most:g} (mean {bound.mean:g}), so the "
+            "engines do not compute the trained model. rlfuse/engines/FAMILIES.md lists the families that agree"
         )
         if self.config.rollout.on_mismatch == "stop":
-            raise EngineError(f"{text}; rollout.on_mismatch=alert goes on all the same, and the run is then labelled.")
+            raise EngineError(f"{text}; to continue anyway with a labelled run, set rollout.on_mismatch=alert.")
         self._disagreed = True
         self.loggers.alert(step, Alert("engine and trainer disagree", text))
 
     def draw(self, step: int, name: str, path: Path, target: str, *arguments: Any) -> None:
-        """Have `target` ("module:function") draw `path` from the arguments; the sinks are told once it is there."""
+        """Queue `target` ("module:function") to draw `path` from the arguments, and log the picture when it exists."""
 
-        def tell() -> None:
+        def log_picture() -> None:
             if path.exists():
-                self.loggers.tell(lambda sink: sink.picture(step, name, path))
+                self.loggers.for_each_sink(lambda sink: sink.picture(step, name, path))
 
-        self.drawing.ask(str(path), tell, target, path, *arguments)
+        self.drawing.submit(str(path), log_picture, target, path, *arguments)
 
     def label_so_far(self) -> str:
         return weakest([self._label, self.label(self._noted())])
@@ -143,7 +143,7 @@ class MetricLog:
         return {name: sum(values) / len(values) for name, values in self._notes.items()}
 
     def label(self, values: Mapping[str, float]) -> str:
-        """What fusion changes; `MISMATCHED` where this step, or the first weights, show engines with another model."""
+        """Return the fusion label; `MISMATCHED` if engines and trainer disagree now or at startup."""
         if self._disagreed or self._bound.is_exceeded_by(values):
             return MISMATCHED
         rollout, fusion = self.config.rollout, self.config.fusion
@@ -159,7 +159,7 @@ class MetricLog:
         self._write(step, values)
         if step:
             self.loggers.terminal.log(step, values)
-        self.drawing.tell()
+        self.drawing.report_finished()
         for alert in self._alerts.check(values):
             self.loggers.alert(step, alert)
 
@@ -174,7 +174,7 @@ class MetricLog:
         values: dict[str, float] = {"training/global_step": step, "training/epoch": self.epoch()}
         whole = board.needed_samples()
         carried = {id(group) for group in board.unneeded_groups()[0]} if self.config.fusion.data in CARRY_OVER else ()
-        groups = [group for group in board.groups if id(group) not in carried]  # whichever the step learns from
+        groups = [group for group in board.groups if id(group) not in carried]  # whether trained on or not
         values |= figures.sample_metrics(
             groups,
             trained,
@@ -185,7 +185,7 @@ class MetricLog:
             partials=board.partials,
             logged=self._parts,
         )
-        # Steps between the weights that wrote a sample and those that learn from it: 0 is on-policy.
+        # Steps between the weights that generated a sample and those that are updated: 0 is on-policy.
         values["fusion/staleness"] = max(step - 1 - s.response.weight_version for s in whole)
         if self.config.algorithm.filter_groups.enable:
             values["train/num_gen_batches"] = board.batches

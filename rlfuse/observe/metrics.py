@@ -1,4 +1,4 @@
-"""Compute a step's scalars under verl's names from its samples and spans. Pure."""
+"""Compute the scalars of a step from its samples and spans, under the names of verl. Pure."""
 
 from __future__ import annotations
 
@@ -31,8 +31,11 @@ def sample_metrics(
     partials: Mapping[str, Partial] | None = None,
     logged: Iterable[str] = (),
 ) -> dict[str, float]:
-    """Return rewards, lengths and balance of a step's samples. `groups`: all drawn, `n` each, before selection;
-    `trained`: groups that the step learned from; `logged`: parts of earlier steps."""
+    """Return rewards, lengths and balance of the samples of a step.
+
+    `groups`: all groups of `n` samples, before selection; `trained`: groups that the step trained on; `logged`: names
+    of reward parts in earlier steps.
+    """
     samples = [sample for group in groups for sample in group.samples]
     finished = [sample for sample in samples if sample.response is not None]
     rewards = [sample.reward for sample in finished if isinstance(sample.reward, Reward)]
@@ -44,7 +47,7 @@ def sample_metrics(
         if len(each):
             metrics |= _spread(name, each) | {f"{name}/clip_ratio": float((each >= max_response).mean())}
     metrics["response/aborted_ratio"] = (len(samples) - len(finished)) / len(samples)
-    if total := whole.sum():  # an unbiased estimate, of all responses and not only of those that are trained on
+    if total := whole.sum():  # unbiased estimate from all responses, not only those trained on
         metrics["response/entropy"] = -float(sum(sample.response.log_probs.sum() for sample in finished) / total)
     if rewards:
         metrics |= _spread("critic/score", [reward.value for reward in rewards])
@@ -67,9 +70,9 @@ def _spread(name: str, values: Sequence[float] | np.ndarray) -> dict[str, float]
 
 
 def _flat(groups: Sequence[Group], n: int) -> dict[str, float]:
-    """Return the share of groups with equal rewards, overall and per function, and of groups with one reward."""
+    """Return the share of groups with equal rewards, in total and per function, and the number with one reward."""
     scored = [[sample.reward for sample in group.samples] for group in groups]
-    scored = [each for each in scored if None not in each]  # what was aborted can't be compared
+    scored = [each for each in scored if None not in each]  # groups with aborted samples are not comparable
     rewards = [[reward for reward in each if isinstance(reward, Reward)] for each in scored]
     rewards = [each for each in rewards if each]
     flat = has_zero_std([[reward.value for reward in each] for each in rewards], n)
@@ -85,8 +88,9 @@ def _flat(groups: Sequence[Group], n: int) -> dict[str, float]:
 
 
 def _parts(rewards: Sequence[Reward], logged: Iterable[str]) -> dict[str, float]:
-    """Return mean, std and coverage of each part over the samples that its function applies to. As in TRL, None does
-    not count; a part missing because a gate closed counts as 0.
+    """Return mean, std and coverage of each part over the samples that its function applies to.
+
+    As in TRL, None does not count. A part that is missing because of a gate counts as 0.
     """
     metrics = {}
     for name in dict.fromkeys([*(name for reward in rewards for name in reward.parts), *logged]):
@@ -136,13 +140,13 @@ def _trained(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def failure_metrics(failures: Iterable[tuple[Sample, RewardFailure]]) -> dict[str, float]:
-    """reward/failures/{fn}: samples without a reward."""
+    """Return reward/failures/{function}: number of samples without a reward."""
     counts = Counter(failure.function for _, failure in failures)
     return {f"reward/failures/{name}": float(count) for name, count in counts.items()}
 
 
 def latency_metrics(spans: Iterable[Span]) -> dict[str, float]:
-    """reward/latency_s/{fn}/mean and max: seconds of a function's calls, repeated ones included."""
+    """Return reward/latency_s/{function}/{mean,max}: seconds of its calls, including repeated ones."""
     seconds: dict[str, list[float]] = defaultdict(list)
     for span in spans:
         if span.kind == "reward" and "function" in span.attributes:
@@ -151,9 +155,11 @@ def latency_metrics(spans: Iterable[Span]) -> dict[str, float]:
 
 
 def validation_metrics(groups: Sequence[Group], logged: Collection[str] = ()) -> dict[str, float]:
-    """Return val-core/{data_source}/{acc or reward}/mean@N, other parts as val-aux, and coverage@N. A missing part
-    counts as 0. `logged`: names of the previous validation, which keep their meaning; without it and without any `acc`,
-    both sets are logged."""
+    """Return val-core/{data_source}/{acc or reward}/mean@N, other parts as val-aux, and coverage@N.
+
+    A missing part counts as 0. `logged`: names of the previous validation, which decide between acc and reward. If they
+    do not, and all rewards are gated, both are logged.
+    """
     sources: dict[str, list[Sample]] = defaultdict(list)
     for group in groups:
         sources[group.prompt.data_source] += group.samples
@@ -189,13 +195,13 @@ def _validation_parts(scored: Sequence[Reward]) -> dict[str, list[float]]:
 
 
 def logged_parts(logged: Iterable[str], prefix: str, suffix: str) -> list[str]:
-    """Names of reward parts in these names of metrics."""
+    """Return the names of reward parts in these metric names."""
     found = [name[len(prefix) : -len(suffix)] for name in logged if name.startswith(prefix) and name.endswith(suffix)]
     return [name for name in found if name != RESPONSE_LENGTH]
 
 
 def repetition(spans: Sequence[Span], samples: Mapping[str, Sample]) -> dict[str, float]:
-    """Return perf/computed_over_unique_tokens of passes without gradients: 1 if each prompt ran once; padding counts."""
+    """Return perf/computed_over_unique_tokens of passes without gradients, with padding; 1 if each prompt ran once."""
     run = unique = 0
     for kind in PASSES:
         ran = [span for span in spans if span.kind == kind and "run" in span.attributes and span.samples]
@@ -206,13 +212,14 @@ def repetition(spans: Sequence[Span], samples: Mapping[str, Sample]) -> dict[str
 
 
 def balance_metrics(spans: Sequence[Span]) -> dict[str, float]:
-    """Return balance/makespan_over_bound/{mean,max,min} (predicted time over `makespan.bounds`), and
-    balance/frac_limited_by_longest, the share of passes that long rows prolong."""
-    told = [span.attributes for span in spans if span.kind == "plan" and "makespan" in span.attributes]
-    if not told:
+    """Return balance/makespan_over_bound/{mean,max,min}, the predicted time over the bound of `makespan.bounds`, and
+    balance/frac_limited_by_longest, the share of passes whose bound is the longest row.
+    """
+    plans = [span.attributes for span in spans if span.kind == "plan" and "makespan" in span.attributes]
+    if not plans:
         return {}
-    ratios = [each["makespan"] / max(each["even"], each["longest"]) for each in told]
-    longest = float(np.mean([each["longest"] > each["even"] for each in told]))
+    ratios = [each["makespan"] / max(each["even"], each["longest"]) for each in plans]
+    longest = float(np.mean([each["longest"] > each["even"] for each in plans]))
     return _spread("balance/makespan_over_bound", ratios) | {"balance/frac_limited_by_longest": longest}
 
 
@@ -221,14 +228,14 @@ TIMED += ("save_checkpoint", "testing", "step")
 
 
 def tokens_of(whole: Sequence[Sample], generated: Sequence[Sample], trained: Sequence[Sample]) -> dict[str, int]:
-    """Return kind of work -> tokens: of responses for `gen`, else of whole sequences."""
+    """Return kind of work -> tokens: response tokens for `gen`, else tokens of whole sequences."""
     responses = sum(len(sample.response.token_ids) for sample in generated if sample.response is not None)
     learned = dict.fromkeys(("adv", "update_critic", "update_actor"), sum(sample.tokens for sample in trained))
     return dict.fromkeys(TIMED, sum(sample.tokens for sample in whole)) | learned | {"gen": responses}
 
 
 def time_metrics(spans: Sequence[Span], tokens: dict[str, int], slots: int) -> dict[str, float]:
-    """Return timing_s/*, milliseconds per token and throughput per slot."""
+    """Return timing_s/*, timing_per_token_ms/* and the throughput per slot."""
     seconds = {kind: covered(_on_driver(spans, kind)) for kind in TIMED}
     metrics: dict[str, float] = {f"timing_s/{kind}": value for kind, value in seconds.items() if value}
     for kind, value in seconds.items():
@@ -242,7 +249,7 @@ def time_metrics(spans: Sequence[Span], tokens: dict[str, int], slots: int) -> d
 
 
 def video_metrics(spans: Sequence[Span]) -> dict[str, float]:
-    """video/prefill_s: seconds in which an engine read prompts, the most of any; video/sequence_parallel_degree of the passes."""
+    """Return video/prefill_s, prefill seconds of the slowest engine, and the mean video/sequence_parallel_degree."""
     prefill: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         if span.kind == "decode" and span.attributes.get("prefill_tokens"):
@@ -259,7 +266,7 @@ def _on_driver(spans: Sequence[Span], kind: str) -> list[Span]:
 
 
 def fusion_metrics(spans: Sequence[Span], slots: int, width: int = 1) -> dict[str, float]:
-    """Return what ran alongside generation, and the slots' idle share. `width`: ranks per engine."""
+    """Return counts of samples processed during generation, and the idle share. `width`: ranks per engine."""
     generated = _on_driver(spans, "gen")
     steps = _on_driver(spans, "step")
     if not generated or not steps:
@@ -282,8 +289,10 @@ def fusion_metrics(spans: Sequence[Span], slots: int, width: int = 1) -> dict[st
 def utilisation(
     spans: Sequence[Span], facts: Mapping[str, Any], samples: Mapping[str, Sample], quantized: bool = False
 ) -> dict[str, float]:
-    """Return perf/mfu/*: FLOPs of needed products with parameters over the measured matrix-product rate. Attention and
-    recomputation are left out; `quantized` engines have no number."""
+    """Return perf/mfu/*: FLOPs of the required products with parameters over the measured matrix-product rate.
+
+    Attention and recomputation are excluded; `quantized` engines have no value.
+    """
     if "peak_flops" not in facts:
         return {}
     parameters, flops = facts["parameters"], {}
@@ -308,14 +317,14 @@ def _products(layers: int, head: int, tokens: int, responses: int) -> int:
 
 
 def _tokens_run(samples: Sequence[Sample]) -> tuple[int, int]:
-    """Return (tokens that a pass needs, response tokens among them); each prompt is needed once."""
+    """Return (tokens of a pass with each prompt once, response tokens among them)."""
     responses = sum(len(sample.response.token_ids) for sample in samples)
     prompts = {sample.prompt.index: len(sample.prompt.token_ids) for sample in samples}
     return sum(prompts.values()) + responses, responses
 
 
 def garbage_metrics(spans: Sequence[Span]) -> dict[str, float]:
-    """timing_s/gc: seconds in which a process collected garbage; perf/gc_unplanned: collections at no step's end."""
+    """Return timing_s/gc, seconds with a garbage collection in any process, and perf/gc_unplanned, unplanned ones."""
     found = [span for span in spans if span.kind == "gc"]
     unplanned = sum(span.cause in ("memory", "python") for span in found)
     return {"timing_s/gc": covered(found), "perf/gc_unplanned": float(unplanned)} if found else {}
@@ -334,8 +343,7 @@ def memory_metrics(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def activation_metrics(spans: Sequence[Span]) -> dict[str, float]:
-    """Return the share of layers whose activations stayed, were copied to host or disk, or recomputed, and GB
-    copied."""
+    """Return the shares of layers by place of their activations (device, host, disk, recomputed), and GB copied."""
     names = [f"layers_{place}" for place in Place] + [f"{place}_bytes" for place in Place]
     totals: Counter[str] = Counter()
     for span in spans:

@@ -27,7 +27,7 @@ def draw_overoptimization(folder: Path, rows: Rows) -> Path | None:
 
 
 def draw_overoptimization_panels(runs: Mapping[str, Rows], path: Path) -> None:
-    """A panel for each run, by title, with the same axes. ValueError where one has no model's score or no truth."""
+    """Draw a panel for each run, with shared axes. Raises ValueError if a run lacks model scores or `acc`."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -43,7 +43,7 @@ def draw_overoptimization_panels(runs: Mapping[str, Rows], path: Path) -> None:
         other.set_ylim(0, 1.02)
         other.tick_params(labelright=other is others[-1])
     panels[0].set_ylabel("score of the reward model", color=PROXY)
-    others[-1].set_ylabel("share that is truly right", color=TRUTH)
+    others[-1].set_ylabel("true accuracy", color=TRUTH)
     figure.legend(handles=lines, fontsize=7, loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=120)
 
@@ -51,12 +51,12 @@ def draw_overoptimization_panels(runs: Mapping[str, Rows], path: Path) -> None:
 def _panel(axes: Axes, other: Axes, rows: Rows, title: str) -> list[Artist]:
     proxy, truth = _names(rows)
     if proxy is None or truth is None:
-        raise ValueError(f"{title}: its metrics hold no score of a reward model on validation, or no acc of the truth")
+        raise ValueError(f"{title}: the validation metrics lack a reward model score or the true acc")
     best = max((row for row in rows if truth in row), key=lambda row: row[truth])
     lines = _line(axes, rows, proxy, f"reward model, held out: {proxy}", color=PROXY, marker="s")
     lines += _line(axes, rows, f"rewards/{MODEL_PART}/mean", "reward model, sampled", color=PROXY, alpha=0.5)
     lines += _line(other, rows, truth, f"truth, held out: {truth}", color=TRUTH, marker="o")
-    return [*lines, other.axvline(best["step"], color=TRUTH, linestyle=":", label="where the truth is best")]
+    return [*lines, other.axvline(best["step"], color=TRUTH, linestyle=":", label="best true accuracy")]
 
 
 def _names(rows: Rows) -> tuple[str | None, str | None]:

@@ -1,4 +1,4 @@
-"""Draw a reward model's calibration, and write its `summary.json`."""
+"""Draw the calibration of a reward model, and write its `summary.json`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ACCURACY = f"val-core/{MODEL_PART}/acc"
 
 
 def draw_calibration(path: Path, found: Calibration, gaps: np.ndarray) -> None:
-    """Reliability diagram beside the histogram of gaps."""
+    """Draw the reliability diagram next to the histogram of gaps."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
@@ -39,21 +39,21 @@ def draw_calibration(path: Path, found: Calibration, gaps: np.ndarray) -> None:
 
 
 def draw_reliability(axes: Axes, found: Calibration) -> None:
-    """How often pairs are ordered rightly, by confidence; their numbers stand at the foot."""
+    """Draw the accuracy by confidence, with the number of pairs at the bottom of each bar."""
     middles, width = (found.edges[1:] + found.edges[:-1]) / 2, found.edges[1] - found.edges[0]
     axes.bar(middles, found.accuracies, width * 0.94, color="tab:blue", alpha=0.8, label="accuracy")
-    axes.plot([0.5, 1], [0.5, 1], color="black", linestyle=":", label="as sure as right")
+    axes.plot([0.5, 1], [0.5, 1], color="black", linestyle=":", label="perfect calibration")
     axes.plot(found.confidences, found.accuracies, color="tab:red", marker=".", linestyle="", label="mean confidence")
     for middle, count in zip(middles, found.counts, strict=True):
         axes.annotate(str(count), (middle, 0.02), ha="center", fontsize=7)
-    axes.set(xlabel="confidence", ylabel="share ordered rightly", xlim=(0.5, 1), ylim=(0, 1.02))
+    axes.set(xlabel="confidence", ylabel="accuracy", xlim=(0.5, 1), ylim=(0, 1.02))
     pairs = f"{found.counts.sum()} held-out pairs: accuracy {found.accuracy:.3f}, ECE {found.ece:.3f}"
     axes.set_title(pairs, fontsize=9)
     axes.legend(fontsize=7, loc="upper left")
 
 
 def summarise_reward_model(folder: Path, seconds: float) -> dict[str, Any]:
-    """Write `summary.json` of a reward model's training and print what it is; returns the summary."""
+    """Write and print `summary.json` of the training of a reward model; return the summary."""
     weights = max(
         folder.glob(f"global_step_*/{MODEL_PART}/huggingface"), key=lambda path: path.stat().st_mtime, default=None
     )
@@ -70,13 +70,13 @@ def _text(summary: dict[str, Any], folder: Path, weights: Path | None) -> str:
     ]
     if (ece := summary["metrics"].get(f"val-aux/{MODEL_PART}/ece")) is not None:
         lines.append(f"  calibration   {ece:.3f}   (expected calibration error)")
-    lines += [f"  run folder    {folder}", f"  look at       {PICTURE}, metrics.jsonl, summary.json"]
+    lines += [f"  run folder    {folder}", f"  results       {PICTURE}, metrics.jsonl, summary.json"]
     if weights is not None:
         labels, _ = saved_labels(weights)
         entries = ",".join(f"{MODEL_PART}:{label}" for label in labels) if len(labels) > 1 else ""
         functions = f" 'reward.functions=[{entries}]'" if entries else ""
         lines += [
-            f"  the model     {weights}",
+            f"  model         {weights}",
             f"  use it        rlfuse train ... reward.model_path={weights}{functions}",
         ]
     return "\n".join(lines)

@@ -33,7 +33,7 @@ DRAWN_S = 60.0
 
 
 class RunLog:
-    """Of a run that goes on after the step `start`; `attach` gives it the engines once they stand."""
+    """Logs of a run that continues after the step `start`; `attach` adds the engines once they exist."""
 
     def __init__(
         self,
@@ -46,15 +46,15 @@ class RunLog:
         label: str = EXACT,
         check_folder: Callable[[], None] = lambda: None,
     ):
-        """`resolved`: the configuration as shown; `faults`, `label`: of earlier attempts and steps."""
-        custom_metrics = CustomMetrics(config, self.say)  # first: a file that can't be executed cuts off no row
+        """Open the logs. `resolved`: configuration to log; `faults`, `label`: of earlier attempts and steps."""
+        custom_metrics = CustomMetrics(config, self.say)  # first, so that a file that can't be executed removes no rows
         self.folder, self.total_steps = folder, total_steps
         faults = Counter() if faults is None else faults
         self.journal = Journal(folder, faults, config.trainer.gc_freq, check_folder)
         self.loggers = Loggers(config, resolved, folder, total_steps, start, self.journal.recorder)
         try:
             self._make_parts(config, start, custom_metrics, label)
-        except BaseException as error:  # a damaged file, a full disk: nobody else would end what draws
+        except BaseException as error:  # damaged file, full disk: stop the threads and processes
             self.loggers.close(error)
             raise
 
@@ -80,7 +80,7 @@ class RunLog:
         self.stopping = Stopping(config.trainer.preemption_grace_s, self.say)
 
     def attach(self, engines: Sequence[Recorded], facts: Mapping[str, Any], epoch: Callable[[], int]) -> None:
-        """The engines whose spans to collect, what is known of them, and how often the data was passed."""
+        """Add the engines whose spans are collected, facts about them, and the epoch counter."""
         self.metrics.facts, self.metrics.epoch = facts, epoch
         self.journal.attach(engines)
 
@@ -97,11 +97,11 @@ class RunLog:
             part.sync()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Close every part, whichever fails; what ended the run is told to the loggers before."""
-        with ExitStack() as closing:  # the last first
+        """Close all parts even if one fails, and log the error that ended the run."""
+        with ExitStack() as closing:  # in reverse order
             closing.callback(self.loggers.close, error)
             for part in (self.samples, self.metrics):
                 closing.callback(part.close)
             closing.callback(self.drawing.close, DRAWN_S)
-            with suppress(NotWritten) if error is not None else nullcontext():  # it may be what the error is about
+            with suppress(NotWritten) if error is not None else nullcontext():  # the error may be the same one
                 self.journal.close()

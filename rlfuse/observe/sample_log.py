@@ -1,4 +1,4 @@
-"""Write samples for people: `samples.jsonl`, `validation.jsonl`, tables of the sinks, contact sheets as PNG files."""
+"""Log samples to `samples.jsonl`, `validation.jsonl`, the tables of the sinks, and contact sheets (PNG files)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlfuse.video.decode_pool import Clip, DecodePool
 
 
 class SampleLog:
-    """Of a run that goes on after the step `start`."""
+    """Logged samples of a run that continues after the step `start`."""
 
     def __init__(self, config: Config, folder: Path, start: int, loggers: Loggers, drawing: Drawing, total_steps: int):
         self._total_steps = total_steps
@@ -32,7 +32,7 @@ class SampleLog:
         rows = [sample_row(sample) for sample in samples[: self._config.trainer.log_val_generations]]
         self._validation.write(step, *rows)
         if rows:
-            self._loggers.tell(lambda sink: sink.samples(step, rows, VALIDATION))
+            self._loggers.for_each_sink(lambda sink: sink.samples(step, rows, VALIDATION))
 
     def log_step(self, step: int, samples: Sequence[Sample]) -> None:
         samples, video = samples[: self._config.trainer.log_samples], self._config.video
@@ -40,17 +40,19 @@ class SampleLog:
         rows = [sample_row(sample, sheets.get(sample.id)) for sample in samples]
         self._training.write(step, *rows)
 
-        def tell() -> None:
+        def log_table() -> None:
             drawn = {name for name in sheets.values() if (self._folder / name).exists()}
             table = [row | {"contact_sheet": name if (name := row["contact_sheet"]) in drawn else None} for row in rows]
             if table and is_due(self._config.trainer.log_samples_freq, step, self._total_steps):
-                self._loggers.tell(lambda sink: sink.samples(step, table))
+                self._loggers.for_each_sink(lambda sink: sink.samples(step, table))
 
         if not sheets:
-            return tell()
-        those = [light(sample) for sample in samples if sample.id in sheets]
-        arguments = (self._folder, step, those, sheets, video.decode_timeout_s)
-        self._drawing.ask(f"contact sheets of step {step}", tell, "rlfuse.observe.sample_log:draw_sheets", *arguments)
+            return log_table()
+        shown = [light(sample) for sample in samples if sample.id in sheets]
+        arguments = (self._folder, step, shown, sheets, video.decode_timeout_s)
+        self._drawing.submit(
+            f"contact sheets of step {step}", log_table, "rlfuse.observe.sample_log:draw_sheets", *arguments
+        )
 
     def sync(self) -> None:
         self._training.sync()
@@ -72,7 +74,7 @@ def _pool(timeout_s: float) -> DecodePool:
 
 
 def sheets_of(samples: Sequence[Sample], most: int | None) -> dict[str, str]:
-    """Sample id -> where in the run folder the sheet of its prompt will be, for the first `most` clips (None: all)."""
+    """Return sample id -> path of the sheet of its prompt in the run folder, for the first `most` clips (None: all)."""
     shown = [sample for sample in samples if sample.prompt.visual and sample.response is not None]
     prompts = list(dict.fromkeys(prompt_id(sample.id) for sample in shown))[:most]
     paths = {prompt: f"{FOLDER}/{prompt.replace('/', '-')}.png" for prompt in prompts}
@@ -80,13 +82,13 @@ def sheets_of(samples: Sequence[Sample], most: int | None) -> dict[str, str]:
 
 
 def light(sample: Sample) -> Sample:
-    """All of it that a sheet shows, for another process."""
+    """Return the sample without tensors, columns and video sources, to be sent to another process."""
     visual = tuple(replace(each, source=None) for each in sample.prompt.visual)
     return replace(sample, tensors={}, prompt=replace(sample.prompt, columns={}, visual=visual))
 
 
 def draw_sheets(folder: Path, step: int, samples: Sequence[Sample], sheets: dict[str, str], timeout_s: float) -> None:
-    """Write the `sheets` of these samples of a run folder."""
+    """Draw the contact sheets of these samples into the run folder."""
     (folder / FOLDER).mkdir(exist_ok=True)
     families = [list(family) for _, family in groupby(samples, lambda sample: sample.prompt.index)]
     decoded = _pool(timeout_s).stream([clip for family in families for clip in _clips(family[0])])

@@ -24,22 +24,24 @@ HUES = (
     {"F": "#d8cbe9", "B": "#8d72bd", "W": "#4d3580", "H": "#a596bd"},
 )
 WORDS = {"F": "forward", "B": "backward", "W": "weight gradient", "H": "head"}
-LABELLED = 800  # micro-batch numbers are written where a schedule has at most so many operations
+LABELLED = 800  # maximum operations of a schedule that is drawn with micro-batch numbers
 INK, PALE = "#2b2b2b", "#8a8a8a"
 IDLE = Patch(facecolor="white", edgecolor=PALE, linewidth=0.5, label="idle")
 TimedRows = tuple[tuple[Timed, ...], ...]
 
 
 def draw(problem: Problem, schedules: Sequence[tuple[str, TimedRows]], path: Path, unit: str = "") -> None:
-    """(title, rows) of each schedule, on one time axis, into a PNG or, by the name's end, an HTML page. `unit`: of the
-    times; without, the problem's."""
+    """Draw schedules, given as (title, rows), on one time axis into a PNG or HTML file.
+
+    `unit`: unit of the times; empty for the unit of the problem.
+    """
     height = max(1.2, 0.17 * problem.devices + 0.5)
     figure = Figure(figsize=(12.0, height * len(schedules) + 0.9), layout="constrained")
     panels = figure.subplots(len(schedules), 1, sharex=True, squeeze=False)[:, 0]
     hues = {model.name: HUES[i % len(HUES)] for i, model in enumerate(problem.models)}
     for axes, (title, rows) in zip(panels, schedules, strict=True):
         _panel(axes, f"{title}   {max(row[-1].end for row in rows):.6g} {unit}", rows, hues)
-    panels[-1].set_xlabel(unit or "time, in the problem's unit", color=INK)
+    panels[-1].set_xlabel(unit or "time, in the unit of the problem", color=INK)
     panels[-1].set_xlim(0, 1.01 * max(row[-1].end for _, rows in schedules for row in rows))
     kinds = [kind for kind in WORDS if any(each.operation.kind == kind for _, rows in schedules for each in rows[0])]
     patches = [Patch(color=hue[kind], label=f"{name}: {WORDS[kind]}") for name, hue in hues.items() for kind in kinds]
@@ -68,7 +70,7 @@ def _panel(axes: Axes, title: str, rows: TimedRows, hues: dict[str, dict[str, st
 
 
 def frame(axes: Axes, rows: int, title: str, note: str) -> None:
-    """Set rows from the top down on a time axis, under a title and a note in small print."""
+    """Set up axes with rows from top to bottom, a title, and a note in small print."""
     axes.set_ylim(rows - 0.4, -0.6)
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=4)
     axes.set_title(note, loc="right", fontsize=9, color=PALE, pad=4)
@@ -78,7 +80,7 @@ def frame(axes: Axes, rows: int, title: str, note: str) -> None:
 
 
 def legend(figure: Figure, handles: Sequence[Artist], columns: int, side: str = "upper", **more: Any) -> None:
-    """Put the legend outside of the panels."""
+    """Draw the legend outside of the panels."""
     figure.legend(
         handles=handles,
         loc=f"outside {side} left",
@@ -92,7 +94,7 @@ def legend(figure: Figure, handles: Sequence[Artist], columns: int, side: str = 
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a PNG or, by the name's end, a self-contained HTML page; a reader never sees half of it."""
+    """Write a PNG or, for the suffix .html, a self-contained HTML page, atomically."""
     if path.suffix != ".html":
         with atomic_write(path) as aside:
             figure.savefig(aside, format=path.suffix[1:], dpi=150)

@@ -1,4 +1,4 @@
-"""Draw what every slot does over time, simulated or from a run's events, as one PNG."""
+"""Draw timelines of steps, simulated or from the events of a run, with a row per slot, as one PNG."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlfuse.events import Span, span_of
 from rlfuse.observe.schedule_picture import IDLE, INK, frame, legend, save
 
 GENERATING = LinearSegmentedColormap.from_list("generating", ["#c9def2", "#6aa3d8", "#1d5c9e", "#0c3260"])
-"""From a batch of one to the largest."""
+"""Colours from a batch of one sample to the largest batch."""
 COLOURS = {
     "scoring": "#f0a830",
     "training": "#3f9e6e",
@@ -42,25 +42,25 @@ KINDS = {
     "update_weights": "weights",
 }
 MOVING = "#c2385a"
-MOST_ROWS = 32
-MOST_COLUMNS = 9  # of the legend: more would be cut off
+MAX_ROWS = 32
+MAX_COLUMNS = 9  # of the legend, which is truncated otherwise
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One step to draw."""
+    """Step to draw."""
 
     title: str
-    note: str  # in small print behind the title
+    note: str  # in small print, to the right of the title
     spans: Sequence[Span]
-    start: float  # on the spans' clock; drawn as 0
+    start: float  # by the clock of the spans; drawn at 0
     seconds: float  # of the step
-    bound: float | None = None  # no schedule takes fewer seconds
+    bound: float | None = None  # lower bound of the time of any schedule, in seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Something that a slot does for a while."""
+    """One activity of a slot over an interval."""
 
     slot: int
     start: float
@@ -70,11 +70,11 @@ class Bar:
 
 
 def draw(timelines: Sequence[Timeline], path: Path) -> None:
-    """Write the PNG. Raises ValueError where no span tells what a slot did."""
+    """Write the PNG. Raises ValueError if there are no spans of engines or ranks."""
     bars = [list(activity(timeline)) for timeline in timelines]
     slots = 1 + max((bar.slot for each in bars for bar in each), default=-1)
     if not slots:
-        raise ValueError("there is nothing to draw: no span of a rollout engine or a trainer rank in any of the steps")
+        raise ValueError("nothing to draw: none of the steps has a span of a rollout engine or a trainer rank")
     shown = _rows(slots)
     largest = max((bar.batch for each in bars for bar in each), default=1.0)
     height = max(0.9, 0.115 * len(shown) + 0.35)
@@ -93,7 +93,7 @@ def draw(timelines: Sequence[Timeline], path: Path) -> None:
 
 
 def draw_step(path: Path, events: Path, first: int, last: int, note: str) -> None:
-    """One step of a run, whose spans are the rows of `events` from byte `first` to byte `last`."""
+    """Draw a step of a run. Its spans are the rows of `events` from byte `first` to byte `last`."""
     with events.open("rb") as file:
         file.seek(first)
         spans = [span_of(json.loads(line)) for line in file.read(last - first).splitlines()]
@@ -103,13 +103,13 @@ def draw_step(path: Path, events: Path, first: int, last: int, note: str) -> Non
 
 
 def _rows(slots: int) -> dict[int, int]:
-    """Slot -> row, for those that are shown: all, or some spread evenly."""
-    count = min(slots, MOST_ROWS)
+    """Return slot -> row of the slots that are shown: all, or `MAX_ROWS` evenly spread ones."""
+    count = min(slots, MAX_ROWS)
     return {slot: row for row, slot in enumerate(sorted({i * slots // count for i in range(count)}))}
 
 
 def activity(timeline: Timeline) -> Iterable[Bar]:
-    """Bars of one step, in seconds from its start, cut to it."""
+    """Yield the bars of a step, clipped to it, in seconds from its start."""
     start, end = timeline.start, timeline.start + timeline.seconds
     stepwise = any(span.kind == "decode" for span in timeline.spans)
     bars = [bar for span in timeline.spans if (bar := _bar(span)) is not None]
@@ -123,7 +123,7 @@ def _bar(span: Span) -> Bar | None:
     place, _, index = span.where.partition("/")
     if span.kind == "decode" and place == "rollout":
         return Bar(int(index), span.start, span.end, "generating", span.attributes["batch"])
-    if span.kind == "switch":  # the driver sees all of it; simulated ranks also tell of the way back
+    if span.kind == "switch":  # the driver records all switches; simulated ranks also record the one back
         slot = span.attributes["slot"] if place == "driver" else int(index)
         return Bar(slot, span.start, span.end, "switching")
     if span.kind in KINDS and place in ("rollout", "trainer"):
@@ -132,7 +132,7 @@ def _bar(span: Span) -> Bar | None:
 
 
 def _from_samples(spans: Iterable[Span]) -> list[Bar]:
-    """What engines did, from when each of their samples came and went."""
+    """Return the bars of generation, from the arrival and end of each sample."""
     changes: dict[int, list[tuple[float, int]]] = defaultdict(list)
     for span in spans:
         place, _, index = span.where.partition("/")
@@ -187,9 +187,9 @@ def _legend(figure: Figure, seen: set[str], largest: float, note: str) -> None:
         Patch(color=GENERATING(1.0), label=f"batch of {largest:.0f}"),
     ]
     patches += [Patch(color=colour, label=what) for what, colour in COLOURS.items() if what in seen]
-    patches += [Line2D([], [], color=MOVING, label="samples moving")] if "moving" in seen else []
+    patches += [Line2D([], [], color=MOVING, label="samples moved to another engine")] if "moving" in seen else []
     patches += [IDLE]
     dashed = (0, (2, 2))
     patches += [Line2D([], [], color=INK, lw=1, ls=dashed, label="lower bound")] if "bound" in seen else []
     more: dict[str, Any] = {"columnspacing": 1.4, "title": note, "title_fontsize": 9, "alignment": "left"}
-    legend(figure, patches, min(len(patches), MOST_COLUMNS), **more)
+    legend(figure, patches, min(len(patches), MAX_COLUMNS), **more)

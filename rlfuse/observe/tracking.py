@@ -14,7 +14,7 @@ from rlfuse.samples import Prompt, Response, Reward, RewardFailure, Sample
 
 
 class StepFile(RowFile):
-    """JSON lines, each of a step. On resume, steps after the checkpoint are cut off: they run again."""
+    """File of JSON lines with a step each. A resume removes steps after the checkpoint, as they run again."""
 
     def __init__(self, path: Path, after: int):
         super().__init__(path, keep=lambda row: row["step"] <= after)
@@ -24,12 +24,12 @@ class StepFile(RowFile):
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a run folder's `metrics.jsonl`, oldest first; none when there is no file."""
+    """Return the rows of `metrics.jsonl`, oldest first; empty if there is no file."""
     return [parse_non_finite(row) for row in read_rows(path)]
 
 
 def last_validation(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Names of the metrics of the run's last validation, which are those that it has had all along."""
+    """Return the metric names of the last validation, which are those of all validations of the run."""
     validated = [row for row in rows if any(name.startswith("val-core/") for name in row)]
     return [name for name in validated[-1] if name.startswith("val-")] if validated else []
 
@@ -39,23 +39,23 @@ MAX_TEXT_CHARS = 20_000
 
 
 def failure_row(sample: Sample, failure: RewardFailure) -> dict[str, str]:
-    """A failed reward as a row: which sample, whose function, what it raised where."""
+    """Return a failed reward as a row: sample, function, message and traceback."""
     texts = (failure.function, failure.message, failure.traceback, sample.prompt.text, sample.response.text)
     values = (sample.id, sample.prompt.data_source, *(text[:MAX_TEXT_CHARS] for text in texts))
     return dict(zip(FAILURE_FIELDS, values, strict=True))
 
 
 def write_failures(path: Path, rows: Sequence[dict[str, str]]) -> None:
-    """Append failures to a run folder's `reward_failures.jsonl`, one object a line."""
+    """Append failures to `reward_failures.jsonl`."""
     with closing(RowFile(path)) as file:
         file.append(rows)
 
 
 def sample_row(sample: Sample, contact_sheet: str | None = None) -> dict[str, Any]:
-    """A finished sample as people read it: a row of `samples.jsonl` and of wandb's table.
+    """Return a finished sample as a row of `samples.jsonl` and of the wandb table.
 
-    `contact_sheet`: picture of what it was shown, a path in the run folder. With `columns`, the row of data as it was
-    given, another reward can score the sample once the run is over.
+    `contact_sheet`: path in the run folder of the picture of its clips. `columns` is the unchanged row of the data, so
+    that another reward can score the sample later.
     """
     prompt, response, reward = sample.prompt, sample.response, sample.reward
     scored = isinstance(reward, Reward)
@@ -77,9 +77,9 @@ def sample_row(sample: Sample, contact_sheet: str | None = None) -> dict[str, An
 
 
 def sample_of_row(row: dict[str, Any], prompt_key: str = "prompt") -> Sample:
-    """The sample of a row of `samples.jsonl`, without tokens and reward: all that a reward function asks of it.
+    """Return the sample of a row of `samples.jsonl`, without tokens and reward; enough for reward functions.
 
-    `prompt_key`: as the run's data.prompt_key.
+    `prompt_key`: `data.prompt_key` of the run.
     """
     step, index, sibling = map(int, row["id"].split("/"))
     columns, nothing = row.get("columns") or {}, np.empty(0, np.int32)

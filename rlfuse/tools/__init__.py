@@ -1,1 +1,1 @@
-"""Commands beside `rlfuse train`: loaded by `rlfuse.cli` and `rlfuse.notebook`, imported by nothing else."""
+"""Commands other than `rlfuse train`, imported only by `rlfuse.cli` and `rlfuse.notebook`."""

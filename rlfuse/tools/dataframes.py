@@ -15,16 +15,16 @@ PART = "rewards/"
 
 
 def samples(run: str | Path) -> pd.DataFrame:
-    """Return the samples that a run kept (trainer.log_samples per step), one per row; RunError if there are none."""
+    """Return the logged samples of a run (trainer.log_samples per step), one per row. RunError if there are none."""
     folder = open_run(Path(run))
     rows = list(folder.samples())
     if not rows:
-        raise RunError(f"{folder.path}: no sample in samples.jsonl; run with trainer.log_samples above 0")
+        raise RunError(f"{folder.path}: samples.jsonl is empty; run with trainer.log_samples above 0")
     return sample_table(rows)
 
 
 def sample_table(rows: Iterable[dict[str, Any]]) -> pd.DataFrame:
-    """Rows of `samples.jsonl` as `samples` gives them."""
+    """Return rows of `samples.jsonl` as the table of `samples`."""
     rows = list(rows)
     parts = sorted({name for row in rows for name in row["parts"]})
     first = ("data_source", "prompt", "response", "finish", "prompt_tokens", "response_tokens", "reward")
@@ -40,15 +40,15 @@ def sample_table(rows: Iterable[dict[str, Any]]) -> pd.DataFrame:
 
 
 def metrics(run: str | Path) -> pd.DataFrame:
-    """Every scalar of every step: a row per step (0: the validation before the first), a column per name."""
+    """Return all scalars: a row per step (0 is the validation before step 1), a column per name."""
     rows = open_run(Path(run)).rows()
     if not rows:
-        raise RunError(f"{run}: no row in metrics.jsonl yet; look again once the first step is done")
+        raise RunError(f"{run}: metrics.jsonl is empty; try again after the first step")
     return pd.DataFrame(rows).set_index("step")
 
 
 def time_spent(run: str | Path) -> pd.DataFrame:
-    """Seconds of a slot for each step, as means over slots: `busy/{work}` and `idle/{cause}`, largest first."""
+    """Return seconds per slot in each step, as means over slots: `busy/{work}` and `idle/{cause}`, largest first."""
     table = metrics(run)
     names = [name for name in table if name.startswith(("busy/", "idle/"))]
     spent = table.loc[table.index > 0, names].fillna(0.0)
@@ -56,7 +56,7 @@ def time_spent(run: str | Path) -> pd.DataFrame:
 
 
 def surprise(table: pd.DataFrame) -> pd.Series:
-    """Return each reward's distance from the mean of its siblings; NaN without siblings."""
+    """Return the distance of each reward from the mean of the rest of its group; NaN if there is no other."""
     groups = table.groupby("group")["reward"]
     count = groups.transform("count")
     others = (groups.transform("sum") - table["reward"]) / (count - 1).where(count > 1)

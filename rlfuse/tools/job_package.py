@@ -1,7 +1,7 @@
-"""Pack a job for a cluster: one YAML file and the files of custom functions, never data or models.
+"""Package a job for a cluster: one YAML file and the files of custom functions, never data or models.
 
-Custom files keep their relative place; paths of data, models and the run folder become absolute. `notes` reports each
-decision.
+Custom files keep their relative paths; paths of data, models and the run folder become absolute. `Package.notes` lists
+what is sent and what the cluster must provide.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CODE = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A folder that is ready to be sent."""
+    """Folder that is ready to be sent."""
 
     folder: Path
     experiment: str
@@ -38,7 +38,7 @@ class Package:
 
 
 def pack(config: Config, folder: Path, here: Path, include: Sequence[Path] = (), with_code: bool = False) -> Package:
-    """Fill `folder` with the job's files; ConfigError for missing files and packages that are too large."""
+    """Write the files of the job into `folder`. ConfigError for missing files and packages that are too large."""
     problems: list[str] = []
     shared: list[str] = []
     root, folder = folder, folder / SUBMITTED
@@ -52,7 +52,7 @@ def pack(config: Config, folder: Path, here: Path, include: Sequence[Path] = (),
     size = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
     if size > MAX_BYTES:
         problems.append(
-            f"--include: {size >> 20} MiB in all, at most {MAX_BYTES >> 20}; put large files on shared storage"
+            f"--include: {size >> 20} MiB in total, at most {MAX_BYTES >> 20}; put large files on shared storage"
         )
     if problems:
         raise ConfigError(problems)
@@ -64,7 +64,7 @@ def pack(config: Config, folder: Path, here: Path, include: Sequence[Path] = (),
     if shared:
         notes.append(f"must exist on every node: {', '.join(dict.fromkeys(shared))}")
     if named := sorted(set(re.findall(r"\$\{oc\.env:(\w+)\}", job))):
-        notes.append(f"not sent but by name: {', '.join(named)}; the job needs --env {' --env '.join(named)}")
+        notes.append(f"environment variables that are not sent: {', '.join(named)}; add --env {' --env '.join(named)}")
     trainer = config.trainer
     return Package(root, f"{trainer.project_name}/{trainer.experiment_name}", tuple(notes))
 
@@ -84,13 +84,13 @@ def _function(key: str, function: str, folder: Path, here: Path, problems: list[
     path = here / Path(file).expanduser()
     if not path.is_file():
         if Path(file).is_absolute():
-            return function  # the cluster's own
+            return function  # a file of the cluster
         problems.append(f"{key}: the file `{file}` does not exist; correct the path")
         return function
     inside = path.is_relative_to(here) and ".." not in path.parts
     target = path.relative_to(here) if inside else Path("rewards") / path.name
     if not inside and (folder / target).exists() and (folder / target).read_bytes() != path.read_bytes():
-        problems.append(f"{key}: two files are called {path.name}; rename one")
+        problems.append(f"{key}: two files have the name {path.name}; rename one")
     (folder / target).parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(path, folder / target)
     return f"{target}:{function.rpartition(':')[2]}"
@@ -101,7 +101,7 @@ def _include(path: Path, folder: Path, here: Path, problems: list[str]) -> None:
     if not source.exists():
         problems.append(f"--include {path}: does not exist; correct the path")
     elif not source.is_relative_to(here) or ".." in path.parts or source == here:
-        problems.append(f"--include {path}: must lie below {here}, as the job's working folder is made like it")
+        problems.append(f"--include {path}: must be below {here}, the working folder that the package reproduces")
     elif source.is_dir():
         ignore = shutil.ignore_patterns("__pycache__", ".git", ".venv")
         shutil.copytree(source, folder / source.relative_to(here), dirs_exist_ok=True, ignore=ignore)

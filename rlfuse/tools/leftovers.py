@@ -1,7 +1,7 @@
-"""Find what crashed and killed runs left behind, for `rlfuse runs clean`.
+"""Find leftovers of crashed and killed runs, for `rlfuse runs clean`.
 
-Nothing of a run that may be alive, of a living process or of another user is listed, nor any complete checkpoint, log
-or record.
+Files of possibly running jobs, live processes and other users are never listed, nor complete checkpoints, logs and
+results.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from rlfuse.run_folder.checkpoints import MARKER
 PARTIAL = re.compile(r"global_step_\d+(\.partial)?")
 ASIDE = re.compile(r"\..+\.part")
 UNKNOWN_S = 3600.0
-"""A run without a status may live if it has written something since."""
+"""A run without a status counts as possibly running for so long after its last write."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """Something to remove."""
+    """File or folder to remove."""
 
     path: Path
     why: str
@@ -39,31 +39,31 @@ class Leftover:
 
 
 def find_leftovers(runs: Iterable[Path]) -> list[Leftover]:
-    """In these runs' folders, and outside them on this host."""
+    """Return the leftovers in these run folders and elsewhere on this host."""
     return [*(each for run in runs for each in leftovers_of_run(run)), *leftovers_of_machine()]
 
 
 def leftovers_of_run(folder: Path) -> Iterator[Leftover]:
-    """In a run's folder, unless it goes on: what its next start would remove or make again."""
+    """Yield leftovers in a run folder that the next start would remove or recreate; nothing if the run may be alive."""
     if may_be_running(folder):
         return
     for path in sorted(folder.iterdir()):
         if path.is_symlink() or path.lstat().st_uid != os.getuid():
             continue
         if PARTIAL.fullmatch(path.name) and not (path / MARKER).exists():
-            yield Leftover.of(path, "a checkpoint that never got whole")
+            yield Leftover.of(path, "incomplete checkpoint")
         elif ASIDE.fullmatch(path.name):
-            yield Leftover.of(path, "half written")
+            yield Leftover.of(path, "incomplete file")
         elif path.name == status.RESERVED:
-            yield Leftover.of(path, "reserved for the end of the run")
+            yield Leftover.of(path, "disk space reserved for the end of the run")
         elif path.name == "text_parts":
-            yield Leftover.of(path, "copied from the model, and copied again when needed")
-    if (slates := folder / "stacks" / "processes").is_dir():
-        yield Leftover.of(slates, "where processes stood that have ended")
+            yield Leftover.of(path, "copy of model files, recreated when needed")
+    if (stacks := folder / "stacks" / "processes").is_dir():
+        yield Leftover.of(stacks, "stacks of ended processes")
 
 
 def may_be_running(folder: Path) -> bool:
-    """Whether its run goes on here, or may do so elsewhere, or nobody can tell."""
+    """Return whether the run may still be running, here or on another host."""
     if (found := status.read(folder)) is not None:
         return status.state_now(folder, found) == "running"
     newest = max((file.stat().st_mtime for file in folder.iterdir() if file.is_file()), default=0.0)
@@ -71,23 +71,23 @@ def may_be_running(folder: Path) -> bool:
 
 
 def leftovers_of_machine() -> Iterator[Leftover]:
-    """Outside run folders, on this host."""
+    """Yield leftovers outside run folders on this host."""
     for kind in scratch.KINDS:
         for folder in scratch.abandoned(kind):
             yield Leftover.of(folder, "its process has ended")
     for folder in scratch.abandoned(scratch.RUN, scratch.temporary_root()):
         yield Leftover.of(folder, "its driver has ended")
-    from rlfuse.engines.deepspeed.deepspeed_ops import stale_locks  # imports Ray, which only this needs
+    from rlfuse.engines.deepspeed.deepspeed_ops import stale_locks  # imports Ray, which is needed only here
 
     for lock in stale_locks():
-        yield Leftover.of(lock, "whoever compiled there has ended")
+        yield Leftover.of(lock, "the compiling process has ended")
 
 
 def remove(path: Path) -> bool:
-    """Whether it is gone."""
+    """Remove a leftover; return whether it is gone."""
     prefix = next((kind for kind in (*scratch.KINDS, scratch.RUN) if path.name.startswith(kind)), None)
     if prefix is not None:
-        scratch.sweep(path.name, path.parent)  # only if its process is dead still; with what it owns
+        scratch.sweep(path.name, path.parent)  # only if its process is still dead; with all attached files
     elif path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -97,6 +97,6 @@ def remove(path: Path) -> bool:
 
 
 def _size(path: Path) -> int:
-    with suppress(OSError):  # gone meanwhile
+    with suppress(OSError):  # removed meanwhile
         return path.lstat().st_size if path.is_file() else 0
     return 0

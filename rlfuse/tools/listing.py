@@ -1,6 +1,6 @@
-"""`rlfuse runs [FOLDER ...]`: list all runs below a folder; `rlfuse runs clean` removes leftovers of crashed ones.
+"""`rlfuse runs [FOLDER ...]`: list all runs below a folder; `rlfuse runs clean` removes leftovers of crashed runs.
 
-A damaged folder affects its own row only. Nothing is removed without `--yes`.
+A damaged run folder affects its own row only. Nothing is removed without `--yes`.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from rlfuse.run_folder.reader import check_files
 from rlfuse.run_folder.run_lock import RunLock, last_log_write
 
 MARKS = (status.FILE, "metrics.jsonl")
-DEEPEST = 4
-END = 4 << 20
+MAX_DEPTH = 4
+TAIL_BYTES = 4 << 20
 """Bytes of metrics.jsonl that are searched for the last validation."""
 REWARDS = ("critic/score/mean", "reward_model/acc")
 COLUMNS = ("run", "state", "step", "reward", "held out", "label", "time", "started", "size", "checkpoints", "sweep")
-WHOLE = ("step", "reward", "held out", "label", "time", "size")
+NO_WRAP = ("step", "reward", "held out", "label", "time", "size")
 NUMBERS = ("step", "reward", "held out", "time", "size", "checkpoints")
 STATES = ("running", "finished", "stopped", "failed", "crashed", "unknown")
 
 
 @dataclass(slots=True)
 class Run:
-    """One folder's line. None: there is no such figure."""
+    """Row of a run; None for missing values."""
 
     folder: str
     name: str
@@ -55,12 +55,12 @@ class Run:
     validation: float | None = None
     label: str = ""
     seconds: float | None = None
-    """Of all its processes: each until its end, or its last sign of life."""
+    """Total of all processes of the run, each until its end or its last sign of life."""
     started: float | None = None
     last_seen: float = 0.0
     size: int = 0
     checkpoints: int = 0
-    """Bytes, which `size` leaves out."""
+    """Bytes of checkpoints, not included in `size`."""
     sweep: str = ""
     error: str = ""
     problems: list[str] = field(default_factory=list)
@@ -79,27 +79,27 @@ ORDERS: dict[str, Callable[[Run], Any]] = {
 
 
 def main(argv: Sequence[str]) -> None:
-    """List, or clean. RunError for a folder that is none."""
+    """List runs, or clean up. RunError for a missing folder."""
     if argv[:1] == ["clean"]:
         return clean(argv[1:])
     parser = argparse.ArgumentParser(
         prog="rlfuse runs",
-        description="The runs of folders, a line each. `rlfuse runs clean --help`: remove what crashed ones left.",
+        description="List the runs below folders. `rlfuse runs clean --help`: remove leftovers of crashed runs.",
     )
     parser.add_argument("folders", type=Path, nargs="*", metavar="FOLDER", help="default: runs")
-    parser.add_argument("--state", choices=STATES, action="append", help="only these; may be repeated")
-    parser.add_argument("--sort", choices=ORDERS, default="started", help="default: started, the newest last")
-    parser.add_argument("--json", action="store_true", help="one JSON list, sizes in bytes, times in epoch seconds")
+    parser.add_argument("--state", choices=STATES, action="append", help="show only runs in this state; repeatable")
+    parser.add_argument("--sort", choices=ORDERS, default="started", help="default: started, newest last")
+    parser.add_argument("--json", action="store_true", help="print a JSON list; sizes in bytes, times in epoch seconds")
     arguments = parser.parse_args(argv)
     folders = arguments.folders or [Path("runs")]
-    told = ", ".join(map(str, folders))
+    searched = ", ".join(map(str, folders))
     runs = [read(path, top) for top in folders for path in find(top)]
     shown = sorted((run for run in runs if run.state in (arguments.state or STATES)), key=ORDERS[arguments.sort])
     if arguments.json:
         print(json.dumps([asdict(run) for run in shown], indent=2))
         return
     if not shown:
-        print(f"no run{' of ' + ' or '.join(arguments.state) if arguments.state else ''} in {told}")
+        print(f"no run{' of ' + ' or '.join(arguments.state) if arguments.state else ''} in {searched}")
         return
     _print(shown)
     for run in shown:
@@ -108,27 +108,27 @@ def main(argv: Sequence[str]) -> None:
 
 
 def clean(argv: Sequence[str]) -> None:
-    """List what crashed runs left, and remove it with --yes. RunError for a folder that is none."""
+    """List leftovers of crashed runs, and remove them with --yes. RunError for a missing folder."""
     from rlfuse.tools import leftovers
 
     parser = argparse.ArgumentParser(
         prog="rlfuse runs clean",
-        description="List what killed runs left, or remove it: checkpoints that never got whole, copies that are made "
-        "again, files of dead processes in shared memory and in the folder for temporary files. Running jobs, complete "
-        "checkpoints and logs stay.",
+        description="List or remove leftovers of killed runs: incomplete checkpoints, copies that are recreated when "
+        "needed, files of dead processes in shared memory and in the temporary folder. Running jobs, complete "
+        "checkpoints and logs are kept.",
     )
-    parser.add_argument("folders", type=Path, nargs="*", metavar="FOLDER", help="default: runs, if there is one")
-    parser.add_argument("--yes", action="store_true", help="remove what is listed")
+    parser.add_argument("folders", type=Path, nargs="*", metavar="FOLDER", help="default: runs, if it exists")
+    parser.add_argument("--yes", action="store_true", help="remove the listed files")
     arguments = parser.parse_args(argv)
     folders = arguments.folders or [path for path in (Path("runs"),) if path.is_dir()]
     runs = [run for folder in folders for run in find(folder)]
     found = leftovers.find_leftovers(runs)
-    with ExitStack() as held:
+    with ExitStack() as locks:
         for run in runs if arguments.yes else ():
-            held.callback((lock := RunLock()).release)
-            with suppress(NotWritable):  # another user's
+            locks.callback((lock := RunLock()).release)
+            with suppress(NotWritable):  # a folder of another user
                 lock.acquire(run)
-            if not lock.is_held:  # it was started a moment ago
+            if not lock.is_held:  # the run was just started
                 found = [each for each in found if not each.path.is_relative_to(run)]
         for each in found:
             kept = arguments.yes and not leftovers.remove(each.path)
@@ -138,19 +138,19 @@ def clean(argv: Sequence[str]) -> None:
 
 
 def find(top: Path) -> Iterator[Path]:
-    """Folders of runs: `top` itself, or those below it. RunError where `top` is no folder."""
+    """Yield run folders: `top` itself or those below it. RunError if `top` is not a folder."""
     if not top.is_dir():
-        raise RunError(f"{top}: no such folder; give the one with the runs (trainer.default_local_dir), or a run's own")
-    return _below(top, DEEPEST)
+        raise RunError(f"{top}: no such folder; give the folder of the runs (trainer.default_local_dir) or of one run")
+    return _below(top, MAX_DEPTH)
 
 
 def _below(folder: Path, depth: int) -> Iterator[Path]:
-    if any(os.path.exists(folder / name) for name in MARKS):  # not in one that is closed to this user
+    if any(os.path.exists(folder / name) for name in MARKS):  # False in folders that this user can't read
         yield folder
         return
     try:
         children = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
-    except OSError:  # another user's
+    except OSError:  # a folder of another user
         return
     for name in children if depth else ():
         if not name.startswith("."):
@@ -158,7 +158,7 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def read(path: Path, top: Path | None = None) -> Run:
-    """What the folder says of its run, named from `top` on."""
+    """Read the row of a run folder, with its name relative to `top`."""
     name = path.relative_to(top).as_posix() if top is not None and path != top else path.name
     run = Run(str(path), name)
     run.last_seen = last_log_write(path)
@@ -183,15 +183,17 @@ def _from_metrics(run: Run, path: Path) -> None:
     if not path.stat().st_size:
         return
     with path.open("rb") as rows, mmap.mmap(rows.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        end = content.rfind(b"\n") + 1  # a killed run may have left half a row behind it
-        first = max(0, end - END)
+        end = content.rfind(b"\n") + 1  # a killed run may have left an incomplete last row
+        first = max(0, end - TAIL_BYTES)
         row = _row_at(content, end - 1) if end else {}
         run.step = int(row["step"]) if row else None
         run.reward = next((float(row[name]) for name in REWARDS if name in row), None)
         if (found := content.rfind(b'"val-core/', first, end)) >= 0:
             validated = _row_at(content, found)
             run.validation = next(float(value) for name, value in validated.items() if name.startswith("val-core/"))
-        if run.state != "finished" or not path.with_name("summary.json").exists():  # else the summary has the label
+        if (
+            run.state != "finished" or not path.with_name("summary.json").exists()
+        ):  # otherwise the summary has the label
             logged = next((name for name in reversed(STRENGTH) if content.find(f'"fusion/{name}"'.encode()) >= 0), "")
             run.label = max(logged, run.label, key=("", *STRENGTH).index)
 
@@ -199,8 +201,8 @@ def _from_metrics(run: Run, path: Path) -> None:
 def _from_status(run: Run, path: Path) -> None:
     found = status.read(path.parent)
     if found is None:
-        parse_json(path.read_text())  # says what is wrong with it, or that there is none
-        raise ValueError("keys of a status are missing, or have values of another kind")
+        parse_json(path.read_text())  # raises the specific error
+        raise ValueError("keys are missing or have values of the wrong type")
     run.state, run.sweep, run.error = status.state_now(path.parent, found), found.sweep, found.error
     run.started, run.total = found.started, found.total or None
     run.label = found.label
@@ -210,7 +212,7 @@ def _from_status(run: Run, path: Path) -> None:
 
 def _from_summary(run: Run, path: Path) -> None:
     summary = parse_json(path.read_text())
-    seconds, label = float(summary["seconds"]), str(summary.get("label", ""))  # reward models have none
+    seconds, label = float(summary["seconds"]), str(summary.get("label", ""))  # training of reward models has no label
     if run.state in ("finished", "unknown"):
         run.label = label
     if run.state == "unknown":
@@ -221,7 +223,7 @@ def _row_at(content: mmap.mmap, position: int) -> dict[str, Any]:
     start = content.rfind(b"\n", 0, position) + 1
     row = parse_json(content[start : content.find(b"\n", position) + 1].decode())
     if not isinstance(row, dict):
-        raise ValueError(f"the row at byte {start} is no object")
+        raise ValueError(f"the row at byte {start} is not a JSON object")
     return row
 
 
@@ -229,7 +231,7 @@ def _add_sizes(run: Run, path: Path) -> None:
     for folder, _, names in os.walk(path):
         inside = os.path.relpath(folder, path).startswith("global_step_")
         for name in names:
-            with suppress(FileNotFoundError):  # the run goes on
+            with suppress(FileNotFoundError):  # the run is writing
                 size = os.lstat(os.path.join(folder, name)).st_size
                 run.checkpoints, run.size = run.checkpoints + inside * size, run.size + (not inside) * size
 
@@ -242,7 +244,7 @@ def _print(runs: Sequence[Run]) -> None:
         table = Table(box=None, header_style="bold", pad_edge=False)
         for name, *_ in columns:
             table.add_column(
-                name, justify="right" if name in NUMBERS else "left", overflow="fold", no_wrap=name in WHOLE
+                name, justify="right" if name in NUMBERS else "left", overflow="fold", no_wrap=name in NO_WRAP
             )
         for row in [*zip(*columns, strict=True)][1:]:
             table.add_row(*map(escape, row))
@@ -252,7 +254,7 @@ def _print(runs: Sequence[Run]) -> None:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """A line for each row, whose columns nothing cuts off."""
+    """Format rows as lines with aligned columns, without truncation."""
     widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(set_cell_size, row, widths)).rstrip() for row in rows)
 
@@ -260,7 +262,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 def _cells(run: Run) -> tuple[str, ...]:
     state, figure = run.state, "-" if run.step is None else str(run.step)
     if state == "running":
-        state += f", heard {duration(max(0.0, time.time() - run.last_seen))} ago"
+        state += f", last seen {duration(max(0.0, time.time() - run.last_seen))} ago"
     return (
         run.name,
         state + (f" on {run.host}" if run.host else ""),
@@ -277,7 +279,7 @@ def _cells(run: Run) -> tuple[str, ...]:
 
 
 def duration(seconds: float) -> str:
-    """In the unit that leaves a small number."""
+    """Format a duration in s, min, h or d."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.1f} {unit}"
@@ -285,7 +287,7 @@ def duration(seconds: float) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes, in the unit that leaves a small number."""
+    """Format bytes in KiB, MiB or GiB."""
     for unit, length in (("GiB", 1 << 30), ("MiB", 1 << 20)):
         if count >= length:
             return f"{count / length:.1f} {unit}"

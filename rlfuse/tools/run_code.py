@@ -1,4 +1,4 @@
-"""List custom code that a run folder's configuration names: commands run none of it without --run-code."""
+"""List custom code that the configuration of a run folder names; commands run it only with --run-code."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ SHIPPED = re.compile(r"rlfuse\.(tasks|rewards\.verifiers)(\.[a-z]\w*)+")
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:
-    """Add --run-code to a command that reads a run folder."""
+    """Add the option --run-code to the parser of a command that reads a run folder."""
     parser.add_argument("--run-code", action="store_true", help="run the code that the folder's config.yaml names")
 
 
 def refuse_code(file: Path, named: Iterable[str], run_code: bool) -> None:
-    """Raise RunError, which names the code, where there is some and it may not run."""
+    """Raise RunError if there is code and `run_code` is False."""
     if (named := list(named)) and not run_code:
         raise RunError(
-            f"{file}: this command would run code that it names: {', '.join(named)}. Add --run-code if you trust the "
-            "folder, or set these keys yourself."
+            f"{file}: this command would run code that the file names: {', '.join(named)}. Add --run-code if you trust "
+            "the folder, or set these keys yourself."
         )
 
 
 def policy_code(policy: str) -> list[str]:
-    """Return what a fusion policy executes."""
+    """Return the setting by which a fusion policy runs custom code."""
     return [f"fusion.policy={policy}"] if names_function(policy) else []
 
 
 def model_code(config: Mapping[str, Any]) -> list[str]:
-    """Return what loading the job's policy executes."""
+    """Return the settings by which loading the model runs custom code."""
     model, more = config.get("model") or {}, (config.get("rollout") or {}).get("engine_kwargs")
     found = ["model.trust_remote_code=true"] if model.get("trust_remote_code") else []
     found += [f"{FAMILY}={model['video_family']}"] if model.get("video_family") else []
@@ -45,13 +45,13 @@ def model_code(config: Mapping[str, Any]) -> list[str]:
 
 
 def reward_code(config: Mapping[str, Any]) -> list[str]:
-    """Return what scoring with the job's reward executes, and the services that it sends samples to."""
+    """Return the settings by which scoring runs custom code or sends samples to services."""
     reward, trusts = config.get("reward") or {}, (config.get("model") or {}).get("trust_remote_code")
     found = []
     for each in reward.get("functions") or []:
         path, kwargs = (each.get("path"), each.get("kwargs")) if isinstance(each, Mapping) else (each, None)
-        harmless = is_model(path) or (path == JUDGE and not {"engine_kwargs", "trust_remote_code"} & {*(kwargs or {})})
-        if not (harmless or (not kwargs and _is_shipped(path))):
+        is_safe = is_model(path) or (path == JUDGE and not {"engine_kwargs", "trust_remote_code"} & {*(kwargs or {})})
+        if not (is_safe or (not kwargs and _is_shipped(path))):
             found.append(f"reward.functions=[{path}]")
     if reward.get("model_path") and trusts:
         found.append(f"model.trust_remote_code=true for reward.model_path={reward['model_path']}")

@@ -1,4 +1,4 @@
-"""`rlfuse slots [RUN_DIR]`: show the slots of a running job; `slots drain 3`, `leave 3`, `restore 3` change one."""
+"""`rlfuse slots [RUN_DIR]`: show the slots of a running job; `drain`, `leave` and `restore` change one."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from rlfuse.run_folder import status
 from rlfuse.tools.listing import aligned, find
 from rlfuse.tools.watch import read_view
 
-COLUMNS = ("slot", "node", "device", "rate", "state", "does")
+COLUMNS = ("slot", "node", "device", "rate", "state", "activity")
 HELP = """\
-rlfuse slots [RUN_DIR]               which slots there are, and what they do
-rlfuse slots drain SLOT [RUN_DIR]    the slot gets no more work; its samples go on elsewhere, no number changes;
-                                     with --until-recovered it works again once it is as fast as the others
-rlfuse slots restore SLOT [RUN_DIR]  the slot gets work again
-rlfuse slots leave SLOT [RUN_DIR]    its node may go: once the step under way is saved, another takes its place
+rlfuse slots [RUN_DIR]               list the slots and their activity
+rlfuse slots drain SLOT [RUN_DIR]    assign no more work to the slot; its samples move to other slots, results are
+                                     unchanged. With --until-recovered it is restored once it is as fast as the others
+rlfuse slots restore SLOT [RUN_DIR]  assign work to the slot again
+rlfuse slots leave SLOT [RUN_DIR]    release its node: after the current step is saved, another node replaces it
 
-`rate`: seconds that a slot's work takes for each that it takes a typical one. Drained slots do some fixed work between
-steps, which tells theirs.
+`rate`: time of a slot for the same work, relative to a typical slot. Drained slots run a fixed workload between steps,
+by which their rate is measured.
 """
 
 
 def main(argv: Sequence[str]) -> None:
-    """List, or ask the run for a change. RunError where none goes on, SlotRefused where the run can't do it."""
+    """List slots, or request a change from the run. RunError if no run is found, SlotRefused if the run refuses."""
     do = argv[0] if argv and argv[0] in ("drain", "restore", "leave") else ""
     parser = argparse.ArgumentParser(
         prog=f"rlfuse slots {do}".rstrip(), formatter_class=argparse.RawDescriptionHelpFormatter, description=HELP
     )
     if do:
-        parser.add_argument("slot", type=int, metavar="SLOT", help="its number, as rlfuse slots lists it")
+        parser.add_argument("slot", type=int, metavar="SLOT", help="slot number, as listed by rlfuse slots")
     if do == "drain":
         parser.add_argument(
-            "--until-recovered", action="store_true", help="it works again once it is as fast as the others"
+            "--until-recovered", action="store_true", help="restore it once it is as fast as the others"
         )
-    parser.add_argument("run", type=Path, nargs="?", metavar="RUN_DIR", help="default: the one that goes on in runs/")
+    parser.add_argument("run", type=Path, nargs="?", metavar="RUN_DIR", help="default: the running job in runs/")
     arguments = parser.parse_args(argv[1:] if do else argv)
     folder = find_running(arguments.run)
     if do:
@@ -48,38 +48,38 @@ def main(argv: Sequence[str]) -> None:
 
 
 def find_running(folder: Path | None, top: Path = Path("runs")) -> Path:
-    """The folder of a run that goes on: this one, or the only one below `top`. RunError where there is none."""
+    """Return the folder of a running job: `folder`, or the only one below `top`. RunError if there is none."""
     if folder is None:
-        found = [path for path in find(top) if _goes_on(path)]
+        found = [path for path in find(top) if _is_running(path)]
         if len(found) == 1:
             return found[0]
-        told = f"{len(found)} runs go on there: {', '.join(map(str, found))}" if found else "no running job"
-        raise RunError(f"{top}: {told}; give the folder of one")
+        state = f"{len(found)} running jobs: {', '.join(map(str, found))}" if found else "no running job"
+        raise RunError(f"{top}: {state}; give the run folder")
     if (run := status.read(folder)) is None:
-        raise RunError(f"{folder}: is no run's folder, as there is no {status.FILE}; rlfuse runs lists those there are")
+        raise RunError(f"{folder}: not a run folder, as it has no {status.FILE}; rlfuse runs lists the run folders")
     if (state := status.state_now(folder, run)) != "running":
-        raise RunError(f"{folder}: the run doesn't go on ({state}), so that its slots are nobody's")
+        raise RunError(f"{folder}: the run is not running ({state}), so it has no slots")
     return folder
 
 
-def _goes_on(folder: Path) -> bool:
+def _is_running(folder: Path) -> bool:
     run = status.read(folder)
     return run is not None and status.state_now(folder, run) == "running"
 
 
 def read_activity(folder: Path) -> list[tuple[str, int]]:
-    """What each slot does and how many samples it has, as the live view says; empty between steps."""
+    """Return (activity, samples) of each slot from the live view; empty between steps."""
     try:
         return [(str(what), int(samples)) for what, samples in read_view(folder / FILE)[1].slots]
     except (OSError, ValueError, TypeError, KeyError):
         return []
 
 
-def table(states: Sequence[disk.SlotState], does: Sequence[tuple[str, int]]) -> str:
-    """A line for each slot."""
+def table(states: Sequence[disk.SlotState], activities: Sequence[tuple[str, int]]) -> str:
+    """Format a line for each slot."""
     rows = [COLUMNS]
     for each in states:
-        what, samples = does[each.index] if each.index < len(does) else ("-", 0)
-        told = f"{what}, {samples} samples" if samples else what
-        rows.append((str(each.index), each.node, each.device, f"{each.rate:.2f}", each.state, told))
+        what, samples = activities[each.index] if each.index < len(activities) else ("-", 0)
+        activity = f"{what}, {samples} samples" if samples else what
+        rows.append((str(each.index), each.node, each.device, f"{each.rate:.2f}", each.state, activity))
     return aligned(rows)

@@ -1,9 +1,9 @@
-"""`rlfuse submit`: run the job of `rlfuse train` on a running Ray cluster and follow its log.
+"""`rlfuse submit`: run a job on a running Ray cluster and follow its log.
 
     rlfuse submit --compose, check, pack--> Ray Jobs (HTTP, token) --> driver on the head: rlfuse.train --> slots
           <--log lines, status-------------------/
 
-The job does not depend on this terminal. Exit status: that of the job (0, 1, 2), or 130 on Ctrl-C.
+The job runs independently of this terminal. Exit status: that of the job (0, 1, 2), or 130 on Ctrl-C.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CALL_S = 60.0
 OUTAGE_S = 600.0
 STOP_S = 60.0
 GRACE = "RAY_JOB_STOP_WAIT_TIME_S"
-"""Ray's own variable: seconds from the SIGTERM of a stop to SIGKILL; 3 where a job says nothing."""
+"""Variable of Ray: seconds from SIGTERM to SIGKILL when a job is stopped; 3 by default."""
 POLL_S = 10.0
 RETRY_S = 2.0
 PORT = 8265
@@ -41,11 +41,11 @@ KEY = "rlfuse_experiment"
 
 
 class SubmitError(UserError):
-    """The cluster can't be reached, or does not do what it is asked; the message says what to change."""
+    """The cluster can't be reached or rejected a request."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Do what the arguments say. Raises ConfigError or SubmitError; SystemExit with the job's status."""
+    """Run the command. Raises ConfigError or SubmitError; SystemExit with the status of the job."""
     commands = {"status": _status, "logs": _logs, "stop": _stop}
     if argv and argv[0] in commands:
         arguments = _job_parser(argv[0]).parse_args(argv[1:])
@@ -54,16 +54,18 @@ def main(argv: Sequence[str]) -> None:
     arguments, words = _parser().parse_known_args(argv)
     if read_command(words).options:
         raise ConfigError([f"{' '.join(read_command(words).options)}: rlfuse submit takes files and key=value only"])
-    config = with_run_name(to_config(compose_job(words), lambda _: Facts()))  # files and devices are the cluster's
+    config = with_run_name(
+        to_config(compose_job(words), lambda _: Facts())
+    )  # files and devices are those of the cluster
     variables = _variables(arguments.env)
     with tempfile.TemporaryDirectory(prefix="rlfuse-job-") as folder:
         package = pack(config, Path(folder), Path.cwd(), arguments.include, arguments.with_code)
         for note in package.notes:
-            print(note, flush=True)  # before Ray tells of its upload
+            print(note, flush=True)  # before the upload messages of Ray
         client = _connect(arguments)
         variables = {GRACE: str(int(config.trainer.preemption_grace_s + STOP_S / 2))} | variables
         job = _send(client, package, variables, config.trainer.experiment_name)
-    print(f"submitted {job}\n{_how_to_go_on(arguments.address, job)}", flush=True)
+    print(f"submitted {job}\n{_follow_up(arguments.address, job)}", flush=True)
     if not arguments.detach:
         _follow(client, job)
 
@@ -72,18 +74,18 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rlfuse submit",
         usage="rlfuse submit [options] [my_job.yaml] key=value ...\n       rlfuse submit status|logs|stop JOB",
-        description="Send a job to a running Ray cluster, and follow its log.",
+        description="Send a job to a running Ray cluster and follow its log.",
         allow_abbrev=False,
     )
     _add_cluster(parser)
-    parser.add_argument("--detach", action="store_true", help="don't follow the log")
-    parser.add_argument("--include", type=Path, action="append", default=[], metavar="PATH", help="a file or folder "
-                        "that reward functions need beside their own file")  # fmt: skip
+    parser.add_argument("--detach", action="store_true", help="do not follow the log")
+    parser.add_argument("--include", type=Path, action="append", default=[], metavar="PATH", help="additional file "
+                        "or folder that custom functions need")  # fmt: skip
     parser.add_argument(
-        "--with-code", action="store_true", help="bring this checkout's rlfuse instead of the cluster's"
+        "--with-code", action="store_true", help="send the rlfuse of this checkout instead of using the installed one"
     )
-    parser.add_argument("--env", action="append", default=[], metavar="NAME[=VALUE]", help="a variable for the job, by "
-                        "default with its value here; Ray shows it to everyone who sees the cluster")  # fmt: skip
+    parser.add_argument("--env", action="append", default=[], metavar="NAME[=VALUE]", help="environment variable "
+                        "of the job, by default with its value here; visible to all users of the cluster")  # fmt: skip
     return parser
 
 
@@ -96,13 +98,15 @@ def _job_parser(command: str) -> argparse.ArgumentParser:
 
 def _add_cluster(parser: argparse.ArgumentParser) -> None:
     address = os.environ.get("RAY_API_SERVER_ADDRESS", f"http://127.0.0.1:{PORT}")
-    text = f"of Ray's dashboard; default: RAY_API_SERVER_ADDRESS, or port {PORT} of this machine"
+    text = f"address of the Ray dashboard; default: RAY_API_SERVER_ADDRESS, or port {PORT} of this machine"
     parser.add_argument("--address", default=address, type=full_address, metavar="HOST[:PORT]", help=text)
-    parser.add_argument("--token-file", type=Path, metavar="FILE", help="the cluster's token; default: as Ray finds it")
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="token of the cluster; default: as Ray finds it"
+    )
 
 
 def full_address(address: str) -> str:
-    """`host` -> `http://host:8265`."""
+    """Return the address with scheme and port: `host` -> `http://host:8265`."""
     address = address if "://" in address else f"http://{address}"
     return address if re.search(r":\d+/?$", address) or address.startswith("https") else f"{address}:{PORT}"
 
@@ -112,7 +116,7 @@ def _variables(given: Sequence[str]) -> dict[str, str]:
     for word in given:
         name, equals, value = word.partition("=")
         if not equals and name not in os.environ:
-            raise SubmitError(f"--env {name}: is not set here; export it, or write --env {name}=VALUE")
+            raise SubmitError(f"--env {name}: not set here; export it, or use --env {name}=VALUE")
         found[name] = value if equals else os.environ[name]
     return found
 
@@ -121,7 +125,7 @@ def _connect(arguments: argparse.Namespace) -> Any:
     token = arguments.token_file
     if token is not None:
         if not token.is_file():
-            raise SubmitError(f"--token-file {token}: there is no such file")
+            raise SubmitError(f"--token-file {token}: no such file")
         os.environ["RAY_AUTH_TOKEN_PATH"] = str(token.absolute())
     if token or "RAY_AUTH_TOKEN" in os.environ or os.path.isfile(home() / ".ray" / "auth_token"):
         os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -131,7 +135,7 @@ def _connect(arguments: argparse.Namespace) -> Any:
 
 
 def _bounded(call: Callable[[], Any], what: str) -> Any:
-    """Return its result within CALL_S: Ray's client has no time limit."""
+    """Return the result of `call` within `CALL_S`, as the client of Ray has no timeout."""
     from ray.exceptions import RayError
 
     from rlfuse.cluster.joining import request
@@ -139,12 +143,12 @@ def _bounded(call: Callable[[], Any], what: str) -> Any:
     try:
         return request(call).result(CALL_S)
     except TimeoutError as error:
-        raise SubmitError(f"could not {what}: no answer in {CALL_S:g} s; is the address right?") from error
+        raise SubmitError(f"could not {what}: no answer in {CALL_S:g} s; check --address") from error
     except (RayError, RuntimeError, OSError, ValueError) as error:
         text = " ".join(str(error).split())
         denied = re.search(r"401|403|[Uu]nauthenticated|[Uu]nauthorized|token", text)
-        remedy = "give the cluster's token: --token-file, or RAY_AUTH_TOKEN_PATH" if denied else (
-            "check --address, that `ray start --head` runs there with its dashboard, and the name of the job"
+        remedy = "pass the token of the cluster: --token-file, or RAY_AUTH_TOKEN_PATH" if denied else (
+            "check --address, the dashboard of `ray start --head` there, and the name of the job"
         )  # fmt: skip
         raise SubmitError(f"could not {what}: {text[:400]}; {remedy}") from error
 
@@ -162,16 +166,16 @@ def _send(client: Any, package: Package, variables: dict[str, str], experiment: 
     )
 
 
-def _how_to_go_on(address: str, job: str) -> str:
+def _follow_up(address: str, job: str) -> str:
     where = "" if address == f"http://127.0.0.1:{PORT}" else f" --address {address}"
-    return f"It runs without this terminal: rlfuse submit logs|status|stop{where} {job}"
+    return f"The job runs independently of this terminal: rlfuse submit logs|status|stop{where} {job}"
 
 
 def _follow(client: Any, job: str) -> None:
     try:
         asyncio.run(follow(client, job, lambda text: print(text, end="", flush=True)))
     except KeyboardInterrupt:
-        print(f"\nNo longer following; {job} goes on (rlfuse submit stop {job} ends it)")
+        print(f"\nStopped following; {job} continues (rlfuse submit stop {job} ends it)")
         raise SystemExit(130) from None
     info = _bounded(lambda: client.get_job_info(job), f"ask for {job}")
     print(f"{job} {_end(info)}")
@@ -184,12 +188,12 @@ def _end(info: Any) -> str:
 
 
 def status_of(status: str, driver: int | None) -> int:
-    """The exit status for a job that ended: the driver's own where that says more than failure."""
+    """Return the exit status for an ended job: 0, that of the driver if it is a known one, else 1."""
     return 0 if status == "SUCCEEDED" else driver if driver in (1, 2, 75, 130) else 1
 
 
 async def follow(client: Any, job: str, show: Callable[[str], None]) -> None:
-    """Show the job's log until it ends; SubmitError if the cluster is unreachable for OUTAGE_S."""
+    """Show the log of the job until it ends. SubmitError if the cluster is unreachable for `OUTAGE_S`."""
     from aiohttp import ClientError
 
     log, reached = _Log(show), time.monotonic()
@@ -202,12 +206,12 @@ async def follow(client: Any, job: str, show: Callable[[str], None]) -> None:
                 return
         except (SubmitError, RuntimeError, OSError, ClientError) as error:
             if time.monotonic() - reached > OUTAGE_S:
-                raise SubmitError(f"lost the cluster for {OUTAGE_S:g} s while following {job}: {error}") from error
+                raise SubmitError(f"cluster unreachable for {OUTAGE_S:g} s while following {job}: {error}") from error
         await asyncio.sleep(RETRY_S)
 
 
 class _Log:
-    """Shows each part of a log once: every connection brings it from the beginning."""
+    """Log that is shown once, although every connection sends it from the beginning."""
 
     def __init__(self, show: Callable[[str], None]):
         self._show, self._shown, self._seen = show, 0, 0
@@ -238,7 +242,7 @@ async def _tail(client: Any, job: str, log: _Log) -> None:
                 return
             log.take(text)
             upcoming = asyncio.ensure_future(anext(stream, None))
-    finally:  # closed here: what it raised is in no traceback at the end of the process
+    finally:  # closed here, so that its error is not printed at exit
         upcoming.cancel()
         await asyncio.gather(upcoming, return_exceptions=True)
         await stream.aclose()
@@ -258,7 +262,7 @@ def _status(client: Any, job: str | None) -> None:
     wanted = [each for each in mine if job is None or each.submission_id == job]
     if job is not None and not wanted:
         known = ", ".join(each.submission_id for each in mine) or "none"
-        raise SubmitError(f"{job}: the cluster knows no such job; jobs: {known}")
+        raise SubmitError(f"{job}: no such job on the cluster; jobs: {known}")
     for each in sorted(wanted, key=lambda each: each.start_time or 0):
         end = (each.end_time or time.time() * 1000) / 1000
         seconds = f"{end - each.start_time / 1000:,.0f} s" if each.start_time else "not started"
@@ -268,23 +272,23 @@ def _status(client: Any, job: str | None) -> None:
 
 
 def _logs(client: Any, job: str) -> None:
-    _state(client, job)  # an unknown job is an error at once
+    _state(client, job)  # fails immediately for an unknown job
     _follow(client, job)
 
 
 def _stop(client: Any, job: str) -> None:
     info = _bounded(lambda: client.get_job_info(job), f"ask for {job}")
     if info.status.value in ENDED:
-        print(f"{job} has ended already: {_end(info)}")
+        print(f"{job} has already ended: {_end(info)}")
         return
     limit = STOP_S + float(((info.runtime_env or {}).get("env_vars") or {}).get(GRACE, 0))
     _bounded(lambda: client.stop_job(job), f"stop {job}")
-    print(f"{job} was told to stop; a step under way may end and be saved, at most {limit:g} s", flush=True)
+    print(f"stopping {job}; the current step may finish and be saved, for at most {limit:g} s", flush=True)
     until = time.monotonic() + limit
     while not asyncio.run(_ended(client, job)):
         if time.monotonic() > until:
-            raise SubmitError(f"{job} has not stopped in {limit:g} s; ask again, or look at the dashboard")
+            raise SubmitError(f"{job} has not stopped in {limit:g} s; retry, or check the dashboard")
         time.sleep(0.5)
     name = (info.metadata or {}).get(KEY, "").rpartition("/")[2]
     after = _state(client, job).lower()
-    print(f"{job} {after}; `rlfuse submit ... trainer.experiment_name={name}` goes on from its last checkpoint")
+    print(f"{job} {after}; `rlfuse submit ... trainer.experiment_name={name}` resumes from its last checkpoint")

@@ -1,7 +1,7 @@
 """`rlfuse trace`: export a run in Chrome's Trace Event Format for ui.perfetto.dev.
 
-A process per slot, one for rewards, one for the driver; arrows follow each sample from generation to the optimizer
-step. Slices of a track never overlap; every arrow begins, passes and ends inside slices, forwards in time.
+The trace has a process per slot, one for rewards and one for the driver. Arrows follow each sample from generation to
+the optimizer step. Slices of a track never overlap; every point of an arrow is inside a slice, forwards in time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlfuse.files import atomic_write
 from rlfuse.run_folder.reader import RunError, RunFolder, open_run, reading
 
 STEPS = 50
-"""Steps of a trace where nobody says which: a few hundred events each, and viewers slow down beyond a million."""
+"""Default number of steps: each has a few hundred events, and viewers slow down beyond a million."""
 NAMED_SAMPLES = 8
 DRIVER, REWARDS, FIRST_SLOT = 1, 2, 10
 Event = dict[str, Any]
@@ -29,14 +29,14 @@ Event = dict[str, Any]
 
 @dataclass(slots=True)
 class Slice:
-    """A span where it is drawn."""
+    """Span with its position in the trace."""
 
     span: Span
     pid: int
     tid: int
     start: int
     end: int
-    """At least one later: slices without length can't be seen, nor hold an arrow."""
+    """At least one after `start`, as slices without length are invisible and can't have arrows."""
 
     def event(self) -> Event:
         span, shown = self.span, self.span.samples[:NAMED_SAMPLES]
@@ -51,7 +51,7 @@ class Slice:
 
 
 def trace(spans: Sequence[Span], width: int = 1) -> dict[str, Any]:
-    """The trace of these spans. `width`: slots that share a rollout engine, which is shown on the first of them."""
+    """Return the trace of these spans. `width`: slots per rollout engine, which is shown on the first of them."""
     zero = min((span.start for span in spans), default=0.0)
     slices, tracks = _laid_out(spans, zero, width)
     events = [each.event() for each in slices] + list(_counters(slices)) + list(_flows(slices))
@@ -70,7 +70,7 @@ def _place(span: Span, width: int) -> tuple[int, str]:
 
 
 def _laid_out(spans: Iterable[Span], zero: float, width: int) -> tuple[list[Slice], dict[tuple[int, int], str]]:
-    """Assign spans to lanes without overlap; also return the lanes' names by process and number."""
+    """Assign spans to lanes without overlap. Return slices, and lane names by process and thread number."""
     by_track: dict[tuple[int, str], list[Span]] = defaultdict(list)
     for span in spans:
         by_track[_place(span, width)].append(span)
@@ -146,7 +146,7 @@ def _flows(slices: Iterable[Slice]) -> Iterator[Event]:
                 last[sample, span.kind] = each  # its last engine, if it moved
             elif span.kind == "backward" and model:
                 origin = [last[sample, kind] for kind in ("generate", "reward") if (sample, kind) in last]
-                begun = origin[0].start if origin else 0  # a step that ran again after a resume has arrows of its own
+                begun = origin[0].start if origin else 0  # separates a step that ran again after a resume
                 learned.setdefault((sample, model, begun), [*origin, each])
     for number, ((sample, model, _), stations) in enumerate(learned.items(), 1):
         batch = stations[-1]
@@ -155,7 +155,7 @@ def _flows(slices: Iterable[Slice]) -> Iterator[Event]:
 
 
 def _arrow(number: int, name: str, stations: Sequence[Slice]) -> Iterator[Event]:
-    """Draw from the end of the first slice through the starts of the others, which ascend."""
+    """Yield an arrow from the end of the first slice through the starts of the others, in order of time."""
     if len(stations) < 2:
         return
     for place, each in enumerate(stations):
@@ -167,30 +167,32 @@ def _arrow(number: int, name: str, stations: Sequence[Slice]) -> Iterator[Event]
 
 
 def main(argv: Sequence[str]) -> None:
-    """`rlfuse trace RUN_DIR`. Raises RunError."""
-    parser = argparse.ArgumentParser(prog="rlfuse trace", description="A run for ui.perfetto.dev or chrome://tracing.")
+    """Run `rlfuse trace RUN_DIR`. Raises RunError."""
+    parser = argparse.ArgumentParser(
+        prog="rlfuse trace", description="Export a run for ui.perfetto.dev or chrome://tracing."
+    )
     parser.add_argument("run", type=Path, metavar="RUN_DIR")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: RUN_DIR/trace.json.gz; plain without .gz")
-    parser.add_argument("--steps", metavar="A-B", help=f"of the run; default: the last {STEPS}")
+    parser.add_argument("--steps", metavar="A-B", help=f"steps to export; default: the last {STEPS}")
     arguments = parser.parse_args(argv)
     run = open_run(arguments.run)
     with reading(run.path):
-        spans, said = _chosen(run, arguments.steps)
+        spans, described = _chosen(run, arguments.steps)
         text = json.dumps(trace(spans, run.width), separators=(",", ":"))
     out = arguments.out or run.path / "trace.json.gz"
     with atomic_write(out) as aside, gzip.open(aside, "wt") if out.suffix == ".gz" else aside.open("w") as file:
         file.write(text)
-    print(f"{said}: {len(spans):,} events in {out}; open it at https://ui.perfetto.dev")
+    print(f"{described}: {len(spans):,} events in {out}; open it at https://ui.perfetto.dev")
 
 
 def _chosen(run: RunFolder, wanted: str | None) -> tuple[list[Span], str]:
     steps = run.steps()
     if not steps:
-        return list(run.spans()), "no complete step, all there is"
+        return list(run.spans()), "no complete step; all events"
     first, last = (max(steps) - STEPS + 1, max(steps)) if wanted is None else _range(wanted)
     chosen = {number: span for number, span in steps.items() if first <= number <= last}
     if not chosen:
-        raise RunError(f"--steps {wanted}: the run has steps {min(steps)} to {max(steps)}; choose of these")
+        raise RunError(f"--steps {wanted}: the run has steps {min(steps)} to {max(steps)}")
     start = min(span.start for span in chosen.values()) if min(chosen) > min(steps) else float("-inf")
     end = max(span.end for span in chosen.values()) if max(chosen) < max(steps) else float("inf")
     spans = [span for span in run.spans() if span.start >= start and span.end <= end]
@@ -202,4 +204,4 @@ def _range(text: str) -> tuple[int, int]:
     try:
         return int(first), int(last or first)
     except ValueError:
-        raise RunError(f"--steps {text}: needs a step or a range, as 7 or 5-9") from None
+        raise RunError(f"--steps {text}: must be a step or a range, such as 7 or 5-9") from None

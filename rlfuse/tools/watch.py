@@ -1,4 +1,4 @@
-"""`rlfuse watch RUN_DIR`: show the live view of a run in another terminal or host. Reads files only."""
+"""`rlfuse watch RUN_DIR`: show the live view of a run in another terminal or on another host. Reads files only."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ STEPS = 5
 
 
 def main(argv: Sequence[str]) -> None:
-    """Look on until the run ends or the person leaves. RunError where there is no run."""
+    """Show the live view until the run ends or Ctrl-C. RunError if there is no run."""
     parser = argparse.ArgumentParser(
-        prog="rlfuse watch", description="The live view of a run that goes on elsewhere; Ctrl-C leaves it to itself."
+        prog="rlfuse watch", description="Show the live view of a running job. Ctrl-C ends the view, not the job."
     )
-    parser.add_argument("run", type=Path, help="its folder")
+    parser.add_argument("run", type=Path, help="run folder")
     folder = parser.parse_args(argv).run
     check_files(folder)
     if (now := status.read(folder)) is None:
-        open_run(folder)  # says why it is none
-        raise RunError(f"{folder}: has no {status.FILE}, so nobody can tell whether it goes on; rlfuse report shows it")
+        open_run(folder)  # raises the specific error
+        raise RunError(f"{folder}: no {status.FILE}, so its state is unknown; use rlfuse report")
     console = Console()
     try:
         with reading(folder):
             watch(folder, now, console)
     except KeyboardInterrupt:
-        console.print(f"View closed; the run continues. Again: rlfuse watch {folder}", highlight=False)
+        console.print(f"View closed; the run continues. Reopen: rlfuse watch {folder}", highlight=False)
 
 
 def watch(folder: Path, now: Status, console: Console) -> None:
-    """Show lines of steps and the view until the run has ended, then how."""
+    """Show step lines and the view until the run has ended, then its result."""
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     view, lines, spoke = _view(folder, now), _Rows(folder / "metrics.jsonl"), time.monotonic()
     total = view.total if view else 0
@@ -74,7 +74,7 @@ def watch(folder: Path, now: Status, console: Console) -> None:
 
 
 def read_view(path: Path) -> tuple[float, View]:
-    """(when it was written, the view). OSError or ValueError where there is none."""
+    """Return (time of writing, view). OSError or ValueError if there is none."""
     content = parse_json(path.read_text())
     given = content["view"]
     given["stages"] = [Stage(**stage) for stage in given["stages"]]
@@ -89,12 +89,12 @@ def _view(folder: Path, now: Status) -> View | None:
     age = time.time() - at
     if age < LATE_S:
         return view
-    return replace(view, phase=f"{view.phase}  ·  on {now.host}, last heard of {clock(age)} ago")
+    return replace(view, phase=f"{view.phase}  ·  on {now.host}, last seen {clock(age)} ago")
 
 
 def _end(folder: Path, now: Status) -> str:
     if (state := status.state_now(folder, now)) == "crashed":
-        return f"The process of {now.name} was killed: its process ended without an error: it was killed. The same command resumes it."
+        return f"{now.name} was killed: its process ended without an error. Rerun the same command to resume."
     if state == "finished":
         summary = open_run(folder).summary()
         return summary_text(summary, folder) if "reward_first" in summary else f"{now.name} finished"
@@ -102,13 +102,13 @@ def _end(folder: Path, now: Status) -> str:
 
 
 class _Rows:
-    """Rows that are added to a file, as they come."""
+    """Reader of rows that are appended to a file."""
 
     def __init__(self, path: Path):
         self._path, self._read = path, 0
 
     def more(self) -> Iterator[dict[str, Any]]:
-        """Those since the last call; a run that went back begins again."""
+        """Yield the rows since the last call, from the beginning if the file became shorter."""
         try:
             with self._path.open("rb") as file:
                 size = file.seek(0, 2)
@@ -124,6 +124,6 @@ class _Rows:
                 if isinstance(row, dict) and isinstance(row.get("step"), int):
                     yield parse_non_finite(row)
             except ValueError:
-                if start:  # it went back and on between two looks, so that this began within a row
+                if start:  # the file was shortened and has grown since, so this offset is within a row
                     self._read = 0
                     return

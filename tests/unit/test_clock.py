@@ -112,8 +112,10 @@ def test_a_clock_that_is_set_back_makes_no_duration_negative(tmp_path, set_back,
 def test_a_first_call_that_seems_to_take_no_time_leaves_a_pace_to_divide_by():
     pool = SimpleNamespace(_pace={}, _functions={})
     for seconds in (1e-12, 0.0, 2.0):
-        RewardPool._learn(pool, SimpleNamespace(name="f", seconds=seconds, items=[1], awaited=False))
-        assert RewardPool._size(pool, SimpleNamespace(name="f", is_model=False, batched=False, is_async=False), 9) > 0
+        RewardPool._update_pace(pool, SimpleNamespace(name="f", seconds=seconds, items=[1], returns_awaitable=False))
+        assert (
+            RewardPool._size(pool, SimpleNamespace(name="f", is_model=False, is_batched=False, is_async=False), 9) > 0
+        )
 
 
 def test_a_run_knows_its_checkpoints_whatever_their_dates(tmp_path):

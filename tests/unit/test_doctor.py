@@ -49,7 +49,7 @@ def test_the_projects_own_ranges_are_read_and_met_here():
         (examine.check_compiler(None, False, False), "problem", "g++"),
         (examine.check_compiler("/usr/bin/g++", False, False), "warning", "install.sh"),
         (examine.check_compiler(None, False, True), "ok", ""),
-        (examine.check_folder("HOME", Path("/"), "/tmp/cache", "HOME"), "warning", "/tmp/cache is used"),
+        (examine.check_folder("HOME", Path("/"), "/tmp/cache", "HOME"), "warning", "using /tmp/cache"),
         (examine.check_folder("HOME", Path("/root"), "", "HOME"), "ok", ""),
         (examine.check_wandb(False), "warning", "wandb login"),
         (examine.check_isolation("files can't be confined"), "warning", "lsm=landlock"),

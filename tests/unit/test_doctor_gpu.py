@@ -25,7 +25,7 @@ def test_a_sound_machine_has_no_remedies():
     assert found["peer access"].found == "between all 2 GPUs"
     assert found["pinned memory"].found == "52.0 GB/s to the GPU"
     assert found["driver"].found == "580.95.05; torch is built for CUDA 13.0"
-    assert judged(gpus=(), devices=0)["GPUs"].found == "none; jobs run on the CPU"
+    assert judged(gpus=(), devices=0)["GPUs"].found == "none; jobs run on CPUs"
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_sound_machine_has_no_remedies():
             {"torch": Torch("13.0", "2.29.7", ((9, 0),), ARCHITECTURES, (), 1.5e9)},
             "pinned memory", "warning", "-d PCIE",
         ),
-        ({"seconds": 9.0}, "driver's answer", "warning", "nvidia-smi -pm 1"),
+        ({"seconds": 9.0}, "driver response", "warning", "nvidia-smi -pm 1"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_gpus_and_what_to_do(changes, what, state, remedy):
@@ -86,7 +86,7 @@ def test_a_step_that_fails_dies_or_differs_is_named():
     *_, ipc = check_steps([*sound, Report("ipc", 1, error="RuntimeError: invalid device context")], expected)
     assert ipc.found == "process 1: RuntimeError: invalid device context" and "weight_transfer=shm" in ipc.remedy
     *_, ipc = check_steps([*sound, Report("ipc", 0, 1.0)], expected, limit_s=60.0)
-    assert ipc.found == "process 1 died, or did not answer within 60 s" and ipc.state == "problem"
+    assert ipc.found == "process 1 died or did not finish within 60 s" and ipc.state == "problem"
     uneven = [Report("compute", 0, 700.0), Report("compute", 1, 300.0)]
     (compute,) = check_steps(uneven, {"compute": 2})
     assert compute.state == "warning" and compute.remedy.startswith("GPU 1 is slow")

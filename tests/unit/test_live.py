@@ -67,7 +67,7 @@ def test_everything_is_drawn_in_a_narrow_terminal_too():
     figures = {"reward": "0.812", "speed": "980"}
     view = View("my[run]", 9, 16, 130, 3700.0, "training step", stages, slots, 20, [0.1, 0.5, 0.8], figures)
     for text in (drawn(view), drawn(view, 80)):
-        for shown in ("my[run]", "step 9/16", "2:10 gone, about 1:01:40 left", "96/128", "20 samples in flight",
+        for shown in ("my[run]", "step 9/16", "2:10 elapsed, about 1:01:40 left", "96/128", "20 samples in flight",
                      "slot 1", "old_log_prob", "▁▅█", "reward 0.812"):  # fmt: skip
             assert shown in text
     many = drawn(
@@ -102,7 +102,7 @@ ROW = {
     "response_length/max": 64.0, "perf/throughput": 1234.5, "perf/time_per_step": 2.0, "val-core/sums/acc": 0.75,
 }  # fmt: skip
 LINE = (
-    "step 1/4  reward 0.500  kl 0.0012  entropy 1.500  length 20 tokens (most 64)  speed 1,234 tokens/s per slot  "
+    "step 1/4  reward 0.500  kl 0.0012  entropy 1.500  length 20 tokens (max 64)  speed 1,234 tokens/s per slot  "
     "held out 0.750  2.0 s\n"
 )
 
@@ -114,7 +114,7 @@ def test_where_nobody_looks_on_there_is_one_line_a_step(terminal):
     quiet.close()
     assert quiet.console.file.getvalue() == LINE + "a line\n"
     assert step_line(1, 4, {"perf/time_per_step": 2.0}) == (
-        "step 1/4  reward -  kl -  length - tokens (most -)  speed - tokens/s per slot  2.0 s"
+        "step 1/4  reward -  kl -  length - tokens (max -)  speed - tokens/s per slot  2.0 s"
     )
 
 
@@ -135,14 +135,14 @@ def test_at_a_terminal_the_view_is_drawn_and_lines_stand_above(terminal, board):
 def test_a_long_silence_is_broken_in_logs(terminal, monkeypatch, board):
     monkeypatch.setattr("rlfuse.observe.terminal.SILENT_S", 0.0)
     monkeypatch.setattr("rlfuse.observe.terminal.REFRESH_S", 0.01)
-    monkeypatch.setattr("rlfuse.observe.terminal.SHARE", 1.0)
+    monkeypatch.setattr("rlfuse.observe.terminal.MAX_CPU_SHARE", 1.0)
     quiet = terminal(False)
     said = quiet.console.file.getvalue
     with quiet._recorder.span("start", cause="run"), quiet._recorder.span("start", cause="engine 1 of 2"):
-        assert soon(lambda: re.search(r"… starting, 0:\d\d gone: engine 1 of 2 \d+ s\n", said()))
+        assert soon(lambda: re.search(r"… starting, 0:\d\d elapsed: engine 1 of 2 \d+ s\n", said()))
     quiet.board = board
     with quiet._recorder.span("step"):
-        assert soon(lambda: re.search(r"… training step, 0:\d\d gone: generate 2/3, reward 2/3, ", said()))
+        assert soon(lambda: re.search(r"… training step, 0:\d\d elapsed: generate 2/3, reward 2/3, ", said()))
 
 
 def soon(condition):

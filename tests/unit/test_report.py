@@ -53,7 +53,8 @@ def run_folder(path, steps=4, count=6, metrics=3, lr=1e-6):
     with (path / "metrics.jsonl").open("w") as file:
         for step in range(0, steps + 1):
             row = {"step": step, "val-core/x/acc/mean@1": 0.5} if step == 0 else {
-                "step": step, "critic/score/mean": step / steps, "rewards/f/mean": 0.5, "actor/reward_kl_penalty": float("nan"),
+                "step": step, "critic/score/mean": step / steps, "rewards/f/mean": 0.5,
+                "actor/reward_kl_penalty": float("nan"),
                 "busy/generate": 3.0, "idle/tail": 7.0, "idle/start_up": 100.0 if step == 1 else 0.0,
             } | {f"some/metric_{number}": step * 0.123456789 + number for number in range(metrics)}  # fmt: skip
             file.write(json.dumps(row) + "\n")
@@ -194,7 +195,7 @@ def test_what_differs_is_what_the_steps_had(tmp_path):
         + "\n"
     )
     told = page_of(tmp_path / "page.html", changed, plain).text
-    told = told[told.index("What differs") : told.index("Overview")]
+    told = told[told.index("Settings that differ") : told.index("Overview")]
     assert "5.0e-07, from step 3 on 2.0e-07" in told and "4.0e-07" in told
     assert "1.0e-07" not in told and "data.seed" not in told
 

@@ -77,7 +77,7 @@ def test_wandb_drops_nothing_and_a_resumed_run_goes_on_after_it(tmp_path, monkey
     ("variables", "why"),
     [
         ({"WANDB_API_KEY": "short"}, "API key must have 40+ characters"),
-        ({"WANDB_API_KEY": "k" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}, "wandb did not start a run"),
+        ({"WANDB_API_KEY": "k" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}, "wandb could not start a run"),
     ],
     ids=str,
 )

@@ -1,4 +1,4 @@
-"""Whether this machine can run jobs (`rlfuse doctor`): what it says about one thing that it looked at."""
+"""Checks of this machine (`rlfuse doctor`): the result of one check."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ State = Literal["ok", "warning", "problem"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was looked at, what was found; what to do, unless all is well."""
+    """Result of a check: subject, state, measurement, and a remedy unless the state is ok."""
 
     what: str
     state: State

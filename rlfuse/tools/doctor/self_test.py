@@ -1,8 +1,8 @@
-"""Run the steps of the GPU path in one process per GPU, at least two, within `LIMIT_S`:
+"""Run the steps of the GPU path in one process per GPU, at least two, within `LIMIT_S`.
 
-    gloo      all-reduce on the host, as ranks use beside NCCL
-    compute   allocation and a product of matrices in bfloat16, held against float32
-    copy      pinned memory to the device and back
+    gloo      all-reduce on the host, which ranks use in addition to NCCL
+    compute   allocation and a matrix product in bfloat16, compared with float32
+    copy      copy from pinned memory to the device and back
     ipc       a tensor of process 0 read and written by process 1, as an engine receives weights
     nccl      all-reduce, one process per GPU
 
@@ -24,20 +24,23 @@ from rlfuse.tools.doctor import Finding
 
 LIMIT_S, GRACE_S = 120.0, 5.0
 UNEVEN = 0.7
-"""A GPU below this share of the fastest one's speed is told."""
+"""A GPU below this share of the speed of the fastest one is reported."""
 SIZE = {"cuda": (8192, 256 << 20), "cpu": (256, 4 << 20)}
 STEPS = {
-    "gloo": ("GB/s", "GLOO_SOCKET_IFNAME=lo, or the interface between the nodes"),
-    "compute": ("TFLOP/s", "look for Xid errors (dmesg, nvidia-smi -q); what else runs there (nvidia-smi)?"),
-    "copy": ("GB/s", "raise ulimit -l and the container's memory; nvidia-smi -q -d PCIE shows the link"),
-    "ipc": ("GB/s", "this container or virtual machine forbids CUDA IPC: rollout.weight_transfer=shm goes without"),
-    "nccl": ("GB/s", "NCCL_DEBUG=INFO rlfuse doctor --self-test shows where; then NCCL_P2P_DISABLE=1, --shm-size=8g"),
+    "gloo": ("GB/s", "set GLOO_SOCKET_IFNAME to lo, or to the interface between the nodes"),
+    "compute": ("TFLOP/s", "check for Xid errors (dmesg, nvidia-smi -q) and other processes on the GPU (nvidia-smi)"),
+    "copy": ("GB/s", "raise ulimit -l and the memory of the container; check the link with nvidia-smi -q -d PCIE"),
+    "ipc": ("GB/s", "this container or virtual machine forbids CUDA IPC: set rollout.weight_transfer=shm"),
+    "nccl": (
+        "GB/s",
+        "NCCL_DEBUG=INFO rlfuse doctor --self-test shows the cause; try NCCL_P2P_DISABLE=1, --shm-size=8g",
+    ),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One process about one step: its speed, or what it failed with."""
+    """Result of one step in one process: its speed or its error."""
 
     step: str
     rank: int
@@ -48,7 +51,7 @@ class Report:
 def check_steps(
     reports: Sequence[Report], expected: dict[str, int], limit_s: float = LIMIT_S, uneven: float = UNEVEN
 ) -> list[Finding]:
-    """Return one finding per step. `expected`: processes; `uneven`: 0 if they share cores."""
+    """Return one finding per step. `expected`: step -> number of processes; `uneven`: 0 if they share cores."""
     found = []
     for step, ranks in expected.items():
         unit, remedy = STEPS[step]
@@ -57,12 +60,12 @@ def check_steps(
             text = f"process {failed[0].rank}: {failed[0].error}"
             return [*found, Finding(f"self-test: {step}", "problem", text, remedy)]
         if missing := sorted(set(range(ranks)) - {report.rank for report in mine}):
-            text = f"process {', '.join(map(str, missing))} died, or did not answer within {limit_s:g} s"
+            text = f"process {', '.join(map(str, missing))} died or did not finish within {limit_s:g} s"
             return [*found, Finding(f"self-test: {step}", "problem", text, remedy)]
         slowest, fastest = min(mine, key=lambda each: each.value), max(mine, key=lambda each: each.value)
         text = f"{slowest.value:.3g} {unit}" + (f" to {fastest.value:.3g}" if ranks > 1 else "")
         if step == "compute" and slowest.value < uneven * fastest.value:
-            why = f"GPU {slowest.rank} is slow: hot, throttled or busy (nvidia-smi -q -d PERFORMANCE)"
+            why = f"GPU {slowest.rank} is slow: check heat, throttling and load (nvidia-smi -q -d PERFORMANCE)"
             found.append(Finding(f"self-test: {step}", "warning", text, why))
         else:
             found.append(Finding(f"self-test: {step}", "ok", text))
@@ -70,7 +73,7 @@ def check_steps(
 
 
 def self_test(device: str, count: int, limit_s: float = LIMIT_S) -> list[Finding]:
-    """Run the steps on `count` devices of the kind `cuda` or `cpu`."""
+    """Run the steps on `count` devices of type `device` (`cuda` or `cpu`) and return the findings."""
     import torch.multiprocessing as processes
 
     context, world = processes.get_context("spawn"), max(count, 2)
@@ -79,14 +82,14 @@ def self_test(device: str, count: int, limit_s: float = LIMIT_S) -> list[Finding
     reports, tensors = context.Queue(), context.Queue()
     with tempfile.TemporaryDirectory(prefix="rlfuse-self-test-") as folder:
         arguments = [
-            (rank, world, count, device, f"{folder}/meeting", limit_s, reports, tensors) for rank in range(world)
+            (rank, world, count, device, f"{folder}/rendezvous", limit_s, reports, tensors) for rank in range(world)
         ]
         started = [context.Process(target=_work, args=each, daemon=True) for each in arguments]
         for process in started:
             process.start()
         try:
-            told = _gather(reports, started, sum(expected.values()), limit_s)
-            return check_steps(told, expected, limit_s, UNEVEN if device == "cuda" else 0.0)
+            results = _gather(reports, started, sum(expected.values()), limit_s)
+            return check_steps(results, expected, limit_s, UNEVEN if device == "cuda" else 0.0)
         finally:
             until = time.monotonic() + GRACE_S
             for process in started:
@@ -96,7 +99,7 @@ def self_test(device: str, count: int, limit_s: float = LIMIT_S) -> list[Finding
 
 
 def _gather(reports: Any, started: Sequence[Any], expected: int, limit_s: float) -> list[Report]:
-    """Collect reports until all are there, time is over, or a failure blocks the others."""
+    """Collect reports until all have arrived, the time limit, or a failure that blocks the rest."""
     found, until = [], time.monotonic() + limit_s
     while len(found) < expected and time.monotonic() < until:
         with contextlib.suppress(queue.Empty):
@@ -108,7 +111,7 @@ def _gather(reports: Any, started: Sequence[Any], expected: int, limit_s: float)
 
 
 def _work(
-    rank: int, world: int, count: int, device: str, meeting: str, limit_s: float, reports: Any, tensors: Any
+    rank: int, world: int, count: int, device: str, rendezvous: str, limit_s: float, reports: Any, tensors: Any
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -126,7 +129,7 @@ def _work(
 
     try:
         limit = timedelta(seconds=limit_s)
-        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=limit)
+        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=limit)
         report("gloo", lambda: _reduce(torch.device("cpu"), SIZE["cpu"][1], None))
         if rank < count:
             report("compute", lambda: _multiply(place, rows))
@@ -154,7 +157,7 @@ def _multiply(place: Any, rows: int) -> float:
     exact = left[:64].float() @ right.float()
     off = ((product[:64].float() - exact).norm() / exact.norm()).item()
     if not off < 0.02:
-        raise ValueError(f"a product in bfloat16 is {off:.1%} off float32's")
+        raise ValueError(f"a matrix product in bfloat16 differs from float32 by {off:.1%}")
     return 2 * rows**3 * rate(lambda: torch.matmul(left, right, out=product), place) / 1e12
 
 
@@ -168,7 +171,7 @@ def _copy(place: Any, size: int) -> float:
     to = rate(lambda: there.copy_(here, non_blocking=True), place)
     fro = rate(lambda: back.copy_(there, non_blocking=True), place)
     if not torch.equal(here, back):
-        raise ValueError("other bytes came back from the device")
+        raise ValueError("the data changed on the way to the device and back")
     return size * min(to, fro) / 1e9
 
 
@@ -179,13 +182,13 @@ def _share(rank: int, place: Any, size: int, tensors: Any) -> float:
     if rank == 0:
         mine = torch.full((size,), 7, dtype=torch.uint8, device=place)
         tensors.put(mine)
-        dist.recv(torch.zeros(1), src=1)  # the memory stays until the other is done with it
+        dist.recv(torch.zeros(1), src=1)  # keeps the memory until the other process has finished
         if mine[0].item() != 9:
-            raise ValueError("what the other process wrote is not there")
+            raise ValueError("a write of the other process is not visible")
         return size * rate(mine.clone, place) / 1e9
     theirs = tensors.get(timeout=LIMIT_S)
     if not bool((theirs == 7).all()):
-        raise ValueError("the other process's memory reads differently")
+        raise ValueError("the memory of the other process has wrong contents")
     speed = size * rate(theirs.clone, place) / 1e9
     theirs[0] = 9
     _wait(place)
@@ -202,12 +205,12 @@ def _reduce(place: Any, size: int, group: Any) -> float:
     tensor = torch.ones(size // 4, device=place)
     dist.all_reduce(tensor, group=group)
     if not bool((tensor == world).all()):
-        raise ValueError(f"a sum over {world} processes is {tensor[0].item():g}")
+        raise ValueError(f"all-reduce of ones over {world} processes returned {tensor[0].item():g}")
     return size * rate(lambda: dist.all_reduce(tensor, group=group), place) / 1e9
 
 
 def rate(action: Callable[[], Any], place: Any) -> float:
-    """How often per second, in the best of some tries."""
+    """Return the calls per second of `action`, the best of five measurements."""
     best = 0.0
     for _ in range(5):
         _wait(place)

@@ -1,4 +1,4 @@
-"""The report's charts: which metrics share a panel, and plotly figures of lengths, time and steps."""
+"""Charts of the report: panels of metrics, and plotly charts of lengths, time and steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlfuse.tools.report.gather import QUANTILES, Gathered, Timeline
 
 POINTS, LEAST_POINTS = 400, 80
 RUNS = ("#1d5c9e", "#c2385a", "#3f9e6e", "#d98c1f", "#8467b5", "#4fb3bf", "#7a6a5d", "#b0409c", "#8a9a2b", "#2b2b2b")
-DASHES = ("", "2,3", "8,4", "9,3,2,3")  # as in SVG: pixels drawn and left out
+DASHES = ("", "2,3", "8,4", "9,3,2,3")  # as in SVG: pixels drawn, pixels skipped
 INK, GRID = "#2b2b2b", "#e6e3de"
 COLOURS = {
     "busy/generate": "#3f7fbf",
@@ -41,49 +41,49 @@ COLOURS = {
     "idle/controller": "#d6d6d6",
     "idle/start_up": "#efece8",
 }
-"""What slots do, in the order in which it is stacked."""
+"""Colour of each kind of work and idle cause, in stacking order."""
 WORDS = {f"busy/{name}": word for name, word in WORK_LABELS.items()} | {
     f"idle/{name}": word for name, word in CAUSES.items()
 }
 CURVES = (
     ("mean reward", ("critic/score/mean",)),
-    ("held out", ("val-core/",)),
+    ("validation", ("val-core/",)),
     ("response length, tokens", ("response_length/mean", "response_length/max")),
-    ("share of responses cut off at the limit", ("response_length/clip_ratio",)),
+    ("share of responses truncated at the length limit", ("response_length/clip_ratio",)),
     ("KL to the reference, nats", ("actor/reward_kl_penalty", "actor/kl_loss")),
-    ("policy change of a step, nats", ("actor/ppo_kl",)),
+    ("KL to the policy before the update (ppo_kl), nats", ("actor/ppo_kl",)),
     ("entropy, nats per token", ("actor/entropy", "response/entropy")),
     ("policy loss", ("actor/pg_loss",)),
     ("value loss", ("critic/vf_loss",)),
-    ("reward model's loss", ("reward_model/loss",)),
+    ("reward model loss", ("reward_model/loss",)),
     ("gradient norm", ("actor/grad_norm", "critic/grad_norm", "reward_model/grad_norm")),
-    ("share of tokens whose ratio was clipped", ("actor/pg_clipfrac",)),
-    ("share of groups without spread", ("reward/frac_reward_zero_std",)),
+    ("share of tokens with a clipped ratio (pg_clipfrac)", ("actor/pg_clipfrac",)),
+    ("share of groups with equal rewards", ("reward/frac_reward_zero_std",)),
     ("seconds per step", ("timing_s/step",)),
     ("tokens per second and slot", ("perf/throughput",)),
-    ("share of slots' time without work", ("fusion/idle_share",)),
-    ("your own", ("custom/",)),
-    ("your own, held out", ("val-custom/",)),
+    ("share of slot time that was idle", ("fusion/idle_share",)),
+    ("custom metrics", ("custom/",)),
+    ("custom metrics, validation", ("val-custom/",)),
 )
-"""Title -> metrics; one that ends in / stands for all that begin with it, each with a panel of its own."""
+"""(title, metrics) of each panel. A name that ends in / selects all metrics with this prefix, one panel each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A chart of some metrics over the steps."""
+    """Chart of some metrics over the steps."""
 
     title: str
     lines: tuple[tuple[str, str], ...]  # (metric, dash)
 
 
 def colours(count: int) -> list[str]:
-    """One for each run: RUNS, then hues between them."""
+    """Return a colour for each run: those of `RUNS`, then generated hues."""
     more = (colorsys.hls_to_rgb(0.618 * number % 1, 0.42, 0.5) for number in range(count - len(RUNS)))
     return [*RUNS[:count], *("#" + "".join(f"{round(255 * part):02x}" for part in each) for each in more)]
 
 
 def thin(steps: Sequence[float], values: Sequence[float], points: int = POINTS) -> tuple[list[int], list[float]]:
-    """At most so many points: means over neighbours, at the last step of each."""
+    """Return at most `points` points: means over neighbouring steps, at the last step of each."""
     if len(steps) <= points:
         return [int(step) for step in steps], list(values)
     edges = np.linspace(0, len(steps), points, endpoint=False).astype(int)
@@ -93,13 +93,13 @@ def thin(steps: Sequence[float], values: Sequence[float], points: int = POINTS) 
 
 
 def series(run: Gathered, name: str, sharing: int = 1) -> tuple[list[int], list[float]]:
-    """Steps and values of a metric, thinned the more, the more runs share the page."""
+    """Return the steps and values of a metric, thinned more if more runs share the page (`sharing`)."""
     points = [(row["step"], row[name]) for row in run.rows if row.get(name) is not None]
     return thin(*zip(*points, strict=True), max(LEAST_POINTS, POINTS * 4 // (3 + sharing))) if points else ([], [])
 
 
 def curves(runs: Sequence[Gathered]) -> list[Panel]:
-    """The usual panels; those that no run has are left out."""
+    """Return the panels of `CURVES` for which some run has values."""
     names = sorted({name for run in runs for row in run.rows for name in row})
     panels = []
     for title, wanted in CURVES:
@@ -111,7 +111,7 @@ def curves(runs: Sequence[Gathered]) -> list[Panel]:
 
 
 def parts(runs: Sequence[Gathered]) -> list[Panel]:
-    """Mean of every named part of the reward, and how many samples each function failed on."""
+    """Return panels of the mean of each reward part, and of the number of samples that each function failed on."""
     names = sorted({name for run in runs for row in run.rows for name in row})
     means = [name for name in names if name.startswith("rewards/") and name.endswith("/mean")]
     failures = [name for name in names if name.startswith("reward/failures/")]
@@ -121,7 +121,7 @@ def parts(runs: Sequence[Gathered]) -> list[Panel]:
 
 
 def lengths(runs: Sequence[Gathered], colour_of: Sequence[str]) -> dict[int, go.Figure]:
-    """Run's number -> response tokens of every step: bands of all, nine tenths and half of the samples, the median."""
+    """Return run number -> response tokens per step: the median, and bands of all, 90 % and 50 % of the samples."""
     shown = {number: run for number, run in enumerate(runs) if run.lengths}
     top = max((levels[-1] for run in shown.values() for levels in run.lengths.values()), default=0)
     figures = {number: _bands(run, colour_of[number]) for number, run in shown.items()}
@@ -151,16 +151,18 @@ def _bands(run: Gathered, colour: str) -> go.Figure:
 
 
 BANDS = (
-    ("shortest to longest", 0, 6, 0.12),
-    ("9 of 10 responses", 1, 5, 0.2),
-    ("half of the responses", 2, 4, 0.35),
+    ("all responses", 0, 6, 0.12),
+    ("90 % of the responses", 1, 5, 0.2),
+    ("50 % of the responses", 2, 4, 0.35),
 )
-"""(name, from and to of QUANTILES, opacity)."""
+"""(name, lower and upper index into `QUANTILES`, opacity)."""
 
 
 def time(runs: Sequence[Gathered]) -> dict[int, go.Figure]:
-    """Run's number -> seconds of a slot in each step by what it did, without start-up; for runs that account for it.
-    One axis serves nearly all steps; the few that reach beyond it are marked, and hovering tells how far."""
+    """Return run number -> mean seconds per slot in each step by work and idle cause, without startup.
+
+    All charts share one axis. The few steps that exceed it are marked, and hovering shows their total.
+    """
     stacks = {number: stack for number, run in enumerate(runs) if (stack := _stack(run))}
     totals = {number: np.sum([values for _, values in stack.values()], axis=0) for number, stack in stacks.items()}
     every = np.concatenate([*totals.values(), [0.0]])
@@ -180,7 +182,7 @@ def time(runs: Sequence[Gathered]) -> dict[int, go.Figure]:
     return _equal(figures, runs, "seconds per slot", top)
 
 
-OUTLYING = 3.0  # times what nine of ten steps take: the highest that an axis of time reaches
+OUTLYING = 3.0  # upper end of the time axis, in 90th percentiles of the step time
 
 
 def _stack(run: Gathered) -> dict[str, tuple[list[int], list[float]]]:
@@ -198,7 +200,7 @@ def _equal(figures: dict[int, go.Figure], runs: Sequence[Gathered], title: str, 
 
 
 def timeline(shown: Timeline) -> go.Figure:
-    """Samples in flight above, a row for each slot below."""
+    """Return the chart of a step: samples in flight above, a row for each slot below."""
     labels = [label for label, _ in shown.rows]
     height = 24 * len(labels)
     figure = make_subplots(2, 1, shared_xaxes=True, row_heights=[90, height], vertical_spacing=24 / (114 + height))
@@ -210,7 +212,7 @@ def timeline(shown: Timeline) -> go.Figure:
         line={"shape": "hv", "color": COLOURS["busy/generate"], "width": 1.2},
         fill="tozeroy",
         fillcolor=pale(COLOURS["busy/generate"], 0.25),
-        hovertemplate="%{x:.3f} s: %{y} samples generated<extra></extra>",
+        hovertemplate="%{x:.3f} s: %{y} samples being generated<extra></extra>",
         row=1,
         col=1,
     )
@@ -240,7 +242,7 @@ def _bar(what: str, bars: Iterable[tuple[str, float, float]]) -> go.Bar:
 
 
 def styled(figure: go.Figure, height: int, **layout: object) -> go.Figure:
-    """As all charts of the page look; without a legend, which the page has."""
+    """Return `figure` with the style of all charts; its legend is part of the page."""
     figure.update_layout(
         template="none",
         height=height,
@@ -256,6 +258,6 @@ def styled(figure: go.Figure, height: int, **layout: object) -> go.Figure:
 
 
 def pale(colour: str, opacity: float) -> str:
-    """The colour of a surface."""
+    """Return `colour` with this opacity, for a filled area."""
     red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
     return f"rgba({red},{green},{blue},{opacity})"

@@ -1,4 +1,4 @@
-"""Gather what a report shows of a run, bounded however long the run and however many share the page."""
+"""Collect the data of a run for a report; its size is bounded for any length and number of runs."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from rlfuse.run_folder.reader import RunFolder
 from rlfuse.run_folder.status import Status, read
 
 TIMELINES, SLOWEST, SAMPLES, VALIDATED = 5, 15, 400, 400  # shared by all runs of a page
-VALIDATIONS = 12  # of a run, spread over its steps
-TEXT, IMAGES = 4_000, 4 * 2**20  # characters of a text; bytes of all pictures
-ROWS, MARKS = 32, 1_500  # slots of a timeline, and parts of a step that a screen can show
+VALIDATIONS = 12  # per run, spread over its steps
+TEXT, IMAGES = 4_000, 4 * 2**20  # maximum characters of a text; bytes of all images
+ROWS, MARKS = 32, 1_500  # maximum slots of a timeline; intervals that a screen can resolve in a step
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One step: what each slot did or waited for, and how many samples were in flight."""
+    """Work and waiting of each slot, and the samples in flight, in one step."""
 
     step: int
     seconds: float
     rows: list[tuple[str, list[tuple[str, float, float]]]]  # (label, [(work or cause, start, seconds)])
-    in_flight: list[tuple[float, int]]  # (second, samples being generated), at each change
+    in_flight: list[tuple[float, int]]  # (second, samples being generated) at each change
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """One sample from its arrival on an engine to its last token."""
+    """One generated sample, from its arrival on an engine to its last token."""
 
     id: str
     step: int
@@ -51,12 +51,12 @@ class Generated:
 
 
 class Row(Mapping[str, float]):
-    """A row of `metrics.jsonl` in eight bytes a number: a page may be of many thousands of them."""
+    """Row of `metrics.jsonl` with eight bytes per number, as a page may have many thousands of rows."""
 
     __slots__ = ("_places", "_values")
 
     def __init__(self, places: dict[str, int], values: Iterable[float]):
-        """`places`: of the metrics, shared by rows that have the same."""
+        """Store a row. `places`: index of each metric, shared by rows with the same metrics."""
         self._places, self._values = places, array("d", values)
 
     def __getitem__(self, name: str) -> float:
@@ -71,10 +71,10 @@ class Row(Mapping[str, float]):
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """One run."""
+    """Data of one run."""
 
     run: RunFolder
-    name: str  # of the run, unlike that of any other on the page
+    name: str  # unique on the page
     status: Status | None
     rows: list[Row]
     summary: dict[str, Any]
@@ -82,16 +82,16 @@ class Gathered:
     slowest: list[Generated]
     timelines: list[Timeline]
     samples: list[dict[str, Any]]  # rows of `samples.jsonl` and, with `validation` true, of `validation.jsonl`
-    alerts: list[tuple[int, Alert]]  # (step, alert), by the run's own thresholds
+    alerts: list[tuple[int, Alert]]  # (step, alert), by the thresholds of the run
 
     @property
     def steps(self) -> list[Row]:
-        """Rows of training steps: without that of the validation before the first."""
+        """Rows of training steps, without the validation before the first step."""
         return [row for row in self.rows if row["step"] > 0]
 
 
 def gather(run: RunFolder, name: str, sharing: int = 1) -> Gathered:
-    """Read the folder; raises RunError for damaged files. `sharing`: runs on the page."""
+    """Read a run folder. `sharing`: number of runs on the page. Raises RunError for damaged files."""
     rows, steps = _rows(run), run.steps()
     chosen = _chosen_steps(steps, max(1, TIMELINES // sharing))
     numbers = "|".join(map(str, chosen)) or "none"
@@ -124,7 +124,7 @@ def gather(run: RunFolder, name: str, sharing: int = 1) -> Gathered:
 
 
 def _alerts(run: RunFolder, rows: Sequence[Row]) -> list[tuple[int, Alert]]:
-    """What the run told, or would have."""
+    """Return the alerts that the thresholds of the run raise on its metrics."""
     rollout, data = run.config["rollout"], run.config["fusion"]["data"]
     drawn = (rollout["top_p"], rollout["top_k"], data, rollout.get("min_p", 0.0), rollout.get("quantization"))
     bound = bound_in_steps(
@@ -135,7 +135,7 @@ def _alerts(run: RunFolder, rows: Sequence[Row]) -> list[tuple[int, Alert]]:
 
 
 def _chosen_steps(steps: Mapping[int, Span], most: int) -> list[int]:
-    """Steps whose timelines are shown: the typical one, then the slowest, last, first and second slowest."""
+    """Return the steps whose timelines are shown: the median, slowest, last, first and second slowest."""
     by_time = sorted(steps, key=lambda number: steps[number].seconds)
     wanted = [*by_time[len(by_time) // 2 :][:1], *by_time[-1:], *sorted(steps)[-1:], *sorted(steps)[:1], *by_time[-2:]]
     return sorted(list(dict.fromkeys(wanted))[:most])
@@ -154,8 +154,10 @@ def _rows(run: RunFolder) -> list[Row]:
 
 
 class _Generation:
-    """Lengths of every step's responses and the slowest samples of all, from spans that come step by step. Spans of a
-    step are written together, so those of two steps at a time are held."""
+    """Response lengths of every step and the slowest samples of the run, from spans in the order of steps.
+
+    Spans of a step are written together, so at most two steps are in memory.
+    """
 
     def __init__(self, most: int):
         self.lengths: dict[int, list[float]] = {}
@@ -180,7 +182,7 @@ class _Generation:
 
 
 def _whole(name: str, parts: Sequence[Span]) -> Generated:
-    """A sample that moved has a span on each engine; the last tells all its tokens, those it came with too."""
+    """Merge the spans of a sample that moved between engines; the last one counts the tokens it arrived with, too."""
     tokens = max(part.tokens + part.attributes.get("carried_tokens", 0) for part in parts)
     start, end = min(part.start for part in parts), max(part.end for part in parts)
     engines = tuple(part.where for part in sorted(parts, key=lambda part: part.start))
@@ -204,13 +206,13 @@ def _timeline(step: Span, spans: Sequence[Span], slots: int, width: int) -> Time
     for time, change in changes:
         count += change
         if in_flight[-1][0] > time - step.seconds / MARKS and len(in_flight) > 1:
-            in_flight.pop()  # no screen shows them apart
+            in_flight.pop()  # closer than a screen can resolve
         in_flight.append((time, count))
     return Timeline(step.step, step.seconds, rows, in_flight)
 
 
 def _bars(claims: Iterable[tuple[str, list[tuple[float, float]]]], step: Span) -> list[tuple[str, float, float]]:
-    """Bars from the step's start; neighbours of a kind are one where no screen shows the gap between them."""
+    """Return bars relative to the start of the step; bars of a kind are merged if the gap is not visible."""
     finest, bars = step.seconds / MARKS, []
     for what, intervals in claims:
         joined: list[list[float]] = []
@@ -225,14 +227,16 @@ def _bars(claims: Iterable[tuple[str, list[tuple[float, float]]]], step: Span) -
 
 @dataclass(slots=True)
 class _Budget:
-    """What pictures may still take."""
+    """Bytes that are left for images."""
 
     bytes: int
     seen: set[Path] = field(default_factory=set)
 
     def picture(self, folder: Path, name: str | None) -> str | None:
-        """A PNG or JPEG of the run folder as a data URI; None where there is none, no room for it, or it came before.
-        Answers to a prompt share one: the first of them carries it."""
+        """Return a PNG or JPEG of the run folder as a data URI; None if it is missing, too large or used already.
+
+        The responses to a prompt share one image, which the first of them has.
+        """
         path = (folder / name).resolve() if name else None
         if path is None or path in self.seen or not path.is_file() or not path.is_relative_to(folder.resolve()):
             return None
@@ -251,10 +255,10 @@ def _samples(run: RunFolder, budget: _Budget, steps: Sequence[float], most: int)
 
 
 def _validated(run: RunFolder, budget: _Budget, most: int) -> list[dict[str, Any]]:
-    """Rows of `validation.jsonl`: the same first prompts at each of some steps, so that answers can be compared."""
+    """Return rows of `validation.jsonl`: the same prompts at several steps, so that responses can be compared."""
     every: list[float] = []
     last = Counter[tuple[str, str]]()
-    for row in run.validation_rows():  # of ascending steps
+    for row in run.validation_rows():  # in ascending order of steps
         if row["step"] not in every[-1:]:
             every.append(row["step"])
             last.clear()
@@ -268,23 +272,23 @@ def _validated(run: RunFolder, budget: _Budget, most: int) -> list[dict[str, Any
 
 
 def _question(row: dict[str, Any]) -> tuple[str, str]:
-    """What is the same at every validation: row of the data and text; clips may share the text."""
+    """Return (row of the data, text), which identify a prompt in all validations; clips may share the text."""
     return row["id"].split("/")[1], row["prompt"]
 
 
 def _spread(steps: Sequence[float], count: int) -> list[float]:
-    """At most so many, evenly, the last among them."""
+    """Return at most `count` steps, evenly spread, including the last."""
     places = np.linspace(len(steps) - 1, 0, min(count, len(steps))).round().astype(int)
     return [steps[place] for place in sorted(set(places))]
 
 
 def _shown_row(run: RunFolder, budget: _Budget, row: dict[str, Any]) -> dict[str, Any]:
-    """Without the data's columns, long texts cut short, its picture inside."""
+    """Return the row without data columns, with truncated texts and its image."""
     texts = {name: truncate_text(row[name]) for name in ("prompt", "response")}
     kept = {name: value for name, value in row.items() if name not in ("columns", "contact_sheet")}
     return kept | texts | {"picture": budget.picture(run.path, row.get("contact_sheet"))}
 
 
 def truncate_text(text: str) -> str:
-    """The text, or its beginning and how much more there is."""
+    """Return at most `TEXT` characters of the text, and the number of characters left out."""
     return text if len(text) <= TEXT else f"{text[:TEXT]}\n… {len(text) - TEXT:,} more characters in samples.jsonl"

@@ -1,6 +1,6 @@
 "use strict";
-// The page's own part: draws curves from every run's scalars, steps and lengths from plotly's figures, pages through
-// samples. Texts of a run are set as text, never as markup.
+// Draws curves from the scalars of the runs, time and lengths from plotly figures, and shows samples page by page.
+// Texts of a run are set as text, never as markup.
 const at = id => document.getElementById(id);
 const json = id => JSON.parse(at(id).textContent);
 const all = selector => [...document.querySelectorAll(selector)];
@@ -8,7 +8,7 @@ const {runs, panels, timelines, samples} = json("data");
 const several = runs.length > 1, hidden = new Set();
 const touch = matchMedia("(pointer: coarse)").matches;
 const settings = {responsive: true, displayModeBar: false};
-const plain = text => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");  // plotly's labels know some HTML
+const plain = text => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");  // plotly's labels render some HTML
 const option = (select, value, text) => select.add(new Option(text, value));
 const element = (tag, text, parent, kind) => {
   const made = document.createElement(tag);
@@ -20,7 +20,7 @@ const element = (tag, text, parent, kind) => {
 
 // Charts ----------------------------------------------------------------------------------------------------------
 
-// They are drawn when they come near the window: a page opens at once, however many it has.
+// Charts are drawn when they come near the viewport, so that a page with many opens quickly.
 const whenNear = (place, action) => {
   const observer = new IntersectionObserver(entries => {
     if (!entries.some(entry => entry.isIntersecting)) return;
@@ -29,11 +29,11 @@ const whenNear = (place, action) => {
   }, {rootMargin: "400px"});
   observer.observe(place);
 };
-const drawn = new Map();  // place -> how to draw it again
+const drawn = new Map();  // place -> function that redraws it
 const keep = (place, action) => whenNear(place, () => { drawn.set(place, action); action(); });
 const again = () => drawn.forEach(action => action());
 
-// Steps are whole numbers, however far one zooms in.
+// Ticks of steps are whole numbers at every zoom level.
 const tick = span => {
   const rough = Math.max(1, span / 6), power = 10 ** Math.floor(Math.log10(rough));
   return [1, 2, 5, 10].map(factor => factor * power).find(each => each >= rough);
@@ -56,7 +56,7 @@ all("[data-chart]").forEach(place => {
   keep(place, () => draw(place, shownTraces(place, chart.data), chart.layout));
 });
 
-// Legends of work and waiting: a click leaves something out.
+// A click on a legend entry of work or waiting hides it.
 const shownTraces = (place, traces) => {
   const off = new Set([...place.closest("section").querySelectorAll("[data-trace].off")].map(key => key.dataset.trace));
   return traces.map(trace => ({...trace, visible: !off.has(trace.name)}));
@@ -112,9 +112,9 @@ all("[data-panel]").forEach(place => {
 if (slider) {
   const steps = Math.max(...runs.flatMap(run => run.steps.map(list => list.length)));
   slider.value = steps > 60 ? 0.8 : 0;
-  const tell = () => { at("smoothed").textContent = Number(slider.value).toFixed(2); };
-  slider.addEventListener("input", () => { tell(); again(); });
-  tell();
+  const showValue = () => { at("smoothed").textContent = Number(slider.value).toFixed(2); };
+  slider.addEventListener("input", () => { showValue(); again(); });
+  showValue();
 }
 
 const metrics = [...new Set(runs.flatMap(run => Object.keys(run.series)))].sort(), choice = at("metric-choice");
@@ -126,7 +126,7 @@ if (metrics.length) {
   keep(at("metric"), show);
 }
 
-// Timelines: those that are shown have one time scale.
+// All visible timelines have the same time scale.
 const choices = all(".timeline-choice");
 const longest = () => Math.max(...choices.filter(each => !each.closest("[hidden]")).map(each => timelines[each.value][1]));
 choices.forEach(choice => {
@@ -145,7 +145,7 @@ choices.forEach(choice => {
 
 // Samples ---------------------------------------------------------------------------------------------------------
 
-// A group is a prompt with its answers: of one step, or of validation over all steps and runs.
+// A group is a prompt with its responses: of one step, or of validation over all steps and runs.
 const groups = new Map();
 samples.forEach(row => {
   const prompt = row.id.slice(0, row.id.lastIndexOf("/"));
@@ -156,18 +156,18 @@ samples.forEach(row => {
 groups.forEach(group => group.rows.sort((a, b) => a.step - b.step || a.run - b.run));
 const rewardsOf = group => group.rows.map(row => row.reward).filter(value => value !== null);
 const round = value => value === null ? "none" : String(Number(Number(value).toPrecision(4)));
-const said = value => value === null || value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value);
+const asText = value => value === null || value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value);
 
 const card = (row, group, parent) => {
   const box = element("div", "", parent, "answer");
   const alone = group.validation && group.rows.filter(other => other.step === row.step && other.run === row.run).length === 1;
   const from = [several && group.validation ? runs[row.run].name : "", group.validation ? `step ${row.step}` : "",
-    alone ? "" : `answer ${row.id.slice(row.id.lastIndexOf("/") + 1)}`];
+    alone ? "" : `response ${row.id.slice(row.id.lastIndexOf("/") + 1)}`];
   element("div", from.filter(Boolean).join(", "), box, "pale");
   element("div", row.reward === null ? "no reward" : round(row.reward), box, "reward " + (row.reward > 0 ? "good" : "bad"));
   const table = element("table", "", box);
   const facts = [...Object.entries(row.parts).map(([name, value]) => [name, round(value)]), ["note", row.note],
-    ["tokens", `${row.response_tokens}, ended by ${row.finish}`]];
+    ["tokens", `${row.response_tokens}, finish reason ${row.finish}`]];
   facts.filter(fact => fact[1]).forEach(([name, value]) => {
     const line = element("tr", "", table);
     element("th", name, line);
@@ -186,13 +186,13 @@ const show = (group, box) => {
     sheet.src = picture;
     sheet.alt = "frames of the clip";
   }
-  element("h3", "question", box);
+  element("h3", "prompt", box);
   element("pre", first.prompt, box);
-  if (said(first.ground_truth)) {
+  if (asText(first.ground_truth)) {
     element("h3", "ground truth", box);
-    element("pre", said(first.ground_truth), box);
+    element("pre", asText(first.ground_truth), box);
   }
-  element("h3", group.rows.length === 1 ? "answer" : `${group.rows.length} answers`, box);
+  element("h3", group.rows.length === 1 ? "response" : `${group.rows.length} responses`, box);
   const answers = element("div", "", box, "answers");
   group.rows.forEach(row => card(row, group, answers));
 };

@@ -1,6 +1,6 @@
-"""`rlfuse report RUN_DIR [MORE ...]`: one or several runs as one HTML file that needs no network.
+"""`rlfuse report RUN_DIR [MORE ...]`: write one or several runs as one HTML file that needs no network.
 
-Text of a run reaches the page escaped: by jinja2 in the page, and as JSON without HTML's characters in its data.
+All text of a run is escaped: by jinja2 in the page, and as JSON without special characters of HTML in its data.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from rlfuse.run_folder.reader import RunFolder, open_run, reading
 from rlfuse.tools.report import charts, tables
 from rlfuse.tools.report.gather import Gathered, gather
 
-MOST_ALERTS = 50
-TURNED = 3  # with more runs than that a table has a row for each of them
+MAX_ALERTS = 50
+MAX_COLUMN_RUNS = 3  # more runs than this are shown as rows of the tables, not as columns
 
 
 def main(argv: Sequence[str]) -> None:
     """Write the report. Raises RunError."""
-    parser = argparse.ArgumentParser(prog="rlfuse report", description="Runs as a page, beside each other if several.")
-    help_of_runs = "run folders; of a project's folder all its runs"
+    description = "Write one or several runs as one HTML page."
+    parser = argparse.ArgumentParser(prog="rlfuse report", description=description)
+    help_of_runs = "run folder, or a project folder with all its runs"
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help=help_of_runs)
-    help_of_out = "default: report.html in the run folder, of several runs in the folder that they share"
+    help_of_out = "default: report.html in the run folder, or in the common parent folder of several runs"
     parser.add_argument("--out", type=Path, metavar="HTML", help=help_of_out)
     arguments = parser.parse_args(argv)
     folders = find(arguments.runs)
@@ -49,7 +50,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def find(paths: Sequence[Path]) -> list[RunFolder]:
-    """The runs of these folders, each once: themselves, or those that a project's folder holds."""
+    """Return the runs of these folders without duplicates; a project folder is replaced by all runs in it."""
     found = []
     for path in paths:
         inside = [] if (path / "config.yaml").exists() else sorted(file.parent for file in path.glob("*/config.yaml"))
@@ -58,7 +59,7 @@ def find(paths: Sequence[Path]) -> list[RunFolder]:
 
 
 def names(paths: Sequence[Path]) -> list[str]:
-    """As much of the end of each path as tells it from the others."""
+    """Return the shortest ends of the paths that are unique."""
     length = 1
     while len({path.parts[-length:] for path in paths}) < len(paths):
         length += 1
@@ -66,7 +67,7 @@ def names(paths: Sequence[Path]) -> list[str]:
 
 
 def render(runs: Sequence[Gathered]) -> str:
-    """The page."""
+    """Return the HTML of the page."""
     environment = Environment(
         loader=PackageLoader("rlfuse.tools.report", "."),
         autoescape=select_autoescape(default=True),
@@ -80,10 +81,10 @@ def render(runs: Sequence[Gathered]) -> str:
     lengths, time = charts.lengths(runs, colours), charts.time(runs)
     shown = [charts.timeline(each) for run in runs for each in run.timelines]
     return environment.get_template("page.html").render(
-        title=" and ".join(run.name for run in runs) if len(runs) <= TURNED else f"{len(runs)} runs",
+        title=" and ".join(run.name for run in runs) if len(runs) <= MAX_COLUMN_RUNS else f"{len(runs)} runs",
         runs=runs,
         colours=colours,
-        turned=len(runs) > TURNED,
+        transposed=len(runs) > MAX_COLUMN_RUNS,
         plotly=Markup(get_plotlyjs()),
         style=_part("page.css"),
         script=_part("page.js"),
@@ -98,7 +99,7 @@ def render(runs: Sequence[Gathered]) -> str:
         outcomes=tables.outcomes(runs),
         facts=tables.facts(runs),
         idle=tables.idle(runs),
-        alerts=[(run.name, step, alert) for run in runs for step, alert in run.alerts][:MOST_ALERTS],
+        alerts=[(run.name, step, alert) for run in runs for step, alert in run.alerts][:MAX_ALERTS],
         configurations=[yaml.safe_dump(run.run.config, sort_keys=False) for run in runs],
         data=finite(_data(runs, colours, panels)),
     )
@@ -109,7 +110,7 @@ def _part(name: str) -> Markup:
 
 
 def embedded(chart: Any) -> Markup:
-    """A figure as JSON for a script element: nothing in it can end the element."""
+    """Return a chart as JSON for a script element; nothing in it can close the element."""
     text = chart.to_json()
     for character in "<>&'":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -117,7 +118,7 @@ def embedded(chart: Any) -> Markup:
 
 
 def finite(value: Any) -> Any:
-    """The same with null for NaN and infinity, which JSON does not know, and short numbers."""
+    """Return `value` with None for NaN and infinity, which JSON lacks, and floats of six digits."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -126,7 +127,7 @@ def finite(value: Any) -> Any:
 
 
 def _legend(drawn: Any) -> list[tuple[str, str, str]]:
-    """(key, words, colour) of all that the charts show, in the order of COLOURS."""
+    """Return (key, label, colour) of each kind of time in the charts, in the order of `COLOURS`."""
     seen = {trace.name for chart in drawn for trace in chart.data}
     return [(key, charts.WORDS[key], colour) for key, colour in charts.COLOURS.items() if key in seen]
 
@@ -141,7 +142,7 @@ def _data(runs: Sequence[Gathered], colours: list[str], panels: dict[str, list[c
 
 
 def _scalars(run: Gathered, colour: str, sharing: int) -> dict[str, Any]:
-    """`steps`: lists of them; `series`: metric -> (number of its list, values)."""
+    """Return the scalars of a run. `steps`: lists of steps; `series`: metric -> (index of its list, values)."""
     steps: dict[tuple[int, ...], int] = {}
     series = {}
     for name in sorted({name for row in run.rows for name in row} - {"step", "training/global_step"}):

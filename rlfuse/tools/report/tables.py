@@ -1,4 +1,4 @@
-"""The report's tables: settings that differ, facts and results of each run, why its slots were idle."""
+"""Tables of the report: settings that differ, facts and results of each run, idle time of its slots."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from rlfuse.run_folder.status import state_now
 from rlfuse.tools.report.charts import COLOURS
 from rlfuse.tools.report.gather import Gathered
 
-Rows = list[tuple[str, list[str]]]  # (what, text of each run)
+Rows = list[tuple[str, list[str]]]  # (label, text of each run)
 WINDOW, UNKNOWN = 5, "(no such key)"
 COMPARED = {
     "mean reward": "critic/score/mean",
     "response tokens": "response_length/mean",
-    "responses cut off": "response_length/clip_ratio",
+    "truncated responses": "response_length/clip_ratio",
     "seconds per step": "timing_s/step",
     "tokens per second and slot": "perf/throughput",
-    "slots' time without work": "fusion/idle_share",
+    "idle share of slot time": "fusion/idle_share",
     "entropy": "actor/entropy",
-    "policy change (ppo_kl)": "actor/ppo_kl",
+    "KL of the update (ppo_kl)": "actor/ppo_kl",
     "gradient norm": "actor/grad_norm",
 }
 
 
 def outcomes(runs: Sequence[Gathered]) -> Rows:
-    """What became of each run: state, figures of its first and last steps, what it told."""
-    first, last = zip(*map(_became, runs), strict=True)
+    """Return state, duration, metrics of the first and last steps, alerts and faults of each run."""
+    first, last = zip(*map(_outcome, runs), strict=True)
     return _filled(first) + compared(runs) + _filled(last)
 
 
-def _became(run: Gathered) -> tuple[dict[str, str], dict[str, str]]:
+def _outcome(run: Gathered) -> tuple[dict[str, str], dict[str, str]]:
     status, summary = run.status, run.summary
     seconds = status.seconds(last_log_write(run.run.path)) if status else summary.get("seconds")
     faults = summary.get("faults") or {
@@ -53,8 +53,8 @@ def _became(run: Gathered) -> tuple[dict[str, str], dict[str, str]]:
     above = {
         "state": state + (f": {status.error}" if status and status.error else ""),
         "steps": str(len(run.steps)) + (f" in {duration(seconds)}" if seconds else ""),
-        "start-up": duration(start_up) if (start_up := sum(row.get("idle/start_up", 0.0) for row in run.steps)) else "",
-        "held out": _change(summary.get("val_before"), summary.get("val_after")),
+        "startup": duration(start_up) if (start_up := sum(row.get("idle/start_up", 0.0) for row in run.steps)) else "",
+        "validation": _change(summary.get("val_before"), summary.get("val_after")),
     }
     return above, {
         "alerts": "; ".join(f"{title} ({_steps(steps)})" for title, steps in alerts.items()) or "none",
@@ -63,15 +63,15 @@ def _became(run: Gathered) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def facts(runs: Sequence[Gathered]) -> Rows:
-    """What each run is: when, by which command, of what."""
-    return _filled([_is(run) for run in runs])
+    """Return start time, command, host, model, algorithm and versions of each run."""
+    return _filled([_facts(run) for run in runs])
 
 
-def _filled(told: Sequence[dict[str, str]]) -> Rows:
-    return [(name, [each[name] for each in told]) for name in told[0] if any(each[name] for each in told)]
+def _filled(columns: Sequence[dict[str, str]]) -> Rows:
+    return [(name, [each[name] for each in columns]) for name in columns[0] if any(each[name] for each in columns)]
 
 
-def _is(run: Gathered) -> dict[str, str]:
+def _facts(run: Gathered) -> dict[str, str]:
     config, status, summary = run.run.config, run.status, run.summary
     label = f" ({summary['label']})" if "label" in summary else ""
     policy = config["trainer"].get("task", "rl") == "rl"
@@ -83,7 +83,7 @@ def _is(run: Gathered) -> dict[str, str]:
         "sweep": status.sweep if status else "",
         "folder": str(run.run.path),
         "model": str(config["model"]["path"]),
-        "algorithm": config["algorithm"]["adv_estimator"] if policy else "a reward model from preferences",
+        "algorithm": config["algorithm"]["adv_estimator"] if policy else "reward model from preferences",
         "fusion": summary.get("fusion", choice(config["fusion"])) + label if policy else "",
         "slots": str(run.run.slots),
         "versions": ", ".join(f"{name} {version}" for name, version in summary.get("versions", {}).items()),
@@ -101,18 +101,18 @@ def _change(before: float | None, after: float | None) -> str:
 
 
 def date(seconds: float) -> str:
-    """A moment, in universal time."""
+    """Format epoch seconds as date and time in UTC."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
 def duration(seconds: float) -> str:
-    """Say a duration as people do."""
+    """Format a duration in s, min or h."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{seconds:.0f} s" if not minutes else f"{minutes} min {rest} s" if minutes < 60 else f"{minutes / 60:.1f} h"
 
 
 def compared(runs: Sequence[Gathered]) -> Rows:
-    """Means over the first and the last steps of each run, and how its last differ from those of the first run."""
+    """Return means over the first and last steps of each run, with the difference from the first run in per cent."""
     table = []
     for label, name in COMPARED.items():
         means = [_means([row[name] for row in run.steps if row.get(name) is not None]) for run in runs]
@@ -124,7 +124,7 @@ def compared(runs: Sequence[Gathered]) -> Rows:
 
 
 def _means(values: Sequence[float]) -> list[float]:
-    """Return the means of the first and last steps, at most WINDOW and none twice; of a single step its value."""
+    """Return the means of the first and last steps, at most `WINDOW` each without overlap; a single value as it is."""
     if len(values) < 2:
         return list(values)
     window = min(WINDOW, len(values) // 2)
@@ -136,7 +136,7 @@ def _than(means: Sequence[float], first: Sequence[float]) -> str:
 
 
 def idle(runs: Sequence[Gathered]) -> list[tuple[str, str, list[float]]]:
-    """(cause in words, colour, per cent of each run's slots' time), start-up left out, the most costly first."""
+    """Return (cause, colour, per cent of slot time in each run), without startup, the largest first."""
     shares = [idle_shares(run) for run in runs]
     table = [
         (words, COLOURS[f"idle/{cause}"], [100 * each.get(cause, 0.0) for each in shares])
@@ -147,7 +147,7 @@ def idle(runs: Sequence[Gathered]) -> list[tuple[str, str, list[float]]]:
 
 
 def idle_shares(run: Gathered) -> dict[str, float]:
-    """Cause -> share of all slots' time after start-up."""
+    """Return idle cause -> share of slot time, without startup."""
     totals: dict[str, float] = defaultdict(float)
     for row in run.steps:
         for name in COLOURS.keys() & row.keys() - {"idle/start_up"}:
@@ -157,7 +157,7 @@ def idle_shares(run: Gathered) -> dict[str, float]:
 
 
 def differing_settings(runs: Sequence[Gathered]) -> Rows:
-    """Settings in which runs differ, those that all of them know first; without the names, which stand above."""
+    """Return the settings that differ, those that all runs have first; `trainer.experiment_name` is left out."""
     flat = [_settings(run) for run in runs]
     keys = sorted(
         set().union(*flat) - {"trainer.experiment_name"}, key=lambda key: (any(key not in e for e in flat), key)
@@ -167,19 +167,19 @@ def differing_settings(runs: Sequence[Gathered]) -> Rows:
 
 
 def _settings(run: Gathered) -> dict[str, str]:
-    """Key -> the value that the steps had, with the later ones of a resumed run that changed it."""
+    """Return key -> value, followed by later values if a resume changed it."""
     phases = run.run.phases(max((int(row["step"]) for row in run.rows), default=0))
-    told: dict[str, str] = {}
+    shown: dict[str, str] = {}
     before: dict[str, str] = {}
     for start, config in phases:
         now = {key: _value(value) for key, value in settings_of(config)}
         for key, value in now.items():
-            if key not in told:
-                told[key] = value
+            if key not in shown:
+                shown[key] = value
             elif value != before.get(key):
-                told[key] += f", from step {start} on {value}"
+                shown[key] += f", from step {start} on {value}"
         before = now
-    return told
+    return shown
 
 
 def _value(value: Any) -> str:

@@ -77,6 +77,10 @@ class ErrorCollector:
             raise ConfigError([problem for problems in each for problem in problems])
 
 
+class FunctionError(UserError):
+    """A custom function that can't be used. The message names it, and has the user's frames if it raised an error."""
+
+
 class DataError(UserError):
     """Invalid data. The message names the file, the row, the field, and what to do."""
 

@@ -11,11 +11,14 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from rlfuse.algorithms.losses import mask_response
-from rlfuse.algorithms.registry import Registry, call, parameters
+from rlfuse.algorithms.registry import NO_KWARGS, Registry, parameters
 
 ESTIMATORS = Registry("algorithm.adv_estimator")
 """Their requirements and whitening are declared in `config.estimators`."""
@@ -32,16 +35,17 @@ def advantages_and_returns(
     by_std: bool = True,
     dimensions: tuple[Tensor, Tensor] | None = None,
     n: int = 1,
+    kwargs: Mapping[str, Any] = NO_KWARGS,
 ) -> tuple[Tensor, Tensor]:
     """Call the named estimator; return (advantages before whitening, returns), each [B, T].
 
     The estimator receives the arguments that match its parameter names: those of this function, `scores` (float32 [B],
     sums of token rewards), `dimensions` (float32 [B, K], scores of K rewards, NaN where one does not apply) and
     `weights` (float32 [K]). Without `dimensions`, the score is the only dimension. It returns (advantages, returns), or
-    one matrix that serves as both. `n`: responses sampled per prompt; a group is smaller if rewards failed.
+    one matrix that serves as both. `n`: responses sampled per prompt; a group is smaller if rewards failed. `kwargs`:
+    additional arguments of a custom estimator.
     """
-    function = ESTIMATORS.find(estimator)
-    asked = parameters(function)
+    asked = parameters(ESTIMATORS.find(estimator))
     if "values" in asked and values is None:
         raise ValueError(
             f"algorithm.adv_estimator={estimator} needs values, got None: run the critic before computing advantages."
@@ -55,7 +59,7 @@ def advantages_and_returns(
     columns, weights = dimensions or (scores[:, None], torch.ones(1))
     given = {"token_rewards": token_rewards, "scores": scores, "mask": mask, "groups": groups, "values": values}
     given |= {"dimensions": columns, "weights": weights, "gamma": gamma, "lam": lam, "by_std": by_std, "n": n}
-    found = call(function, given)
+    found = ESTIMATORS.call(estimator, given, kwargs)
     matrices = found if isinstance(found, tuple) and len(found) == 2 else (found, found)
     advantages, returns = (
         mask_response(ESTIMATORS.check_result(estimator, each, mask), mask).float() for each in matrices

@@ -194,6 +194,7 @@ class Experience:
             algorithm.norm_adv_by_std_in_grpo,
             self._dimensions(samples) if self.weights and self.traits.each_reward else None,
             self.config.rollout.n,
+            algorithm.adv_estimator_kwargs,
         )
         _spread(samples, mask, advantages=advantages, returns=returns)
 
@@ -309,7 +310,8 @@ class Experience:
     def _kl(self, samples: Sequence[Sample], mask: torch.Tensor) -> torch.Tensor:
         """Return the KL estimate of policy and reference, [B, T]; 0 on masked tokens."""
         policy, reference = (_matrix(samples, name) for name in ("old_log_probs", "ref_log_probs"))
-        return kl_estimate(policy, reference, self.config.algorithm.kl_penalty) * mask
+        algorithm = self.config.algorithm
+        return kl_estimate(policy, reference, algorithm.kl_penalty, kwargs=algorithm.kl_penalty_kwargs) * mask
 
 
 def _mask(samples: Sequence[Sample]) -> torch.Tensor:

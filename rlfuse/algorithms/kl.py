@@ -9,16 +9,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlfuse.algorithms.registry import Registry, call
+from rlfuse.algorithms.registry import NO_KWARGS, Registry
 
 KL_KINDS = Registry("algorithm.kl_penalty")
 
 
-def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str, key: str | None = None) -> Tensor:
+def kl_estimate(
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    kind: str,
+    key: str | None = None,
+    kwargs: Mapping[str, Any] = NO_KWARGS,
+) -> Tensor:
     """Estimate KL(policy || reference) in nats per token, from tokens sampled by the policy; the shape is kept.
 
     Estimators of Schulman, "Approximating KL Divergence" (2020, joschu.net/blog/kl-approx.html); r = reference/policy:
@@ -27,8 +34,9 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str, key: str | 
     token cannot overflow a batch.
     Gradients, if used as a *loss* on the policy's samples: k2 has the gradient of the KL, the gradient of k1 has
     expectation zero, that of k3 belongs to the reverse KL. Use k1 in rewards only.
+    `key`: the configuration key for messages; `kwargs`: additional arguments of a custom function.
     """
-    found = call(KL_KINDS.find(kind, key), {"log_probs": log_probs, "ref_log_probs": ref_log_probs})
+    found = KL_KINDS.call(kind, {"log_probs": log_probs, "ref_log_probs": ref_log_probs}, kwargs, key)
     return KL_KINDS.check_result(kind, found, log_probs, key)
 
 

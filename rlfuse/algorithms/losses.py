@@ -11,14 +11,15 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlfuse.algorithms.registry import Registry, call
+from rlfuse.algorithms.registry import NO_KWARGS, Registry
 
 AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 LOSS_MODES = Registry("actor.loss_mode")
@@ -71,17 +72,18 @@ def policy_loss(
     clip_c: float | None,
     mode: str = "vanilla",
     is_weights: Tensor | None = None,
+    kwargs: Mapping[str, Any] = NO_KWARGS,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss per token [B, T] and detached sums over tokens: `ppo_kl` (k1 of KL(old || new)) and the mode's.
 
     The loss function of `mode` receives the arguments that match its parameter names, 0 at masked-out positions, and
-    returns the loss or (loss, sums). `is_weights` [B, T] are detached importance weights that multiply the loss, see
-    `corrections.truncated_importance_weights`.
+    `kwargs`; it returns the loss or (loss, sums). `is_weights` [B, T] are detached importance weights that multiply the
+    loss, see `corrections.truncated_importance_weights`.
     """
-    function = LOSS_MODES.find(mode)
     new, old, advantages = (mask_response(each, mask) for each in (log_probs, old_log_probs, advantages))
     given = {"log_probs": new, "old_log_probs": old, "advantages": advantages, "mask": mask}
-    found = call(function, given | {"clip_low": clip_low, "clip_high": clip_high, "clip_c": clip_c})
+    given |= {"clip_low": clip_low, "clip_high": clip_high, "clip_c": clip_c}
+    found = LOSS_MODES.call(mode, given, kwargs)
     loss, sums = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
     loss = LOSS_MODES.check_result(mode, loss, log_probs)
     if is_weights is not None:

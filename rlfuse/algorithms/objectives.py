@@ -52,13 +52,15 @@ def actor_objective(
         clip_c=settings.clip_ratio_c,
         mode=settings.loss_mode,
         is_weights=tensors.get("is_weights"),
+        kwargs=settings.loss_mode_kwargs,
     )
     loss = total(matrix)
     sums |= {"pg_loss": loss.detach(), "entropy": (entropy.detach() * mask).sum()}
     if settings.entropy_coeff:
         loss = loss - settings.entropy_coeff * total(entropy)
     if settings.use_kl_loss:
-        kl = kl_estimate(log_probs, tensors["ref_log_probs"], settings.kl_loss_type, "actor.kl_loss_type")
+        kind, kwargs = settings.kl_loss_type, settings.kl_loss_type_kwargs
+        kl = kl_estimate(log_probs, tensors["ref_log_probs"], kind, "actor.kl_loss_type", kwargs)
         loss = loss + total(tensors.get("kl_coefs", settings.kl_loss_coef) * kl)
         sums["kl_loss"] = total(kl.detach())
     return loss, sums

@@ -9,16 +9,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from rlfuse.config.custom_errors import function_error
 from rlfuse.config.custom_modules import load, load_module
 from rlfuse.config.declare import names_function
 from rlfuse.config.estimators import Traits
 from rlfuse.errors import ConfigError
 
 Function = Callable[..., Any]
+NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 _module = cache(load_module)
 
 
@@ -56,6 +60,26 @@ class Registry(dict[str, Function]):
             raise ValueError(f"{key}={name!r} is not known; use one of {', '.join(self)}, or path/file.py:name.")
         return load(key, name, _module)
 
+    def call(
+        self, name: str, given: Mapping[str, Any], kwargs: Mapping[str, Any] = NO_KWARGS, key: str | None = None
+    ) -> Any:
+        """Call the function with the entries of `given` that match its parameter names, and with all of `kwargs`.
+
+        A custom function gets a float32 `mask`. FunctionError if it raises an exception.
+        """
+        function = self.find(name, key)
+        chosen = {each: given[each] for each in parameters(function) if each in given} | dict(kwargs)
+        if name in self:
+            return function(**chosen)
+        if "mask" in chosen:
+            chosen["mask"] = chosen["mask"].float()
+        try:
+            return function(**chosen)
+        except torch.OutOfMemoryError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise function_error(f"{key or self.key}={name}", error, function) from error
+
     def check_result(self, name: str, found: Any, like: Tensor, key: str | None = None) -> Tensor:
         """Return `found`, a function's result; ConfigError unless it is a tensor of the shape of `like`."""
         if isinstance(found, Tensor) and found.shape == like.shape:
@@ -65,11 +89,6 @@ class Registry(dict[str, Function]):
         raise ConfigError(
             [f"{key or self.key}={name}: returned {given}; it must return {wanted}. Correct the function"]
         )
-
-
-def call(function: Function, given: Mapping[str, Any]) -> Any:
-    """Call a function with the entries of `given` that match its parameter names."""
-    return function(**{name: given[name] for name in parameters(function) if name in given})
 
 
 @cache

@@ -25,7 +25,7 @@ from ray.exceptions import (
 )
 
 from rlfuse.cluster import host_memory, process_logs, scratch, tracebacks, watchdog
-from rlfuse.errors import EngineError, EngineLost, NodeLost, WorkerLost
+from rlfuse.errors import EngineError, EngineLost, FunctionError, NodeLost, WorkerLost
 
 GRACE_S = 5.0
 """Time for the death of a worker to be noticed after its waiting peers have failed."""
@@ -77,10 +77,15 @@ def is_death(error: BaseException | None) -> bool:
 
 
 def explain(error: BaseException, worker: str, action: str, timeout: float) -> BaseException:
-    """Return the error to raise for a failed call: an `EngineError` with worker, action, cause and remedy."""
+    """Return the error to raise for a failed call: an `EngineError` with worker, action, cause and remedy.
+
+    A `FunctionError` remains one, with the frames of the custom function only.
+    """
     if isinstance(error, RayTaskError):  # first: Ray raises a worker's error as one of both types, with its own text
         process_logs.append(worker, COLOUR.sub("", str(error)))
         cause = error.cause or error
+        if isinstance(cause, FunctionError):
+            return FunctionError(f"{cause}\nIt was called by {worker} to {action}.")
         if isinstance(cause, EngineError):  # its message is complete
             return type(cause)(_with_logs("\n".join([str(cause), *_notes(cause)]), worker))
         text = f"{worker} failed to {action}: {_raised(error)}"

@@ -16,9 +16,10 @@ from types import TracebackType
 from typing import Any
 
 from rlfuse.console import plain
+from rlfuse.errors import FunctionError
 
 CALLERS = (
-    *(str(Path(__file__).parents[1] / package) for package in ("config", "fusion", "observe", "rewards")),
+    *(str(Path(__file__).parents[1] / package) for package in ("algorithms", "config", "fusion", "observe", "rewards")),
     str(Path(asyncio.__file__).parent),
     inspect.__file__,
     "<frozen importlib",
@@ -81,6 +82,11 @@ def _is_long_chain(error: BaseException) -> bool:
         if isinstance(one, BaseExceptionGroup):
             waiting += one.exceptions
     return len(seen) > MAX_LINKED
+
+
+def function_error(what: str, error: BaseException, function: Any) -> FunctionError:
+    """Return the error to raise for a custom function; `what` names it, as `KEY=VALUE`."""
+    return FunctionError(f"{what} raised {headline(error)}\n{user_traceback(error, definition_line(function))}")
 
 
 def definition_line(call: Any) -> str:

@@ -9,7 +9,7 @@ import ast
 import dataclasses
 import importlib.util
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ POLICY = "fusion.policy"
 REWARDS = "reward.functions"
 _ARGUMENT = {POLICY: "snapshot", METRICS: "list of samples"}
 """Key whose function is called with one argument -> description of the argument."""
+ARGUMENTS = {key: f"{key}_kwargs" for key in (*PARAMETERS, POLICY, METRICS)}
+"""Key of a custom function -> key of its additional arguments; those of METRICS are by the function's name."""
 _TRAIT_OF = {"values": "needs_critic", "dimensions": "each_reward", "weights": "each_reward"}
 """Parameter -> trait of the estimators that receive it."""
 
@@ -90,20 +92,52 @@ def with_values(config: Any, values: Mapping[str, Any]) -> Any:
     return config
 
 
+def arguments_of(config: Any, key: str, value: str) -> Mapping[str, Any]:
+    """Return the additional arguments that a job passes to the custom function `value` of a key."""
+    if key not in ARGUMENTS:
+        return {}
+    found = operator.attrgetter(ARGUMENTS[key])(config)
+    return found.get(value.rpartition(":")[2], {}) if key == METRICS else found
+
+
+def unused_arguments(config: Any) -> list[str]:
+    """Return a problem for each key with arguments of a function that the job does not have."""
+    found = {key: operator.attrgetter(key)(config) for key in ARGUMENTS if key != METRICS}
+    problems = [
+        f"{ARGUMENTS[key]}={kwargs}: {key}={value} is a built-in function without arguments; remove them"
+        for key, value in found.items()
+        if (kwargs := operator.attrgetter(ARGUMENTS[key])(config)) and not names_function(value)
+    ]
+    names = {value.rpartition(":")[2] for value in config.trainer.metrics}
+    return problems + [
+        f"{ARGUMENTS[METRICS]}.{name}: {METRICS} has no function `{name}`; its functions: "
+        f"{', '.join(sorted(names)) or 'none'}"
+        for name in config.trainer.metrics_kwargs
+        if name not in names
+    ]
+
+
 def clear_cache() -> None:
     """Forget all files that were read, since they may have changed."""
-    _read.cache_clear()
+    _definition.cache_clear()
+    _check_signature.cache_clear()
 
 
-def read(key: str, value: str) -> Traits:
-    """Return the traits of the function that a key names. Raises ConfigError for an invalid one."""
+def read(key: str, value: str, arguments: Collection[str] | None = None) -> Traits:
+    """Return the traits of the function that a key names. Raises ConfigError for an invalid one.
+
+    `arguments`: names of its additional arguments; None: whether all parameters are passed is not checked.
+    """
     if not names_function(value):
         raise _problem(key, value, f"does not name a {_kind(key)} in a file", f"write {CUSTOM}")
-    return _read(key, value, *split_reference(value))
+    function = _definition(key, value, *split_reference(value))
+    names = None if arguments is None else tuple(arguments)
+    return Traits() if function is None else _check_signature(key, value, function, names)
 
 
 @cache
-def _read(key: str, value: str, path: Path, name: str) -> Traits:
+def _definition(key: str, value: str, path: Path, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """Return the definition of a function; None for a class, and for one that is checked when it is loaded."""
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except OSError:
@@ -124,10 +158,13 @@ def _read(key: str, value: str, path: Path, name: str) -> Traits:
     absent = [each for each in _imported(tree) if key != REWARDS and not _is_importable(each, path.resolve().parent)]
     if absent:
         raise _problem(key, value, f"Python does not find the package `{absent[0]}`", "install it, or correct the file")
-    return Traits() if loaded or key == FAMILY else _check_signature(key, value, found[name])
+    return None if loaded or key == FAMILY else found[name]
 
 
-def _check_signature(key: str, value: str, function: ast.FunctionDef | ast.AsyncFunctionDef) -> Traits:
+@cache
+def _check_signature(
+    key: str, value: str, function: ast.FunctionDef | ast.AsyncFunctionDef, names: tuple[str, ...] | None
+) -> Traits:
     if isinstance(function, ast.AsyncFunctionDef):
         raise _problem(key, value, "the function is async", "make it a plain `def`")
     arguments = function.args
@@ -135,15 +172,24 @@ def _check_signature(key: str, value: str, function: ast.FunctionDef | ast.Async
     first = [each.arg for each in positional[: len(positional) - len(arguments.defaults)]]
     pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     by_name = [each.arg for each, default in pairs if default is None]
+    only_by_position = {each.arg for each in arguments.posonlyargs}
+    for name in names or ():
+        accepted = {each.arg for each in [*positional, *arguments.kwonlyargs]} - only_by_position
+        if name in PARAMETERS.get(key, ()) or (name not in accepted and not arguments.kwarg):
+            why = "rlfuse passes it" if name in accepted else f"{value} has no parameter of this name"
+            raise ConfigError([f"{ARGUMENTS[key]}: `{name}`: {why}; remove it"])
     if argument := _ARGUMENT.get(key):
-        if not (positional or arguments.vararg) or first[1:] or by_name:
+        others = {*first[1:], *by_name} - {*(names or ())}
+        if not (positional or arguments.vararg) or (others and names is not None):
             takes = f"takes ({ast.unparse(arguments)}) instead of one {argument}"
-            raise _problem(key, value, takes, f"correct it to `def {function.name}({argument.split()[-1]})`")
+            remedy = f"correct it to `def {function.name}({argument.split()[-1]})`, or set {ARGUMENTS[key]}"
+            raise _problem(key, value, takes, remedy)
         return Traits()
     given, needed = PARAMETERS[key], first + by_name
-    if unknown := [each for each in needed if each not in given or each in (a.arg for a in arguments.posonlyargs)]:
+    passed = {*given, *needed} if names is None else {*given, *names}
+    if unknown := [each for each in needed if each not in passed - only_by_position]:
         wrong = f"its parameter `{unknown[0]}` is not one of {', '.join(given)}, which are passed by name"
-        raise _problem(key, value, wrong, "rename it, or give it a default")
+        raise _problem(key, value, wrong, f"rename it, give it a default, or set {ARGUMENTS[key]}.{unknown[0]}")
     try:
         traits = _declared_traits(function) if key == "algorithm.adv_estimator" else Traits()
     except (TypeError, ValueError) as error:

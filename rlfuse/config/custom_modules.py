@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -29,9 +29,17 @@ _started = psutil.Process().create_time() - 1  # its clock has a resolution of u
 """Files not written since then are the versions that this process, and its forks, have imported."""
 
 
-def load(key: str, value: str, module: Callable[[Path], ModuleType] | None = None) -> Callable[..., Any]:
-    """Return the function that a key names. Raises ConfigError for an invalid one. `module` executes its file."""
-    read(key, value)
+def load(
+    key: str,
+    value: str,
+    module: Callable[[Path], ModuleType] | None = None,
+    arguments: Collection[str] | None = None,
+) -> Callable[..., Any]:
+    """Return the function that a key names. Raises ConfigError for an invalid one.
+
+    `module` executes its file. `arguments`: as in `custom_functions.read`.
+    """
+    read(key, value, arguments)
     path, name = split_reference(value)
     try:
         return getattr((module or load_module)(path), name)

@@ -102,9 +102,10 @@ def _function_facts(config: Config) -> dict[str, Any]:
     named = [*custom_functions.custom_functions_of(config), *((custom_functions.REWARDS, each) for each in in_files)]
     for key, value in named:
         try:
-            found[key] = custom_functions.read(key, value)
+            found[key] = custom_functions.read(key, value, custom_functions.arguments_of(config, key, value))
         except ConfigError as error:
             problems += error.problems
+    problems += custom_functions.unused_arguments(config)
     names = [value.rpartition(":")[2] for value in config.trainer.metrics]
     problems += [f"{custom_functions.METRICS}: two functions are named {name}, their name in logs; rename one"
                  for name in dict.fromkeys(names) if names.count(name) > 1]  # fmt: skip

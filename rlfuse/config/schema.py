@@ -239,6 +239,8 @@ class AlgorithmConfig:
 
     adv_estimator: str = key("gae", ESTIMATOR, choices=describe_choices(), custom=True)
     """Advantage estimator."""
+    adv_estimator_kwargs: dict[str, Any] = key({}, ADVANTAGE)
+    """Additional arguments of a custom estimator, by name."""
     gamma: float = key(1.0, ADVANTAGE, at_least=0, at_most=1)
     """Discount factor per token."""
     lam: float = key(1.0, ADVANTAGE, at_least=0, at_most=1)
@@ -249,6 +251,8 @@ class AlgorithmConfig:
     """Subtract the KL penalty to the reference policy from the per-token reward."""
     kl_penalty: str = key("k1", LOSS, choices=_KL_ESTIMATORS, custom=True)
     """KL estimator of the penalty in the reward."""
+    kl_penalty_kwargs: dict[str, Any] = key({}, LOSS)
+    """Additional arguments of a custom kl_penalty, by name."""
     kl_ctrl: KlCtrl = field(default_factory=KlCtrl)
     kl_coef_by_source: dict[str, float] = key({}, LOSS_WEIGHTS)
     """KL coefficient per data_source (or pattern with `*`), which replaces both kl_ctrl.kl_coef and actor.kl_loss_coef;
@@ -325,6 +329,8 @@ class ActorConfig:
     """Lower bound of dual-clip PPO for negative advantages (Ye et al. 2020); null disables it."""
     loss_mode: str = key("vanilla", LOSS, choices="vanilla (per token) | gspo (per sequence)", custom=True)
     """Policy loss."""
+    loss_mode_kwargs: dict[str, Any] = key({}, LOSS_WEIGHTS)
+    """Additional arguments of a custom loss, by name."""
     loss_agg_mode: str = key(
         "token-mean", LOSS, choices="token-mean | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm"
     )
@@ -337,6 +343,8 @@ class ActorConfig:
     """Coefficient of the KL loss."""
     kl_loss_type: str = key("k3", LOSS, choices=_KL_ESTIMATORS, custom=True)
     """KL estimator of the loss."""
+    kl_loss_type_kwargs: dict[str, Any] = key({}, LOSS_WEIGHTS)
+    """Additional arguments of a custom kl_loss_type, by name."""
 
 
 @dataclass
@@ -403,6 +411,8 @@ class FusionConfig:
     """Execution of actor, critic and passes of later mini-batches with pipeline_parallel_size > 1."""
     policy: str = key("adaptive", SCHEDULING, choices="serial | stream | rlhfuse | adaptive", custom=True)
     """Scheduling policy; all policies are exact: they do not change the samples trained on."""
+    policy_kwargs: dict[str, Any] = key({}, SCHEDULING)
+    """Additional arguments of a custom policy, by name."""
     data: str = key(
         "exact",
         BATCH,
@@ -513,6 +523,8 @@ class TrainerConfig:
     metrics: list[str] = key([], LOGGING, custom=True)
     """Custom metrics: functions of the samples of a step, each as `path/file.py:name`; logged as custom/NAME/... and,
     for validation, val-custom/NAME/.... Must be empty with trainer.task=reward_model."""
+    metrics_kwargs: dict[str, Any] = key({}, LOGGING)
+    """Additional arguments of custom metrics, by name of the function: {length_bias: {cap: 512}}."""
     log_samples: int = key(16, LOGGING, at_least=0)
     """Number of samples per step written to samples.jsonl; 0: none."""
     log_samples_freq: int = key(10, LOGGING, unit="steps", at_least=0, or_minus_one=True)

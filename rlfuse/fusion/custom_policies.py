@@ -7,43 +7,44 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from rlfuse.config.custom_errors import headline
+from rlfuse.config.custom_errors import function_error
 from rlfuse.config.custom_functions import POLICY
 from rlfuse.config.custom_modules import load
 from rlfuse.config.declare import names_function
-from rlfuse.errors import ConfigError, UserError
+from rlfuse.errors import ConfigError, FunctionError
 from rlfuse.fusion.decision_checks import InvalidDecision, check, listed
 from rlfuse.fusion.decisions import Decision, Move, Policy, Snapshot, Switch
 from rlfuse.fusion.policies import POLICIES
 
 MAX_MOVES_WITHOUT_PROGRESS = 20  # maximum switches per slot and moves per sample without progress
 
-_loaded: dict[str, Policy] = {}
+_loaded: dict[str, CheckedPolicy] = {}
 
 
-class PolicyError(UserError):
-    """Raised for a fusion policy that cannot be loaded, fails, or returns invalid decisions."""
+def load_policy(name: str, given_as: str = "", kwargs: Mapping[str, Any] | None = None) -> Policy:
+    """Return the policy of that name, reading its file now. Raises FunctionError, naming the policy as `given_as`.
 
-
-def load_policy(name: str, given_as: str = "") -> Policy:
-    """Return the policy of that name, reading its file now. Raises PolicyError, naming the policy as `given_as`."""
+    `kwargs`: additional arguments of a custom policy; None: those with which it was last loaded.
+    """
     given_as = given_as or f"{POLICY}={name}"
     if name in POLICIES:
         return POLICIES[name]
     if not names_function(name):
         near = difflib.get_close_matches(name, POLICIES, n=1, cutoff=0.5)
         valid = f"policies: {', '.join(POLICIES)}, or path/file.py:name for a custom policy"
-        raise PolicyError(f"{given_as}: unknown policy; {f'did you mean {near[0]}?' if near else valid}")
+        raise FunctionError(f"{given_as}: unknown policy; {f'did you mean {near[0]}?' if near else valid}")
+    if kwargs is None:
+        kwargs = _loaded[name].kwargs if name in _loaded else {}
     try:
-        function = load(POLICY, name)
+        function = load(POLICY, name, arguments=kwargs)
     except ConfigError as error:
-        raise PolicyError(error.problems[0].replace(f"{POLICY}={name}", given_as)) from error
+        raise FunctionError(error.problems[0].replace(f"{POLICY}={name}", given_as)) from error
     if not callable(function) or inspect.isclass(function):
-        raise PolicyError(f"{given_as}: not a function; a policy is `def name(snapshot)` and returns a list")
-    _loaded[name] = policy = CheckedPolicy(function, name)
+        raise FunctionError(f"{given_as}: not a function; a policy is `def name(snapshot)` and returns a list")
+    _loaded[name] = policy = CheckedPolicy(function, name, kwargs)
     return policy
 
 
@@ -53,19 +54,18 @@ def loaded_policy(name: str) -> Policy:
 
 
 class CheckedPolicy:
-    """Wrapper of a custom policy that raises PolicyError for invalid decisions."""
+    """Wrapper of a custom policy that raises FunctionError for invalid decisions."""
 
-    def __init__(self, function: Callable[[Snapshot], list[Decision]], name: str):
-        self.function, self.__name__ = function, name
+    def __init__(self, function: Callable[..., list[Decision]], name: str, kwargs: Mapping[str, Any]):
+        self.function, self.__name__, self.kwargs = function, name, kwargs
         self._slots: Sequence | None = None  # slots of the current board
         self._unfinished = self._moves_without_progress = 0
 
     def __call__(self, view: Snapshot) -> list[Decision]:
         try:
-            decisions = self.function(view)
+            decisions = self.function(view, **self.kwargs)
         except (Exception, SystemExit) as error:
-            led = "".join(traceback.format_tb(error.__traceback__)[1:]).rstrip()
-            raise self._error(f"raised {headline(error)}\n{led}".rstrip()) from error
+            raise function_error(f"the fusion policy {self.__name__}", error, self.function) from error
         if not isinstance(decisions, list | tuple):
             raise self._error(f"returned a {type(decisions).__name__}; a policy returns a list of decisions")
         try:
@@ -78,7 +78,7 @@ class CheckedPolicy:
         return list(decisions)
 
     def _count(self, view: Snapshot, decisions: Sequence[Decision]) -> None:
-        """Raise PolicyError for endless switches and moves."""
+        """Raise FunctionError for endless switches and moves."""
         to_and_fro = [decision for decision in decisions if isinstance(decision, Switch | Move)]
         same = view.slots is self._slots and view.unfinished == self._unfinished
         if not same or len(to_and_fro) < len(decisions):
@@ -90,8 +90,8 @@ class CheckedPolicy:
                 f"starting other work. Possible decisions: {_left_to_do(view)}"
             )
 
-    def _error(self, what: str) -> PolicyError:
-        return PolicyError(f"the fusion policy {self.__name__} {what}")
+    def _error(self, what: str) -> FunctionError:
+        return FunctionError(f"the fusion policy {self.__name__} {what}")
 
 
 def _left_to_do(view: Snapshot) -> str:

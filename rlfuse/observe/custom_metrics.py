@@ -9,10 +9,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 from rlfuse.config.custom_errors import definition_line, headline, text, user_traceback
-from rlfuse.config.custom_functions import METRICS
+from rlfuse.config.custom_functions import METRICS, arguments_of
 from rlfuse.config.custom_modules import load
 from rlfuse.config.schema import Config
 from rlfuse.rewards.api.items import Item, item_of_sample, private_copy
@@ -22,6 +23,7 @@ from rlfuse.samples import Reward, Sample
 TRAINING, HELD_OUT = "custom", "val-custom"
 """Prefixes of metric names, for training samples and for validation samples."""
 TIME_LIMIT_S = 30.0
+CONTINUES = "The run continues without this metric; reported once."
 Say = Callable[[str], None]
 
 
@@ -58,11 +60,17 @@ def metrics_by_name(returned: Any) -> dict[str, Any]:
 
 
 class CustomMetrics:
-    """Functions of `trainer.metrics`. Raises ConfigError for an invalid one. `say`: prints to the terminal."""
+    """Functions of `trainer.metrics`. Raises ConfigError for an invalid one.
 
-    def __init__(self, config: Config, say: Say):
-        self._functions = {value: load(METRICS, value) for value in config.trainer.metrics}
-        self._prompt_key, self._say = config.data.prompt_key, say
+    `say`: prints to the terminal; `consequence`: text after the problem.
+    """
+
+    def __init__(self, config: Config, say: Say, consequence: str = CONTINUES):
+        self._functions = {
+            value: partial(load(METRICS, value), **arguments_of(config, METRICS, value))
+            for value in config.trainer.metrics
+        }
+        self._prompt_key, self._say, self._consequence = config.data.prompt_key, say, consequence
         self._told: set[tuple[str, str]] = set()
 
     def of(self, samples: Sequence[Sample], section: str = TRAINING) -> dict[str, float]:
@@ -103,4 +111,4 @@ class CustomMetrics:
     def _tell(self, value: str, figure: str, what: str, more: str = "") -> None:
         if (value, figure) not in self._told:
             self._told.add((value, figure))
-            self._say(f"{METRICS}={value}: {what}. The run continues without this metric; reported once.{more}")
+            self._say(f"{METRICS}={value}: {what}. {self._consequence}{more}")

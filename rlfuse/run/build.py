@@ -50,6 +50,7 @@ from rlfuse.run.inference import VideoParts
 from rlfuse.run.job import Job, run_with_restarts, start_health_monitor, training_steps, worker_startup
 from rlfuse.run.slot_requests import SlotRequests
 from rlfuse.run.starting import Facts, SharedDevices, Start, end_all, start_parts, with_progress
+from rlfuse.run.trial_calls import call_custom_functions
 from rlfuse.samples import Prompt
 from rlfuse.simulate.online_tuning import OnlineTuning
 from rlfuse.step.advantages import Advantages
@@ -87,7 +88,7 @@ def _attempt(job: Job, run_controller: RunController) -> Path:
     config, trainer = job.config, job.config.trainer
     errors = ErrorCollector()
     with errors.collect():
-        load_policy(config.fusion.policy)
+        load_policy(config.fusion.policy, kwargs=config.fusion.policy_kwargs)
     with errors.collect():
         CustomMetrics(config, print)  # executes their files; the log reuses the modules
     with errors.collect():
@@ -106,6 +107,7 @@ def _attempt(job: Job, run_controller: RunController) -> Path:
         prompts, held_out, report = _load_data(config, tokenizer, video_model)
     errors.raise_all()
     reward.check_prompts([*prompts.prompts, *held_out], config.reward.max_failure_rate)
+    call_custom_functions(config, reward.entries, prompts.prompts)
     total = training_steps(trainer, prompts.steps_per_epoch)
     log = job.begin(total)
     log.say(report)

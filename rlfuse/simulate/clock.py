@@ -46,9 +46,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 def run_virtual(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine on virtual time and return its result. Raises `Deadlock` where a real loop would hang. Blocks a
     running event loop (notebook, controller)."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if asyncio._get_running_loop() is None:
         return _run(coroutine)
     with ThreadPoolExecutor(1) as thread:  # a thread can only have one running loop
         return thread.submit(_run, coroutine).result()

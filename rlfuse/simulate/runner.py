@@ -19,9 +19,10 @@ import numpy as np
 
 from rlfuse.config.schema import Config
 from rlfuse.costs.rates import Rates
+from rlfuse.errors import FunctionError
 from rlfuse.events import Recorder, Span
 from rlfuse.fusion.board import Board
-from rlfuse.fusion.custom_policies import PolicyError, load_policy
+from rlfuse.fusion.custom_policies import load_policy
 from rlfuse.fusion.decisions import Policy, Settings
 from rlfuse.fusion.lengths import Lengths
 from rlfuse.fusion.selection import Selection
@@ -79,8 +80,8 @@ def simulate(
 ) -> Simulated:
     """Run one step under a policy, with tuned `settings` and the slots' `rates` of the previous step.
 
-    Raises WorkloadError for a step that is too long, PolicyError for a policy that cannot be used, and SimulationError
-    if an invariant of the machine is violated.
+    Raises WorkloadError for a step that is too long, FunctionError for a policy that cannot be used, and
+    SimulationError if an invariant of the machine is violated.
     """
     began = time.process_time()
     bound = lower_bound(workload)
@@ -109,11 +110,11 @@ def simulate_later_step(
 
 
 def _spans(machine: Machine, policy: Policy, settings: Settings, rates: Rates) -> list[Span]:
-    """Return the spans of the step. A PolicyError is raised without the exception group of the cancelled tasks."""
+    """Return the spans of the step. A FunctionError is raised without the exception group of the cancelled tasks."""
     try:
         return run_virtual(machine.run(policy, settings, rates))
     except BaseExceptionGroup as group:
-        error: BaseException | None = group.subgroup(PolicyError)
+        error: BaseException | None = group.subgroup(FunctionError)
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         raise error or group from None

@@ -17,8 +17,8 @@ from rlfuse.cli import main
 from rlfuse.config.checks import check
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
-from rlfuse.errors import ConfigError
-from rlfuse.fusion.custom_policies import CheckedPolicy, PolicyError, load_policy
+from rlfuse.errors import ConfigError, FunctionError
+from rlfuse.fusion.custom_policies import CheckedPolicy, load_policy
 from rlfuse.fusion.decisions import Traits, traits_of
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.run.build import _attempt
@@ -124,7 +124,7 @@ def test_a_policy_of_a_file_may_state_traits_and_is_tuned(tmp_path):
     assert traits_of(load_policy(name)) == Traits(("threshold", "max_decode_slowdown"))
     assert name not in POLICIES and "mine" not in POLICIES
     assert tune(SMALL, name) == tune(SMALL, "rlhfuse")
-    with pytest.raises(PolicyError, match=r"tuned=\['treshold'\]: not tunable settings; use threshold"):
+    with pytest.raises(FunctionError, match=r"tuned=\['treshold'\]: not tunable settings; use threshold"):
         load_policy(policy(tmp_path, "return []", top.replace('"thr', '"tr')))
 
 
@@ -136,7 +136,7 @@ def test_an_edit_changes_what_is_found_but_not_what_a_run_tunes(tmp_path):
     before = tune(SMALL, name)
     policy(tmp_path, "return oh no")
     assert tune(SMALL, name) == before
-    with pytest.raises(PolicyError, match="SyntaxError"):
+    with pytest.raises(FunctionError, match="SyntaxError"):
         simulate(SMALL, name)
 
 
@@ -182,7 +182,7 @@ def test_a_wrong_name_is_told_with_what_is_valid(text, name, told, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(text or "")
     Path("workload.json").write_text(json.dumps(EXAMPLE))
-    with pytest.raises(PolicyError, match=f"^fusion.policy={name}: .*{told}"):
+    with pytest.raises(FunctionError, match=f"^fusion.policy={name}: .*{told}"):
         load_policy(name)
     assert main(["simulate", "workload.json", "--policy", name]) == 2
     assert re.search(f"--policy {name}: .*{told}", capsys.readouterr().err)
@@ -254,7 +254,7 @@ WRONG = {
 @pytest.mark.parametrize("body", WRONG)
 def test_what_it_decides_wrongly_is_told_and_nothing_hangs(body, tmp_path):
     name = policy(tmp_path, body)
-    with pytest.raises(PolicyError, match=WRONG[body]) as told:
+    with pytest.raises(FunctionError, match=WRONG[body]) as told:
         simulate(SMALL, name)
     assert str(told.value).startswith(f"the fusion policy {name} ")
 
@@ -272,7 +272,7 @@ def test_what_it_decides_wrongly_is_told_and_nothing_hangs(body, tmp_path):
     ],
 )
 def test_a_drained_slot_gets_nothing_from_it(body, why, tmp_path):
-    with pytest.RaisesGroup(pytest.RaisesExc(PolicyError, match=why)):
+    with pytest.RaisesGroup(pytest.RaisesExc(FunctionError, match=why)):
         played(load_policy(policy(tmp_path, body)), Scene("serial", slots=3, drained=(1,)))
 
 
@@ -283,7 +283,7 @@ def test_a_drained_slot_gets_nothing_from_it(body, why, tmp_path):
 @exploring
 @given(scene=scenes(steps=2))
 def test_nothing_that_built_in_policies_decide_is_refused(name, scene):
-    reading = CheckedPolicy(POLICIES[name], name)
+    reading = CheckedPolicy(POLICIES[name], name, {})
     assert len(played(reading, scene).learned) == 2
     pipelined = replace(scene.settings, lockstep=True, lockstep_backward=True, pipelined=True)
     assert len(played(reading, replace(scene, settings=pipelined)).learned) == 2

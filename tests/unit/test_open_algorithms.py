@@ -1,6 +1,7 @@
 """A user's own estimator, loss and KL: the page's example by hand, and what is told of files that can't be used."""
 
 import math
+import pickle
 import re
 from pathlib import Path
 
@@ -16,20 +17,25 @@ from rlfuse.algorithms.advantages import ESTIMATORS
 from rlfuse.algorithms.experience import Experience
 from rlfuse.algorithms.kl import KL_KINDS, kl_estimate
 from rlfuse.algorithms.losses import LOSS_MODES, policy_loss
+from rlfuse.algorithms.objectives import actor_objective
 from rlfuse.algorithms.registry import Registry, parameters
 from rlfuse.config import estimators
 from rlfuse.config.checks import check, value_of
 from rlfuse.config.custom_functions import PARAMETERS, traits_of
 from rlfuse.config.declare import Effect
 from rlfuse.config.facts import read_facts
+from rlfuse.config.rewards import RewardEntry
 from rlfuse.config.schema import Config
 from rlfuse.engines.trainer.attention import attend_by_layout
 from rlfuse.engines.trainer.micro_batch_losses import actor_loss, log_probs
 from rlfuse.engines.trainer.model_inputs import collate
-from rlfuse.errors import ConfigError
+from rlfuse.errors import ConfigError, FunctionError
+from rlfuse.fusion.custom_policies import load_policy
+from rlfuse.observe.custom_metrics import CustomMetrics
 from rlfuse.run.resume.acceptance import with_local_paths, with_run_name
 from rlfuse.run.resume.changes import differences
-from rlfuse.samples import Row
+from rlfuse.run.trial_calls import call_custom_functions
+from rlfuse.samples import Prompt, Row
 
 PAGE = Path(__file__).parents[2] / "rlfuse/algorithms/README.md"
 ESTIMATOR, LOSS = "algorithm.adv_estimator", "actor.loss_mode"
@@ -50,7 +56,7 @@ def config(*settings):
     made = OmegaConf.structured(Config)
     wanted = {"model.path": "m", "data.train_files": ["a"], "reward.functions": ["a.py:f"], "rollout.n": 2}
     for key, value in [*wanted.items(), *(each.split("=") for each in settings)]:
-        OmegaConf.update(made, key, value)
+        OmegaConf.update(made, key, yaml.safe_load(value) if "kwargs" in key else value, force_add=True)
     return OmegaConf.to_object(made)
 
 
@@ -186,8 +192,8 @@ def group_mean(scores, groups, mask):
     return (scores - __import__("torch").stack(total))[:, None] * mask
 @advantage_estimator(needs_batch=False, each_reward=True)
 def each(dimensions, weights, groups, mask):
-    assert {str(dimensions.dtype), str(weights.dtype), str(mask.dtype), str(groups.dtype)} == {
-        "torch.float32", "torch.bool", "torch.int64"}
+    assert {str(each.dtype) for each in (dimensions, weights, mask)} == {"torch.float32"}
+    assert str(groups.dtype) == "torch.int64"
     return (dimensions @ weights)[:, None] * mask
 """
 
@@ -255,7 +261,10 @@ def test_an_estimator_that_compares_needs_groups_and_one_without_critic_no_warm_
     [
         (f"{ESTIMATOR}=other.py:f", "the file .*other.py does not exist; correct the path"),
         (f"{ESTIMATOR}=mine.py:best", "has no function `best`; its functions: f, g, k; name one"),
-        (f"{LOSS}=mine.py:f", "parameter `scores` is not one of log_probs, old_.*; rename it, or give it a default"),
+        (
+            f"{LOSS}=mine.py:f",
+            "parameter `scores` is not one of log_probs, old_.*; rename it, give it a default, or set",
+        ),
         ("algorithm.kl_penalty=mine.py:g", "parameter `mask` is not one of log_probs, ref_log_probs, which are passed"),
         ("actor.kl_loss_type=mine.py:g", "parameter `mask` is not one of"),
         (f"{ESTIMATOR}=mine.py:k", r"`values` is only passed to estimators with needs_critic=True; put @adv"),
@@ -284,6 +293,105 @@ def test_what_cannot_be_used_is_told_before_anything_starts(write, setting, says
     Path("traits.py").write_text("".join(f"@advantage_estimator{t}\ndef {n}(scores): ...\n" for n, t in stated.items()))
     (problem,) = told(setting)
     assert problem.startswith(f"{setting}: ") and re.search(says, problem), problem
+
+
+ARGUMENTS = """
+from rlfuse.algorithms.registry import advantage_estimator
+from rlfuse.fusion.policies import serial
+@advantage_estimator(needs_batch=False)
+def scaled(scores, mask, scale): return scale * scores[:, None] * mask
+def shifted(log_probs, old_log_probs, advantages, mask, shift=0.0):
+    return -(log_probs - old_log_probs - shift).exp() * advantages * mask
+def squared(log_probs, ref_log_probs, times): return times * (log_probs - ref_log_probs) ** 2
+def count(samples, least): return sum(len(each.response_ids) >= least for each in samples)
+def later(view, patience): return serial(view) if patience else 1 / patience
+def failing(scores, mask): return {}["score"]
+def undefined(mask): return mask / 0 * 0
+def detached(advantages, log_probs): return advantages * log_probs.detach()
+def outside(view): return nothing
+def missing(samples): return samples[0].columns["no_such_column"]
+"""
+PASSED = (
+    f"{ESTIMATOR}=mine.py:scaled", "algorithm.adv_estimator_kwargs.scale=2.0",
+    f"{LOSS}=mine.py:shifted", "actor.loss_mode_kwargs.shift=0.5", "actor.use_kl_loss=true",
+    "actor.kl_loss_type=mine.py:squared", "actor.kl_loss_type_kwargs.times=3", "algorithm.use_kl_in_reward=true",
+    "algorithm.kl_penalty=mine.py:squared", "algorithm.kl_penalty_kwargs.times=4", "fusion.policy=mine.py:later",
+    "fusion.policy_kwargs.patience=1",
+)  # fmt: skip
+
+
+def with_metric(found, name, **kwargs):
+    found.trainer.metrics, found.trainer.metrics_kwargs = [f"mine.py:{name}"], {name: kwargs} if kwargs else {}
+    return found
+
+
+def try_out(found):
+    """Check the job and call its functions, as a run does before it starts anything."""
+    assert not [each for each in check(found, read_facts(found)) if "mine.py" in each or "kwargs" in each]
+    load_policy(found.fusion.policy, kwargs=found.fusion.policy_kwargs)
+    prompts = [Prompt(0, np.array([1], np.int32), "p", (), "s", None)]
+    call_custom_functions(found, [RewardEntry("mine.py:reward", name="reward", weight=1.0)], prompts)
+
+
+def test_arguments_reach_the_functions(write):
+    write(ARGUMENTS)
+    try_out(found := with_metric(config(*PASSED), "count", least=3))
+    batch = groups([[1.0], [0.5]], [[3], [2]])
+    experience = Experience(config(*PASSED[:2]))
+    experience.prepare(batch)
+    assert [group.samples[0].tensors["advantages"].tolist() for group in batch] == [[2.0] * 3, [1.0] * 2]
+    one = torch.ones(1, 2)
+    tensors = {"old_log_probs": one, "advantages": one, "ref_log_probs": 2 * one}
+    loss, _ = actor_objective(found.actor, one, 0 * one, one.bool(), tensors, 2)
+    wanted = 2 * -math.exp(-0.5) + found.actor.kl_loss_coef * 2 * 3
+    assert loss.item() == pytest.approx(wanted, rel=1e-6)
+    penalised = Experience(config("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=1", *PASSED[8:10]))
+    penalised.prepare(batch)  # the reference is 0.5 nats away
+    np.testing.assert_allclose(batch[0].samples[0].tensors["token_rewards"], [-1.0, -1.0, 0.0], atol=1e-6)
+    said = []
+    assert CustomMetrics(found, said.append).of([group.samples[0] for group in batch]) == {"custom/count": 1}
+    assert not said
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ([f"{ESTIMATOR}=mine.py:scaled"], "parameter `scale` .* or set algorithm.adv_estimator_kwargs.scale"),
+        (["fusion.policy=mine.py:later"], r"takes \(view, patience\) instead of .* or set fusion.policy_kwargs"),
+        (["actor.loss_mode_kwargs.shift=1"], "loss_mode=vanilla is a built-in function without arguments"),
+        ([*PASSED[:2], "algorithm.adv_estimator_kwargs.sclae=1"], "`sclae`: mine.py:scaled has no parameter of"),
+        ([*PASSED[:2], "algorithm.adv_estimator_kwargs.mask=1"], "`mask`: rlfuse passes it; remove it"),
+        (["trainer.metrics_kwargs.count.least=1"], "metrics_kwargs.count: trainer.metrics has no function"),
+    ],
+)  # fmt: skip
+def test_arguments_that_do_not_fit_are_refused(write, settings, says):
+    write(ARGUMENTS)
+    found = config(*settings)
+    assert len([each for each in check(found, read_facts(found)) if re.search(says, each)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        (f"{ESTIMATOR}=mine.py:failing", r"adv_estimator=mine.py:failing raised KeyError: 'score'"),
+        (f"{ESTIMATOR}=mine.py:undefined", "for dummy data it returned advantages that are not finite"),
+        (f"{LOSS}=mine.py:detached", "it returned a loss that does not depend on log_probs"),
+        ("fusion.policy=mine.py:outside", "the fusion policy mine.py:outside raised NameError: name 'nothing' is not"),
+        ("metric=missing", "mine.py:missing: raised KeyError: 'no_such_column'. It was called with dummy"),
+    ],
+)  # fmt: skip
+def test_a_function_that_fails_on_dummy_data_ends_the_job_with_its_own_frames(write, setting, says):
+    write(ARGUMENTS)
+    metric = setting.startswith("metric")
+    found = with_metric(config(), "missing") if metric else config(setting)
+    with pytest.raises((FunctionError, ConfigError), match=says) as raised:
+        try_out(found)
+    frames = re.findall(r'File "(.*?)", line \d+, in (\w+)', str(raised.value))
+    if "raised" in says:
+        assert [(Path(file).name, name) for file, name in frames] == [
+            ("mine.py", re.search(r"failing|outside|missing", says)[0])
+        ]
+    assert pickle.loads(pickle.dumps(raised.value)).args == raised.value.args
 
 
 def told_of_policy(value):

@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> None:
         lambda config: facts_for_device(config, device_of(config, arguments)),
     )
     _check(arguments, config)
-    policy = load_policy(config.fusion.policy)
+    policy = load_policy(config.fusion.policy, kwargs=config.fusion.policy_kwargs)
     beyond = over_limit_options(config, arguments.prompt_tokens, arguments.response_tokens)
     if wrong := [*training_problems(config), *unplannable_reasons(config, device_of(config, arguments)), *beyond]:
         raise ConfigError(wrong)

@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> None:
     console, cluster = Console(highlight=False), read_cluster(arguments.cluster)
     given = with_placeholders(compose_job(words))
     config = _accepted(cluster, without_unresolvable_arguments(given), arguments.keep)
-    load_policy(config.fusion.policy)
+    load_policy(config.fusion.policy, kwargs=config.fusion.policy_kwargs)
     beyond = over_limit_options(config, arguments.prompt_tokens, arguments.response_tokens)
     task = [f"trainer.task={config.trainer.task}: --search supports only trainer.task=rl; drop --search"]
     task *= config.trainer.task != "rl"

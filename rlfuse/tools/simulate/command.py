@@ -19,7 +19,7 @@ from rlfuse.simulate.workload import EXAMPLE, Workload, read_workload
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run `rlfuse simulate`. Raises WorkloadError and PolicyError."""
+    """Run `rlfuse simulate`. Raises WorkloadError and FunctionError."""
     arguments = _parser().parse_args(argv)
     if arguments.schema or arguments.example:
         data = schema_of(Workload) if arguments.schema else EXAMPLE

@@ -42,7 +42,7 @@ def answers(
     run: Run, simulated: Simulated | None, without: Sequence[str] = (), policies: Sequence[str] = ()
 ) -> Iterator[Answer]:
     """Answer the standard questions, and those about steps without these kinds of work and under these policies.
-    `simulated=None` skips questions that need simulation. Raises PolicyError for an unusable policy."""
+    `simulated=None` skips questions that need simulation. Raises FunctionError for an unusable policy."""
     kinds = {"rewards take no time": ([REWARD], 0.0), "links 2x faster": (COMMUNICATION, 0.5)}
     for question, (names, factor) in (kinds | {f"{kind} takes no time": ([kind], 0.0) for kind in without}).items():
         yield _replayed(run, question, np.where(run.operations.has_kind(*names), factor * run.durations, run.durations))

@@ -1,0 +1,96 @@
+"""Call the custom functions of a job once on dummy data, before any process starts.
+
+Role: estimator, loss, KL, metrics and fusion policy are called as in a step: four responses to two prompts of the job,
+with unequal rewards, on the CPU. Reward functions are not called: their results depend on real responses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+import numpy as np
+import torch
+
+from rlfuse.algorithms.experience import Experience
+from rlfuse.algorithms.objectives import actor_objective
+from rlfuse.config.custom_functions import METRICS, POLICY, custom_functions_of
+from rlfuse.config.rewards import RewardEntry
+from rlfuse.config.schema import Config
+from rlfuse.costs.model import Costs
+from rlfuse.errors import ConfigError, FunctionError
+from rlfuse.observe.custom_metrics import CustomMetrics
+from rlfuse.samples import Group, Prompt, Response, Reward, Sample, padded
+from rlfuse.simulate.job_step import workload_of
+from rlfuse.simulate.runner import simulate
+
+LENGTHS = (3, 2, 4, 1)
+"""Response tokens of the dummy samples, two per prompt."""
+
+
+def call_custom_functions(config: Config, entries: Sequence[RewardEntry], prompts: Sequence[Prompt]) -> None:
+    """Call each custom function of the job once. Raises FunctionError or ConfigError.
+
+    `entries`: the loaded reward functions. `prompts`: at least one; their columns are passed to metrics.
+    """
+    keys = {key for key, _ in custom_functions_of(config)}
+    groups = _groups(entries, prompts)
+    if any(key.startswith(("algorithm.", "actor.")) for key in keys):
+        _learn(config, entries, groups)
+    if METRICS in keys:
+        problems: list[str] = []
+        metrics = CustomMetrics(config, problems.append, "It was called with dummy samples; correct the function.")
+        metrics.of([sample for group in groups for sample in group.samples])
+        if problems:
+            raise FunctionError("\n".join(problems))
+    if POLICY in keys:
+        simulate(workload_of(config, Costs(), config.slots, LENGTHS, prompt_tokens=8), config.fusion.policy)
+
+
+def _groups(entries: Sequence[RewardEntry], prompts: Sequence[Prompt]) -> list[Group]:
+    names = [entry.name for entry in entries if not entry.gate]
+    lengths, groups = iter(LENGTHS), []
+    for number, prompt in enumerate((prompts[0], prompts[-1])):
+        samples = []
+        for k, count in enumerate(islice(lengths, 2)):
+            log_probs = np.linspace(-0.5, -0.1, count, dtype=np.float32)
+            reason = "stop" if k else "length"
+            response = Response(np.arange(count, dtype=np.int32), log_probs, reason, 0, "a dummy response")
+            parts = {name: 0.25 * (number + 1) * (k + 1) for name in names}
+            reward = Reward(sum(parts.values()), parts, dimensions=parts)
+            sample = Sample(prompt, 1, k, 0, response, reward)
+            sample.tensors = {"old_log_probs": log_probs, "ref_log_probs": log_probs - 0.1}
+            sample.tensors["values"] = np.full(count, 0.1, np.float32)
+            samples.append(sample)
+        groups.append(Group(prompt, samples))
+    return groups
+
+
+def _learn(config: Config, entries: Sequence[RewardEntry], groups: Sequence[Group]) -> None:
+    """Compute advantages, loss and gradient; raise ConfigError if one of them is not finite."""
+    experience, algorithm, actor = Experience(config, entries), config.algorithm, config.actor
+    experience.prepare(groups)
+    experience.complete(groups)
+    samples = [sample for group in groups for sample in group.samples]
+    masks = [sample.response.mask for sample in samples]
+
+    def matrix(name: str) -> torch.Tensor:
+        return torch.from_numpy(padded([sample.tensors[name] for sample in samples], masks))
+
+    for name in ("advantages", "returns"):
+        if not matrix(name).isfinite().all():
+            raise _problem(f"algorithm.adv_estimator={algorithm.adv_estimator}", f"{name} that are not finite")
+    mask = torch.from_numpy(padded(masks, masks, bool))
+    log_probs = (matrix("old_log_probs") + 0.05).requires_grad_()
+    tensors = {name: matrix(name) for name in experience.actor_tensors}
+    loss, _ = actor_objective(actor, log_probs, log_probs.exp(), mask, tensors, config.data.max_response_length)
+    losses = f"actor.loss_mode={actor.loss_mode}" + f", actor.kl_loss_type={actor.kl_loss_type}" * actor.use_kl_loss
+    if not loss.requires_grad:
+        raise _problem(losses, "a loss that does not depend on log_probs")
+    loss.backward()
+    if not (loss.isfinite() and log_probs.grad.isfinite().all()):
+        raise _problem(losses, f"the loss {loss.item():g} with the gradient {log_probs.grad[mask].tolist()}")
+
+
+def _problem(what: str, result: str) -> ConfigError:
+    return ConfigError([f"{what}: for dummy data it returned {result}; correct the function"])

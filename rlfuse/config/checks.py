@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from rlfuse.config.custom_functions import METRICS
+from rlfuse.config.custom_functions import METRICS, SAMPLER
 from rlfuse.config.declare import CUSTOM, Key, as_typed
 from rlfuse.config.documentation import by_name, keys
 from rlfuse.config.estimators import ESTIMATORS, Traits
@@ -388,6 +388,8 @@ def _preferences(config: Config, facts: Facts) -> Iterator[str]:
     if config.trainer.metrics:
         valid = "must be empty with trainer.task=reward_model, which has preference pairs instead of samples"
         yield _problem(config, METRICS, valid, "remove it; accuracy, calibration, loss and margin are always logged")
+    if config.data.sampler is not None:
+        yield _problem(config, SAMPLER, "must be null with trainer.task=reward_model", "remove it")
     if 1 <= config.data.train_batch_size < config.slots:
         valid = f"must be at least {config.slots}, one pair per slot"
         yield _problem(config, "data.train_batch_size", valid, f"set {config.slots} or more")

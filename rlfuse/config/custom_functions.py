@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rlfuse.config.declare import CUSTOM, declared, names_function
+from rlfuse.config.declare import CUSTOM, as_typed, declared, names_function
 from rlfuse.config.estimators import ESTIMATORS, Traits
 from rlfuse.config.rewards import map_judge_paths
 from rlfuse.errors import ConfigError
@@ -30,12 +30,15 @@ PARAMETERS = {
 }  # fmt: skip
 """Key of a custom algorithm function -> names of the arguments that it may take."""
 FAMILY = "model.video_family"
+SAMPLER = "data.sampler"
+CLASSES = FAMILY, SAMPLER
+"""Keys that name a class."""
 METRICS = "trainer.metrics"
 POLICY = "fusion.policy"
 REWARDS = "reward.functions"
 _ARGUMENT = {POLICY: "snapshot", METRICS: "list of samples"}
 """Key whose function is called with one argument -> description of the argument."""
-ARGUMENTS = {key: f"{key}_kwargs" for key in (*PARAMETERS, POLICY, METRICS)}
+ARGUMENTS = {key: f"{key}_kwargs" for key in (*PARAMETERS, POLICY, METRICS, SAMPLER)}
 """Key of a custom function -> key of its additional arguments; those of METRICS are by the function's name."""
 _TRAIT_OF = {"values": "needs_critic", "dimensions": "each_reward", "weights": "each_reward"}
 """Parameter -> trait of the estimators that receive it."""
@@ -104,9 +107,9 @@ def unused_arguments(config: Any) -> list[str]:
     """Return a problem for each key with arguments of a function that the job does not have."""
     found = {key: operator.attrgetter(key)(config) for key in ARGUMENTS if key != METRICS}
     problems = [
-        f"{ARGUMENTS[key]}={kwargs}: {key}={value} is a built-in function without arguments; remove them"
+        f"{ARGUMENTS[key]}={kwargs}: {key}={as_typed(value)} takes no arguments; remove them"
         for key, value in found.items()
-        if (kwargs := operator.attrgetter(ARGUMENTS[key])(config)) and not names_function(value)
+        if (kwargs := operator.attrgetter(ARGUMENTS[key])(config)) and not names_function(value or "")
     ]
     names = {value.rpartition(":")[2] for value in config.trainer.metrics}
     return problems + [
@@ -145,20 +148,20 @@ def _definition(key: str, value: str, path: Path, name: str) -> ast.FunctionDef 
     except (SyntaxError, ValueError) as error:
         where = f"syntax error in line {error.lineno}: " if isinstance(error, SyntaxError) else ""
         raise _problem(key, value, f"{where}{getattr(error, 'msg', error)}", "correct the file") from error
-    kind, nodes = _kind(key), ast.ClassDef if key == FAMILY else ast.FunctionDef | ast.AsyncFunctionDef
+    kind, nodes = _kind(key), ast.ClassDef if key in CLASSES else ast.FunctionDef | ast.AsyncFunctionDef
     found = {node.name: node for node in tree.body if isinstance(node, nodes)}
     # Rewards, and policies that are not defined by `def`, are checked when they are loaded.
     loaded = key == REWARDS or (key == POLICY and name not in found)
     loaded = loaded and not _bound(tree).isdisjoint({name, "*"})
     if name not in found and not loaded:
         known = ", ".join(each for each in found if not each.startswith("_")) or "none"
-        several = "classes" if key == FAMILY else "functions"
+        several = "classes" if key in CLASSES else "functions"
         raise _problem(key, value, f"the file has no {kind} `{name}`; its {several}: {known}", "name one of them")
     # Except for rewards: their files may extend sys.path, and they are executed at startup anyway.
     absent = [each for each in _imported(tree) if key != REWARDS and not _is_importable(each, path.resolve().parent)]
     if absent:
         raise _problem(key, value, f"Python does not find the package `{absent[0]}`", "install it, or correct the file")
-    return None if loaded or key == FAMILY else found[name]
+    return None if loaded or key in CLASSES else found[name]
 
 
 @cache
@@ -225,7 +228,7 @@ def _imported(tree: ast.Module) -> list[str]:
 
 
 def _kind(key: str) -> str:
-    return "class" if key == FAMILY else "function"
+    return "class" if key in CLASSES else "function"
 
 
 def _bound(tree: ast.Module) -> set[str]:

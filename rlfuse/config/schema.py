@@ -81,6 +81,10 @@ class DataConfig:
     """Shuffle the rows in every epoch, deterministically from `seed`."""
     seed: int = key(1, ORDER, at_least=0)
     """Random seed of the run: data order, sampling, and initialization of the critic's head."""
+    sampler: str | None = key(None, ORDER, custom=True)
+    """Custom data order, for example a curriculum: a class, as `path/file.py:name`; null: the order of `shuffle`."""
+    sampler_kwargs: dict[str, Any] = key({}, ORDER)
+    """Additional arguments of the sampler, by name."""
 
 
 @dataclass

@@ -16,7 +16,7 @@ from rlfuse.data.messages import map_texts
 from rlfuse.data.rows import DataRow, read_rows
 from rlfuse.data.templates import apply_template, check_template, tokenize_prompt, with_bos
 from rlfuse.errors import DataError, VideoError
-from rlfuse.samples import Prompt, Visual
+from rlfuse.samples import Group, Prompt, Visual
 from rlfuse.video.prompt import unescape_markers
 
 SHOWN = 10
@@ -185,6 +185,9 @@ class PromptSource:
         if self.shuffle:
             order = np.random.default_rng((self.seed, self.epoch)).permutation(len(self.prompts))
         return [self.prompts[i] for i in order[position * self.batch_size : (position + 1) * self.batch_size]]
+
+    def update(self, groups: Sequence[Group]) -> None:
+        """Take note of the finished samples of a step; the built-in order does not depend on them."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"taken": self.taken, "epoch": self.epoch}

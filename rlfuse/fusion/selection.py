@@ -86,6 +86,8 @@ class Source(Protocol):
 
     def upcoming(self) -> list[Prompt]: ...
 
+    def update(self, groups: Sequence[Group]) -> None: ...
+
 
 class Selection:
     """Selection of groups for steps of `batch` prompts. Calls of `draw` and `return_unused` alternate."""

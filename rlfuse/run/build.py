@@ -24,6 +24,7 @@ from rlfuse.config.schema import Config
 from rlfuse.costs.model import Costs
 from rlfuse.costs.rates import Rates
 from rlfuse.data.prompts import PromptSource, load_prompts
+from rlfuse.data.sampler import SamplerSource
 from rlfuse.data.tokenizers import load_tokenizer, save_tokenizer
 from rlfuse.engines.rollout.engine_actor import engine_actor
 from rlfuse.engines.trainer.families import training_problems
@@ -38,7 +39,7 @@ from rlfuse.fusion.decisions import Policy, Settings, traits_of
 from rlfuse.fusion.lengths import Lengths
 from rlfuse.fusion.selection import EXACT, Selection, drawn_at_most
 from rlfuse.fusion.tuning import Tuning
-from rlfuse.observe.custom_metrics import CustomMetrics
+from rlfuse.observe.custom_metrics import CustomMetrics, finished
 from rlfuse.observe.run_log import RunLog
 from rlfuse.observe.summary import summarise
 from rlfuse.progress import part
@@ -204,7 +205,10 @@ def _load_data(
     if data.val_files:
         held_out, report = load_prompts(list(data.val_files), tokenizer, data, clips)
         lines.append(str(report))
-    source = PromptSource(rows, data.train_batch_size, data.shuffle, data.seed)
+    if data.sampler is None:
+        source = PromptSource(rows, data.train_batch_size, data.shuffle, data.seed)
+    else:
+        source = SamplerSource(rows, data, partial(finished, prompt_key=data.prompt_key))
     check_enough(config, source)
     return source, held_out, "\n".join(lines)
 

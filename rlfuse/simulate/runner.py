@@ -359,3 +359,6 @@ class _Prompts:
         return self.prompts
 
     upcoming = next_batch
+
+    def update(self, groups: Sequence[Group]) -> None:
+        pass

@@ -137,6 +137,7 @@ class Controller:
             raise
         if kept := board.groups_to_train():
             self.metrics.add(experience.mismatch(kept))
+            self.groups.prompts.update(kept)
         self.groups.selection.return_unused(*board.unneeded_groups())
         self.metrics.add(self.groups.selection.metrics())
         self.metrics.add(await self.engines.clips.release("training"))

@@ -31,14 +31,15 @@ PARAMETERS = {
 """Key of a custom algorithm function -> names of the arguments that it may take."""
 FAMILY = "model.video_family"
 SAMPLER = "data.sampler"
-CLASSES = FAMILY, SAMPLER
+HEAD = "reward.model_head"
+CLASSES = FAMILY, SAMPLER, HEAD
 """Keys that name a class."""
 METRICS = "trainer.metrics"
 POLICY = "fusion.policy"
 REWARDS = "reward.functions"
 _ARGUMENT = {POLICY: "snapshot", METRICS: "list of samples"}
 """Key whose function is called with one argument -> description of the argument."""
-ARGUMENTS = {key: f"{key}_kwargs" for key in (*PARAMETERS, POLICY, METRICS, SAMPLER)}
+ARGUMENTS = {key: f"{key}_kwargs" for key in (*PARAMETERS, POLICY, METRICS, SAMPLER, HEAD)}
 """Key of a custom function -> key of its additional arguments; those of METRICS are by the function's name."""
 _TRAIT_OF = {"values": "needs_critic", "dimensions": "each_reward", "weights": "each_reward"}
 """Parameter -> trait of the estimators that receive it."""

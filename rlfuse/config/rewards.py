@@ -77,6 +77,11 @@ class RewardConfig:
     """Sequence-classification reward model: Hugging Face folder or hub name. An entry of functions with the path
     `reward_model` sets its weight, sources, ...; `reward_model:LABEL` selects a label of a model with several. Video
     models score clips and images with model_backend=vllm."""
+    model_head: str | None = key(None, REWARD, custom=True)
+    """Custom pooling and head of the reward model: a torch.nn.Module, as `path/file.py:name`; null: the head of the
+    checkpoint. Requires model_backend=hf."""
+    model_head_kwargs: dict[str, Any] = key({}, REWARD)
+    """Additional arguments of the head's constructor, by name."""
     model_backend: str = key("hf", ROUNDING, choices="hf (transformers) | vllm (vLLM pooling)")
     """Inference backend of the reward model; the scores are equal up to rounding."""
     model_dtype: str = key("float32", REWARD, choices="float32 | bfloat16 | float16")

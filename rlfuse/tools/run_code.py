@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlfuse.config.custom_functions import FAMILY
+from rlfuse.config.custom_functions import FAMILY, HEAD
 from rlfuse.config.declare import names_function
 from rlfuse.config.rewards import JUDGE, is_model
 from rlfuse.errors import RunError
@@ -53,6 +53,8 @@ def reward_code(config: Mapping[str, Any]) -> list[str]:
         is_safe = is_model(path) or (path == JUDGE and not {"engine_kwargs", "trust_remote_code"} & {*(kwargs or {})})
         if not (is_safe or (not kwargs and _is_shipped(path))):
             found.append(f"reward.functions=[{path}]")
+    if reward.get("model_head"):
+        found.append(f"{HEAD}={reward['model_head']}")
     if reward.get("model_path") and trusts:
         found.append(f"model.trust_remote_code=true for reward.model_path={reward['model_path']}")
     return found + ([f"reward.engine_kwargs={reward['engine_kwargs']}"] if reward.get("engine_kwargs") else [])

@@ -1,11 +1,16 @@
 """Reward models with several labels or a custom class: config, errors, scores, pairs."""
 
 import json
+import re
+import shutil
+import textwrap
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 from rlfuse import notebook as nb
@@ -15,7 +20,7 @@ from rlfuse.config.schema import DataConfig, ModelConfig
 from rlfuse.data.preferences import dimension_labels, load_preferences
 from rlfuse.engines.trainer.models import check_forward, load_reward_model
 from rlfuse.engines.trainer.reward_model import rows_of
-from rlfuse.errors import DataError, EngineError, RewardError
+from rlfuse.errors import DataError, EngineError, FunctionError, RewardError
 from rlfuse.rewards.api.entries import load_entries
 from rlfuse.rewards.api.items import item_of_row
 from rlfuse.rewards.models.classifier import Classifier
@@ -119,6 +124,42 @@ def test_each_label_is_its_logit_and_all_come_from_one_pass(model, monkeypatch):
     for position, item in enumerate(items):
         logits = direct(torch.tensor([loaded._runner.encode(item, loaded._tokenizer).tokens])).logits[0].tolist()
         assert [found["right"][position], found["brief"][position]] == pytest.approx(logits, abs=1e-5)
+
+
+def test_a_custom_head_pools_the_hidden_states(model, tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "jobs/rewards.md").read_text()
+    example = re.search(r"  ```python\n(  class MeanPooling.*?)  ```", page, re.DOTALL)[1]
+    folder, bias = tmp_path / "model", torch.tensor([0.5, -0.5])
+    shutil.copytree(model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"score.bias": bias}, folder / "model.safetensors", {"format": "pt"})
+    monkeypatch.chdir(tmp_path)
+    more = "\nclass Scaled(MeanPooling):\n    def __init__(self, config, by): super().__init__(config); self.by = by\n"
+    more += "    def forward(self, *given): return self.by * super().forward(*given)\n"
+    more += "class Other(MeanPooling):\n    def __init__(self, c): super().__init__(c); self.gate = self.score\n"
+    more += "class Flat(MeanPooling):\n    def forward(self, *given): return super().forward(*given)[:, 0]\n"
+    Path("mine.py").write_text("import torch\n" + textwrap.dedent(example) + more)
+    items = [item_of_row({"prompt": "20 mod 6 =", "response": text}) for text in ("20 - 6 = 14 ; 14", "; 2")]
+
+    def scorer(head, **kwargs):
+        made = Classifier(str(folder), label="brief", head=f"mine.py:{head}", head_kwargs=kwargs)
+        made.start()
+        return made
+
+    pooled = scorer("MeanPooling")
+    direct = Qwen2ForSequenceClassification.from_pretrained(folder)
+    for item, score in zip(items, pooled.score(items), strict=True):
+        tokens = torch.tensor([pooled._model._runner.encode(item, pooled._model._tokenizer).tokens])
+        mean = direct.model(tokens).last_hidden_state.mean(1)
+        assert score == pytest.approx((mean @ tensors["score.weight"].T + bias)[0, 1].item(), abs=1e-5)
+    assert scorer("Scaled", by=3.0).score(items) == pytest.approx([3 * each for each in pooled.score(items)], abs=1e-5)
+    with pytest.raises(RewardError, match=r"of Other .*: gate.weight is missing.*outside the base model: score"):
+        scorer("Other")
+    assert "mine.py:Flat: returned a tensor [2]; return logits [2, 2]" in scorer("Flat").score(items)[0].message
+    with pytest.raises(FunctionError, match=r"mine.py:Scaled raised TypeError: .*missing 1 required positional"):
+        scorer("Scaled")
+    with pytest.raises(RewardError, match=r"requires reward.model_backend=hf, got vllm"):
+        Classifier(str(folder), "vllm", label="brief", head="mine.py:MeanPooling")
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from rlfuse.config.custom_errors import headline
+from rlfuse.config.custom_functions import HEAD
 from rlfuse.config.documentation import by_name
 from rlfuse.config.reward_labels import check_trust, label_columns, read_config, saved_labels
 from rlfuse.config.rewards import MODEL_PART
@@ -49,6 +50,9 @@ class Settings:
     device: str
     trust_remote_code: bool
     engine_kwargs: str
+    head: str | None = None
+    """Custom head, as `path/file.py:name`."""
+    head_kwargs: str = "{}"
 
 
 class Classifier:
@@ -63,16 +67,21 @@ class Classifier:
         trust_remote_code: bool = False,
         engine_kwargs: dict[str, Any] | None = None,
         label: str = "",
+        head: str | None = None,
+        head_kwargs: dict[str, Any] | None = None,
     ):
         """Check the arguments without loading the model. Raises RewardError.
 
-        `device`: cpu | cuda | auto. `label`: label whose score is returned; empty for a model with one label.
+        `device`: cpu | cuda | auto. `label`: label whose score is returned; empty for a model with one label. `head`:
+        class of a custom head, as `path/file.py:name`.
         """
         for key, value in (("reward.model_dtype", dtype), ("reward.model_backend", backend)):
             if value not in (valid := by_name()[key].names):
                 raise RewardError(f"{key} is {value!r}; it must be one of {valid}")
         if engine_kwargs and backend != "vllm":
             raise RewardError(f"reward.engine_kwargs={engine_kwargs} requires reward.model_backend=vllm")
+        if head and backend != "hf":
+            raise RewardError(f"{HEAD}={head} requires reward.model_backend=hf, got {backend}")
         self._name = f"{MODEL_PART}/{label}" if label else MODEL_PART
         path = resolve_model_path(path, KEY)
         if Path(path).is_dir():
@@ -88,8 +97,8 @@ class Classifier:
                         "sequence classifier; set reward.model_backend=vllm"
                     )
                 check_head(Path(path))
-        more = json.dumps(engine_kwargs or {}, sort_keys=True)
-        self._settings = Settings(path, backend, dtype, device, trust_remote_code, more)
+        more, arguments = (json.dumps(given or {}, sort_keys=True) for given in (engine_kwargs, head_kwargs))
+        self._settings = Settings(path, backend, dtype, device, trust_remote_code, more, head, arguments)
         self._model: LoadedClassifier | None = None
         self._visual_inputs: VisualInputs | None = None
 
@@ -179,9 +188,9 @@ class Transformers:
 
     def __init__(self, settings: Settings, config: Any):
         import torch
-        from transformers import AutoModelForSequenceClassification
+        from transformers import AutoModel, AutoModelForSequenceClassification
 
-        model, info = AutoModelForSequenceClassification.from_pretrained(
+        model, info = (AutoModel if settings.head else AutoModelForSequenceClassification).from_pretrained(
             settings.path,
             config=config,
             dtype=getattr(torch, settings.dtype),
@@ -194,6 +203,11 @@ class Transformers:
                 f"reward.model_path: {settings.path} has no weights for {sorted(info['missing_keys'])}, so they would "
                 "be random. Use a trained sequence-classification model, not a language model."
             )
+        if settings.head:
+            from rlfuse.rewards.models.custom_head import CustomHead
+
+            kwargs = json.loads(settings.head_kwargs)
+            model = CustomHead(model, config, settings.head, kwargs, settings.path).to(model.dtype)
         self._device = settings.device
         if self._device == "auto":
             self._device = "cuda" if torch.cuda.is_available() else "cpu"

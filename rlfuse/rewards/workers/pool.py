@@ -140,6 +140,8 @@ class RewardPool:
             dtype=reward.model_dtype,
             trust_remote_code=trust_remote_code,
             engine_kwargs=reward.engine_kwargs,
+            head=reward.model_head,
+            head_kwargs=reward.model_head_kwargs,
         )
         self._models = _by_process(self.entries, self._functions)
         self._plain = [name for name, function in self._functions.items() if not function.is_model]

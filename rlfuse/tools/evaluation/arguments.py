@@ -28,7 +28,15 @@ TRAINING_PROBLEMS = ("data.train_files: `", f"{METRICS}:", *_CUSTOM)
 only training calls."""
 EVALUATION_KEYS = ("rollout.val_kwargs.", "data.val_files=")
 """Prefixes of settings that may differ from those of the run."""
-REWARD_KEYS = ("functions", "weights", "model_path", "model_dtype", "overlong_buffer")
+REWARD_KEYS = (
+    "functions",
+    "weights",
+    "model_path",
+    "model_head",
+    "model_head_kwargs",
+    "model_dtype",
+    "overlong_buffer",
+)
 VIDEO_KEYS = ("sampling", "max_tokens", "levels", "fps_general", "fps_detail", "fps_motion", "task", "frames")
 VIDEO_KEYS += ("tokens_per_frame", "timestamps", "max_image_tokens", "mm_processor_kwargs")
 

@@ -17,13 +17,13 @@ import pytest
 
 matplotlib.use("Agg")
 
+from rlfuse.tools.notebook.jobs import Job
 from scored_rows import score_table
 
 from rlfuse import notebook as nb
 from rlfuse.errors import ConfigError
 from rlfuse.run_folder.reader import RunError
 from rlfuse.samples import Reward
-from rlfuse.tools.notebook.jobs import Job
 
 RUN = Path(__file__).parents[2] / "notebooks" / "data" / "run"
 """A run of the quickstart, as the journal wrote it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import traceback
+from itertools import pairwise
 from pathlib import Path
 
 from rlfuse.errors import RlfuseError
@@ -27,11 +28,10 @@ def read_error(file: Path) -> Exception | None:
     """Return the error with its causes; None if the job wrote none."""
     if not file.is_file() or not (packed := file.read_bytes()):
         return None
-    first, *causes = [_unpacked(*each) for each in pickle.loads(packed)]
-    error = first
-    for cause in causes:
-        error.__cause__ = error = cause
-    return first
+    errors = [_unpacked(*each) for each in pickle.loads(packed)]
+    for error, cause in pairwise(errors):
+        error.__cause__ = cause
+    return errors[0]
 
 
 def _chain(error: BaseException) -> list[BaseException]:

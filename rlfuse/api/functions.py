@@ -8,6 +8,7 @@ show their lines.
 from __future__ import annotations
 
 import base64
+import inspect
 import io
 import linecache
 import os
@@ -23,9 +24,12 @@ import cloudpickle
 
 from rlfuse.api.inputs import write_input
 from rlfuse.errors import RewardError
+from rlfuse.rewards.api.functions import load_function
 
 MAX_BYTES = 64 << 20
 LINE = 100
+UNNAMED = "<dynamic-code>"
+"""File name that cloudpickle gives to code."""
 SHIPPED = '''\
 """{name}, from a Python session; written by rlfuse for the processes of a job."""
 
@@ -65,7 +69,12 @@ def _entry(given: Any) -> Any:
 
 
 def function_reference(function: Callable[..., Any] | Any) -> str:
-    """Return the text by which a job finds a function: `package.module:name`, or `path/file.py:name`."""
+    """Return the text by which a job finds a function: `package.module:name`, or `path/file.py:name`.
+
+    Raises RewardError for a function with a signature of no framework, or one that can't be pickled.
+    """
+    if inspect.isroutine(function):
+        load_function(function)
     return _existing_reference(function) or _write(function)
 
 
@@ -123,17 +132,17 @@ def _pickled(function: Any, name: str) -> tuple[bytes, dict[str, str]]:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """A pickler that names the code of notebook cells independently of the kernel's process."""
+    """A pickler that keeps the file names of code, and names notebook cells independently of the kernel's process."""
 
     def __init__(self, file: io.BytesIO):
         super().__init__(file)
         self.cells: dict[str, str] = {}
-        self._reduce_code = cloudpickle.Pickler.dispatch_table[types.CodeType]
-        self.dispatch_table = ChainMap({types.CodeType: self._code}, cloudpickle.Pickler.dispatch_table)
+        self.dispatch_table = ChainMap({types.CodeType: self._reduce_code}, cloudpickle.Pickler.dispatch_table)
 
-    def _code(self, code: types.CodeType) -> Any:
-        if not os.path.exists(code.co_filename) and (source := "".join(linecache.getlines(code.co_filename))):
-            cell = f"<{Path(code.co_filename).name}>"
-            self.cells[cell] = source
-            code = code.replace(co_filename=cell)
-        return self._reduce_code(code)
+    def _reduce_code(self, code: types.CodeType) -> tuple[Any, ...]:
+        file = code.co_filename
+        if not os.path.exists(file) and (source := "".join(linecache.getlines(file))):
+            file = f"<{Path(file).name}>"
+            self.cells[file] = source
+        build, arguments = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
+        return build, tuple(file if each in (code.co_filename, UNNAMED) else each for each in arguments)

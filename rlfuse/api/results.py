@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlfuse.files import read_rows
 from rlfuse.run_folder import checkpoints
 from rlfuse.run_folder.reader import open_run
 
@@ -96,11 +97,11 @@ class Evaluation:
 
 
 def read_responses(file: Path) -> pd.DataFrame:
-    """Return a file of responses as a table, as `Run.samples`."""
-    from rlfuse.files import read_rows
+    """Return a file of responses as a table, as `Run.samples`, in the order of the prompts."""
     from rlfuse.tools.dataframes import sample_table
 
-    return sample_table(read_rows(file))
+    rows = sorted(read_rows(file), key=lambda row: [int(part) for part in row["id"].split("/")])
+    return sample_table({"step": int(row["id"].partition("/")[0]), **row} for row in rows)
 
 
 @dataclass(frozen=True)

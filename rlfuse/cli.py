@@ -81,11 +81,11 @@ def main(argv: list[str] | None = None) -> int:
         print(versions())
         return 0
     if command == "train":
-        from rlfuse.train import main as train
+        from rlfuse.application import main as train
 
         return train(arguments)
     if command in MODULES:
-        from rlfuse.train import run_command
+        from rlfuse.application import run_command
 
         return run_command(lambda: importlib.import_module(MODULES[command]).main(arguments))
     near = difflib.get_close_matches(command, COMMANDS, n=1)

@@ -1,7 +1,7 @@
 """Exceptions whose message is all that a user needs, each with its exit status.
 
-Role: raised by any module; `rlfuse.train.run_command` prints the message and returns the status. Every other exception
-is a defect and keeps its traceback. All of them can be pickled.
+Role: raised by any module; `rlfuse.application.run_command` prints the message and returns the status. Every other
+exception is a defect and keeps its traceback. All of them can be pickled.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Progress of startup: a line with the duration for each completed part.
 
-Role: `part` wraps everything that takes seconds before the first step: used by `rlfuse.train` until there is a log,
-then by `RunLog.part`. Waits for nothing.
+Role: `part` wraps everything that takes seconds before the first step: used by `rlfuse.application` until there is a
+log, then by `RunLog.part`. Waits for nothing.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "rlfuse"
 DOTTED = re.compile(r"(?<![\w.])rlfuse(?:\.\w+)+")
-TRAIN = "rlfuse.train"
+TRAIN = "rlfuse.application"
 
 
 def module_of(path: Path) -> str:

@@ -1,6 +1,6 @@
 """`rlfuse submit`: run a job on a running Ray cluster and follow its log.
 
-    rlfuse submit --compose, check, pack--> Ray Jobs (HTTP, token) --> driver on the head: rlfuse.train --> slots
+    rlfuse submit --compose, check, pack--> Ray Jobs (HTTP, token) --> driver on the head --> slots
           <--log lines, status-------------------/
 
 The job runs independently of this terminal. Exit status: that of the job (0, 1, 2), or 130 on Ctrl-C.
@@ -36,7 +36,7 @@ POLL_S = 10.0
 RETRY_S = 2.0
 PORT = 8265
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
-ENTRYPOINT = f"cd {SUBMITTED} && python -P -m rlfuse.train job.yaml"
+ENTRYPOINT = f"cd {SUBMITTED} && python -P -m rlfuse.application job.yaml"
 KEY = "rlfuse_experiment"
 
 

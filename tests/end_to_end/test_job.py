@@ -28,12 +28,12 @@ from job_processes import (
     wait_for_step,
 )
 
+from rlfuse.application import main as train_command
 from rlfuse.cli import main as rlfuse
 from rlfuse.cluster import scratch
 from rlfuse.errors import USER_ERROR
 from rlfuse.events import read_events
 from rlfuse.observe.tracking import read_metrics
-from rlfuse.train import main as train_command
 
 STEPS, LATEST = 4, "latest_checkpointed_iteration.txt"
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
+from rlfuse.application import run_command
 from rlfuse.cluster import joining, placement, process_logs
 from rlfuse.cluster.nodes import Node, answers, choose, device_of, lost_message
 from rlfuse.cluster.remote import explain
@@ -29,7 +30,6 @@ from rlfuse.events import Span
 from rlfuse.run.job import open_job
 from rlfuse.run.resume.changes import differences
 from rlfuse.tools.planning.tables import placements
-from rlfuse.train import run_command
 
 
 def raised(error):

@@ -229,7 +229,7 @@ def test_the_command_lists_and_corrects(capsys):
 
 @pytest.mark.slow
 def test_a_mistyped_key_shows_before_anything_heavy_is_imported():
-    code = "import sys; from rlfuse.train import main; s = main(['actor.lr=3']); "
+    code = "import sys; from rlfuse.application import main; s = main(['actor.lr=3']); "
     code += "print(s, sorted({'torch', 'ray', 'transformers', 'vllm', 'deepspeed'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "2 []\n" and "did you mean actor.optim.lr" in done.stderr

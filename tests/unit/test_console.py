@@ -17,6 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from rlfuse.application import OK, USER_ERROR, run_command
 from rlfuse.config.custom_errors import headline, user_traceback
 from rlfuse.console import plain, prepare_streams
 from rlfuse.errors import ConfigError, RewardError
@@ -25,7 +26,6 @@ from rlfuse.progress import Console, part, print_line
 from rlfuse.tools import listing
 from rlfuse.tools.evaluation.comparison import compare
 from rlfuse.tools.evaluation.replay import show
-from rlfuse.train import OK, USER_ERROR, run_command
 
 ENCODINGS = ["ascii", "latin-1", "cp1252", "cp437", "iso8859-15", "koi8-r", "shift_jis", "gbk", "utf-16", "utf-8"]
 ENCODINGS += ["ascii:strict", "latin-1:surrogateescape"]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from rlfuse.application import run_command
 from rlfuse.config.schema import Config
 from rlfuse.errors import FAILED, NotSaved
 from rlfuse.events import Span, read_events
@@ -19,7 +20,6 @@ from rlfuse.observe.run_log import RunLog
 from rlfuse.run.checkpointing import BYTES_PER_PARAMETER, Checkpointing, next_save
 from rlfuse.run.job import run_with_restarts
 from rlfuse.run_folder import checkpoints, status
-from rlfuse.train import run_command
 
 MIB = 1 << 20
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small file system")

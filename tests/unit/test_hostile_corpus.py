@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rlfuse.application import run_command
 from rlfuse.cli import main as rlfuse
 from rlfuse.config.compose import load
 from rlfuse.config.schema import Config
@@ -31,7 +32,6 @@ from rlfuse.run.resume.acceptance import NothingToDo, accept
 from rlfuse.tasks.small_video_models import SmallModel, write_small_video_llama3
 from rlfuse.tools.evaluation import replay
 from rlfuse.tools.evaluation.reward_table import score_items
-from rlfuse.train import run_command
 from rlfuse.video.video_model import VideoModel
 
 SECRET = "TOP-SECRET"

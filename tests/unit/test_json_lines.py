@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlfuse import files
+from rlfuse.application import run_command
 from rlfuse.errors import FAILED, NotWritten, RunError
 from rlfuse.files import RowFile, read_rows
 from rlfuse.observe.tracking import StepFile
-from rlfuse.train import run_command
 
 ROWS = [{"step": 1, "text": "é"}, {"step": 2, "text": "中文", "nan": None}, {"step": 3, "text": "é \u2028"}]
 LINES = [json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS]

@@ -20,10 +20,11 @@ matplotlib.use("Agg")
 from scored_rows import score_table
 
 from rlfuse import notebook as nb
+from rlfuse.api.jobs import Job
+from rlfuse.api.results import Run
 from rlfuse.errors import ConfigError
 from rlfuse.run_folder.reader import RunError
 from rlfuse.samples import Reward
-from rlfuse.tools.notebook.jobs import Job
 
 RUN = Path(__file__).parents[2] / "notebooks" / "data" / "run"
 """A run of the quickstart, as the journal wrote it."""
@@ -204,16 +205,16 @@ def test_plots_show_their_data(table):
 
 
 def job(script, folder=Path("somewhere")):
-    return Job(folder, [sys.executable, "-u", "-c", script])
+    return Job(folder, [sys.executable, "-u", "-c", script], Run)
 
 
 def test_a_job_is_followed_to_its_end(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     lines = []
     running = job("import os\nprint('one', os.environ.get('FORCE_COLOR'))\nprint(os.getcwd() + '/runs/x')")
-    assert running.follow(30, lines.append) == Path("somewhere")
+    assert running.follow(30, lines.append) == Run("somewhere")
     assert lines == ["one None", "runs/x"] and not running.running
-    assert running.follow(30, lines.append) == Path("somewhere") and len(lines) == 2
+    assert running.follow(30, lines.append) == Run("somewhere") and len(lines) == 2
 
 
 def test_a_failed_job_shows_the_end_of_its_output():
@@ -225,7 +226,7 @@ def test_a_failed_job_shows_the_end_of_its_output():
 @pytest.mark.parametrize("ignores", [False, True])
 def test_a_job_that_takes_too_long_is_stopped(monkeypatch, ignores):
     monkeypatch.setattr(Job.stop, "__defaults__", (0.3, print))
-    monkeypatch.setattr("rlfuse.tools.notebook.jobs.STOPPING_S", 0.5 if ignores else 30.0)
+    monkeypatch.setattr("rlfuse.api.jobs.STOPPING_S", 0.5 if ignores else 30.0)
     handler = "signal.SIG_IGN" if ignores else "signal.default_int_handler"
     running = job(f"import signal, time\nsignal.signal(signal.SIGINT, {handler})\nprint('up')\ntime.sleep(600)")
     process = psutil.Process(running._process.pid)
@@ -277,7 +278,7 @@ def test_a_job_is_checked_before_it_starts_and_keeps_its_name(monkeypatch, tmp_p
     with pytest.raises(ConfigError, match="did you mean"):
         nb.start("rollout.nn=2")
     started = []
-    monkeypatch.setattr("rlfuse.tools.notebook.jobs.Job", lambda folder, command: started.append((folder, command)))
+    monkeypatch.setattr("rlfuse.api.commands.Job", lambda folder, command, _: started.append((folder, command)))
     for name in ("train", "val"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": "a", "answer": "b"}) + "\n")
     (tmp_path / "model").mkdir()

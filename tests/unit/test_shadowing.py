@@ -7,7 +7,7 @@ import pytest
 
 CHILDREN = """
 import multiprocessing, subprocess, sys
-from rlfuse.train import run_command
+from rlfuse.application import run_command
 
 def command():
     child = multiprocessing.get_context("spawn").Process(target=exec, args=("import json, helper_of_mine",))

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlfuse import stopping
+from rlfuse.application import run_command
 from rlfuse.cluster.child_processes import keep_hangup_from_children
 from rlfuse.config.schema import Config
 from rlfuse.errors import EngineError
@@ -21,7 +22,6 @@ from rlfuse.run.reward_model import Training
 from rlfuse.run_folder import checkpoints
 from rlfuse.step.protocols import NoHealth
 from rlfuse.stopping import ONCE_S, Stopped, Stopping
-from rlfuse.train import run_command
 
 
 @pytest.fixture(autouse=True)

@@ -113,7 +113,7 @@ def test_files_outside_the_folder_and_their_imports(here, tmp_path, monkeypatch)
 def test_the_code_is_packaged_on_request(here, tmp_path):
     (tmp_path / "package").mkdir()
     package = pack(config_of(), tmp_path / "package", here, with_code=True)
-    assert (package.folder / "rlfuse" / "train.py").read_text() == (CODE / "train.py").read_text()
+    assert (package.folder / "rlfuse" / "cli.py").read_text() == (CODE / "cli.py").read_text()
     assert (package.folder / "rlfuse/conf/config.yaml").is_file() and not list(package.folder.rglob("__pycache__"))
     assert package.notes[0].endswith("job.yaml, mine/reward.py and rlfuse")
 

@@ -1,7 +1,7 @@
-"""Run a job from a notebook in a separate process: `train` waits for it, `start` returns.
+"""Run a command of rlfuse in a separate process, show its output, and raise its errors.
 
-An interrupt of the cell, or the time limit, stops the job like Ctrl-C, with a checkpoint. A second interrupt ends it at
-once.
+An interrupt of the program or notebook cell, or the time limit, stops a job like Ctrl-C, with a checkpoint. A second
+interrupt ends it at once.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ import os
 import queue
 import signal
 import subprocess
-import sys
+import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Generic, TypeVar
 
-from rlfuse.config.compose import load
 from rlfuse.console import plain
-from rlfuse.run.resume.acceptance import NothingToDo, accept
+from rlfuse.error_file import VARIABLE, read_error
+from rlfuse.errors import RlfuseError
 
 STEP_S = 600.0
 """Time for the current step after a stop request; then the job is ended at once."""
@@ -29,15 +30,20 @@ KERNEL_VARIABLES = ("FORCE_COLOR", "CLICOLOR_FORCE", "CLICOLOR", "MPLBACKEND")
 """Environment variables of the notebook kernel that the job must not inherit, because its output is a pipe."""
 
 
-class JobError(RuntimeError):
-    """The job failed or exceeded the time limit. The message includes the end of its output."""
+Result = TypeVar("Result")
 
 
-class Job:
-    """Job in a separate process."""
+class JobError(RlfuseError, RuntimeError):
+    """The job was ended or exceeded the time limit. The message includes the end of its output."""
 
-    def __init__(self, folder: Path, command: list[str]):
-        self.folder = folder
+
+class Job(Generic[Result]):
+    """Job in a separate process, which writes to `folder`; `result` reads it."""
+
+    def __init__(self, folder: Path, command: list[str], result: Callable[[Path], Result]):
+        self.folder, self._result = folder, result
+        self._private = tempfile.TemporaryDirectory(prefix="rlfuse-error-")
+        self._error = Path(self._private.name) / "error"
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -45,7 +51,8 @@ class Job:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env={name: value for name, value in os.environ.items() if name not in KERNEL_VARIABLES},
+            env={name: value for name, value in os.environ.items() if name not in KERNEL_VARIABLES}
+            | {VARIABLE: str(self._error)},
             start_new_session=True,  # so that `stop` alone forwards an interrupt
         )
         self._lines: queue.Queue[str | None] = queue.Queue()
@@ -58,11 +65,14 @@ class Job:
     def running(self) -> bool:
         return self._process.poll() is None
 
-    def follow(self, timeout_s: float = 3600.0, show: Callable[[str], None] = print) -> Path:
-        """Show output until the job ends and return the run folder. Raises JobError if it fails or times out."""
-        deadline = time.monotonic() + timeout_s
+    def follow(self, timeout_s: float | None = None, show: Callable[[str], object] = print) -> Result:
+        """Pass each line of output to `show` until the job ends, and return its result.
+
+        Raises the error of the job with its causes, or JobError if it left none or took longer than `timeout_s`.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
-            while (line := self._lines.get(timeout=max(0.0, deadline - time.monotonic()))) is not None:
+            while (line := self._lines.get(timeout=_left(deadline))) is not None:
                 show(line)
             self._lines.put(None)  # for another call of `follow`
             status = self._process.wait(STOPPING_S)
@@ -76,10 +86,10 @@ class Job:
             self.stop()
             raise
         if status:
-            raise JobError(f"the job ended with status {status}:\n{self._end()}")
-        return self.folder
+            raise read_error(self._error) or JobError(f"the job ended with status {status}:\n{self._end()}")
+        return self._result(self.folder)
 
-    def stop(self, step_s: float = STEP_S, show: Callable[[str], None] = print) -> None:
+    def stop(self, step_s: float = STEP_S, show: Callable[[str], object] = print) -> None:
         """Stop the job with a checkpoint; after `step_s` seconds end it, then kill it."""
         if not self.running:
             return
@@ -111,18 +121,6 @@ class Job:
         return "\n".join(self._last)
 
 
-def start(*words: str) -> Job:
-    """Start a job with these command-line words. Raises ConfigError or RunRefused if it cannot start."""
-    try:
-        folder = accept(load(list(words))).config.run_folder
-    except NothingToDo as end:  # the job reports it
-        folder = end.folder
-    name = folder.name.replace("'", "\\'")
-    # Fix the name: a name from the current time would differ in the process of the job.
-    named = f"trainer.experiment_name='{name}'"
-    return Job(folder, [sys.executable, "-P", "-m", "rlfuse.train", *words, named])
-
-
-def train(*words: str, timeout_s: float = 3600.0) -> Path:
-    """Run a job to its end and return the run folder. See `start` and `Job.follow`."""
-    return start(*words).follow(timeout_s)
+def _left(deadline: float | None) -> float | None:
+    """Return the seconds until a time, at least 0; None if there is no limit."""
+    return None if deadline is None else max(0.0, deadline - time.monotonic())

@@ -1,0 +1,1 @@
+"""The Python API: the functions and classes that `rlfuse` exports."""

@@ -1,0 +1,148 @@
+"""Write reward functions that exist only in this process as files that a job can name.
+
+A function of an installed package or of a module's file is named as it is. Others (of a notebook or a script, lambdas,
+closures, instances) are pickled by value into a file, with the cells that define them, so that tracebacks in the job
+show their lines.
+"""
+
+from __future__ import annotations
+
+import base64
+import inspect
+import io
+import linecache
+import os
+import sys
+import types
+from collections import ChainMap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from rlfuse.api.inputs import write_input
+from rlfuse.errors import RewardError
+from rlfuse.rewards.api.functions import load_function
+
+MAX_BYTES = 64 << 20
+LINE = 100
+UNNAMED = "<dynamic-code>"
+"""File name that cloudpickle gives to code."""
+SHIPPED = '''\
+"""{name}, from a Python session; written by rlfuse for the processes of a job."""
+
+import base64
+import linecache
+import pickle
+import sys
+
+sys.path.extend(folder for folder in {folders!r} if folder not in sys.path)
+for cell, source in {cells!r}.items():
+    linecache.cache[cell] = (len(source), None, source.splitlines(True), cell)
+{name} = pickle.loads(base64.b64decode("""
+{pickled}
+"""))
+'''
+
+
+def reward_entries(reward: Any) -> list[Any]:
+    """Return `reward.functions` for a function, an object, a path, an entry, or a list of these."""
+    several = reward if isinstance(reward, Sequence) and not isinstance(reward, str) else [reward]
+    return [_entry(each) for each in several]
+
+
+def _entry(given: Any) -> Any:
+    if is_dataclass(given) and hasattr(given, "path") and not isinstance(given, type):  # a RewardEntry
+        given = asdict(given)
+    if isinstance(given, Mapping):
+        return {key: _entry(value) if key == "path" else value for key, value in given.items()}
+    if isinstance(given, str | os.PathLike):
+        return os.fspath(given)
+    if callable(given) or hasattr(given, "score"):
+        return function_reference(given)
+    raise RewardError(
+        f"reward: got {type(given).__name__}; pass a function, an object with a method score, a text such as "
+        "path/file.py:function, or an entry {path: ..., weight: ...}"
+    )
+
+
+def function_reference(function: Callable[..., Any] | Any) -> str:
+    """Return the text by which a job finds a function: `package.module:name`, or `path/file.py:name`.
+
+    Raises RewardError for a function with a signature of no framework, or one that can't be pickled.
+    """
+    if inspect.isroutine(function):
+        load_function(function)
+    return _existing_reference(function) or _write(function)
+
+
+def _existing_reference(function: Any) -> str | None:
+    """Return the reference to a function of a module that the processes of a job can import; else None."""
+    name, module = getattr(function, "__qualname__", ""), sys.modules.get(getattr(function, "__module__", "") or "")
+    file = getattr(module, "__file__", None)
+    if module is None or file is None or module.__name__ == "__main__" or getattr(module, name, None) is not function:
+        return None
+    if "site-packages" in Path(file).parts or module.__name__.partition(".")[0] == __name__.partition(".")[0]:
+        return f"{module.__name__}:{name}"
+    return None if "." in module.__name__ else f"{os.path.relpath(file)}:{name}"
+
+
+def _write(function: Any) -> str:
+    name = _name(function)
+    pickled, cells = _pickled(function, name)
+    text = base64.b64encode(pickled).decode()
+    lines = "\n".join(text[at : at + LINE] for at in range(0, len(text), LINE))
+    content = SHIPPED.format(name=name, folders=_module_folders(), cells=cells, pickled=lines)
+    return f"{write_input(f'{name}.py', content.encode())}:{name}"
+
+
+def _name(function: Any) -> str:
+    while hasattr(function, "func"):  # functools.partial
+        function = function.func
+    name = getattr(function, "__name__", None) or type(function).__name__
+    return name if name.isidentifier() else "reward"  # a lambda
+
+
+def _module_folders() -> list[str]:
+    """Return the folders of this process' path that the processes of a job may lack: the script's, those added."""
+    installed = (sys.prefix, sys.base_prefix)
+    folders = (os.path.abspath(each) for each in sys.path if not each.endswith(".zip"))
+    return [each for each in dict.fromkeys(folders) if not each.startswith(installed)]
+
+
+def _pickled(function: Any, name: str) -> tuple[bytes, dict[str, str]]:
+    """Return (pickle, source of the notebook cells in it by name). Raises RewardError if it can't be pickled."""
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer)
+    try:
+        pickler.dump(function)
+    except Exception as error:
+        raise RewardError(
+            f"reward {name}: can't be sent to the processes of the job ({type(error).__name__}: {error}). Create such "
+            "objects inside the function, or write the function in a file: reward='path/file.py:function'."
+        ) from error
+    if len(found := buffer.getvalue()) > MAX_BYTES:
+        raise RewardError(
+            f"reward {name}: refers to {len(found) >> 20} MiB of objects, above the limit of {MAX_BYTES >> 20} MiB. "
+            "Load them inside the function."
+        )
+    return found, pickler.cells
+
+
+class _Pickler(cloudpickle.Pickler):
+    """A pickler that keeps the file names of code, and names notebook cells independently of the kernel's process."""
+
+    def __init__(self, file: io.BytesIO):
+        super().__init__(file)
+        self.cells: dict[str, str] = {}
+        self.dispatch_table = ChainMap({types.CodeType: self._reduce_code}, cloudpickle.Pickler.dispatch_table)
+
+    def _reduce_code(self, code: types.CodeType) -> tuple[Any, ...]:
+        file = code.co_filename
+        if not os.path.exists(file) and (source := "".join(linecache.getlines(file))):
+            file = f"<{Path(file).name}>"
+            self.cells[file] = source
+        build, arguments = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
+        return build, tuple(file if each in (code.co_filename, UNNAMED) else each for each in arguments)

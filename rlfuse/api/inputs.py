@@ -1,0 +1,107 @@
+"""Write the objects of a Python call as files that a job can name: datasets, and a `Config` as a job file.
+
+A file is in .cache/rlfuse/inputs/DIGEST/, below the working folder; the digest is that of its content. So the same
+objects give the same job, which resumes its run, and a file is never changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import MISSING
+
+from rlfuse.config.schema import Config
+from rlfuse.config.secrets import by_name
+from rlfuse.errors import DataError
+from rlfuse.files import atomic_write
+
+FOLDER = Path(".cache/rlfuse/inputs")
+JOB_NAME = "job"
+
+
+def write_input(name: str, content: bytes) -> str:
+    """Write an input file, unless it exists; return its path, relative to the working folder."""
+    path = FOLDER / hashlib.blake2b(content, digest_size=8).hexdigest() / name
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as partial:
+            partial.write_bytes(content)
+    return str(path)
+
+
+def job_file(config: Config) -> str:
+    """Return the path of a job file with all values of `config`. Secrets from the environment remain references."""
+    settings = _without_missing(by_name(dataclasses.asdict(config)))
+    return write_input(f"{JOB_NAME}.yaml", yaml.safe_dump(settings, sort_keys=False).encode())
+
+
+def _without_missing(settings: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_missing(value) if isinstance(value, dict) else value
+        for key, value in settings.items()
+        if value != MISSING
+    }
+
+
+def data_file(rows: Any, name: str) -> str:
+    """Return the path of a file with these rows, in their order; `name`: of the argument and the file.
+
+    `rows`: a path, a `datasets.Dataset`, a pandas table, or a sequence of rows (dictionaries) or prompts (text).
+    Without a column `data_source`, the data source is `name`, as for a file of this name.
+    """
+    if isinstance(rows, str | os.PathLike):
+        return os.fspath(rows)
+    if isinstance(rows, Mapping):
+        raise DataError(f"{name}: has several splits ({', '.join(map(str, rows))}); pass one of them, as {name}[...]")
+    if hasattr(rows, "to_parquet"):
+        return write_input(f"{name}.parquet", _parquet(rows, name))
+    if not isinstance(rows, Sequence):
+        raise DataError(
+            f"{name}: got {type(rows).__name__}; pass a list of rows (dictionaries), a datasets.Dataset, a pandas "
+            "table or the path of a file"
+        )
+    if not rows:
+        raise DataError(f"{name}: has no rows")
+    lines = "".join(_line({"prompt": row} if isinstance(row, str) else row, name, at) for at, row in enumerate(rows))
+    return write_input(f"{name}.jsonl", lines.encode())
+
+
+def _parquet(table: Any, name: str) -> bytes:
+    try:
+        count = len(table)
+    except TypeError:
+        raise DataError(f"{name}: is a stream of unknown length; pass a datasets.Dataset") from None
+    if not count:
+        raise DataError(f"{name}: has no rows")
+    buffer = io.BytesIO()
+    if hasattr(table, "features"):
+        table.to_parquet(buffer)
+    else:
+        table.to_parquet(buffer, index=False)
+    return buffer.getvalue()
+
+
+def _line(row: Any, name: str, number: int) -> str:
+    if not isinstance(row, Mapping):
+        raise DataError(f"{name}, row {number}: a row must be a dictionary, not {type(row).__name__}")
+    try:
+        return json.dumps(dict(row), ensure_ascii=False, default=_plain) + "\n"
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"{name}, row {number}: {error}; use text, numbers, lists and dictionaries, or pass a datasets.Dataset"
+        ) from None
+
+
+def _plain(value: Any) -> Any:
+    """Return arrays and numbers of numpy as Python's."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a value of type {type(value).__name__} can't be written as JSON")

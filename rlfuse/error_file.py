@@ -1,0 +1,68 @@
+"""Pass the error of a job to the program that started it: pickled with its causes, in the file that VARIABLE names.
+
+An error whose class the program can't import becomes a RuntimeError with its type and message. Errors other than
+`RlfuseError`s get the traceback of the job as a note.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import traceback
+from itertools import pairwise
+from pathlib import Path
+
+from rlfuse.errors import RlfuseError
+
+VARIABLE = "RLFUSE_ERROR_FILE"
+MAX_CAUSES = 20
+
+
+def write_error(error: Exception) -> None:
+    """Write the error and its causes to the file, if the environment names one."""
+    if file := os.environ.get(VARIABLE):
+        Path(file).write_bytes(pickle.dumps([_packed(each) for each in _chain(error)]))
+
+
+def read_error(file: Path) -> Exception | None:
+    """Return the error with its causes; None if the job wrote none."""
+    if not file.is_file() or not (packed := file.read_bytes()):
+        return None
+    errors = [_unpacked(*each) for each in pickle.loads(packed)]
+    for error, cause in pairwise(errors):
+        error.__cause__ = cause
+    return errors[0]
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    found, seen = [error], {id(error)}
+    while len(found) <= MAX_CAUSES:
+        last = found[-1]
+        cause = last.__cause__ or (None if last.__suppress_context__ else last.__context__)
+        if cause is None or id(cause) in seen:
+            break
+        found.append(cause)
+        seen.add(id(cause))
+    return found
+
+
+def _packed(error: BaseException) -> tuple[bytes, str]:
+    """Return (the pickled error, or b"" if it can't be pickled; the note that stands for it)."""
+    shown = "".join(traceback.format_exception(error, chain=False)).rstrip()
+    note = "" if isinstance(error, RlfuseError) else f"Traceback of the job:\n{shown}"
+    try:
+        packed = pickle.dumps(error)
+        pickle.loads(packed)
+    except Exception:
+        packed = b""
+    return packed, note or shown
+
+
+def _unpacked(packed: bytes, note: str) -> BaseException:
+    try:
+        error = pickle.loads(packed)
+    except Exception:  # no pickle, or a class of a module that is not importable here
+        return RuntimeError(note)
+    if not isinstance(error, RlfuseError):
+        error.add_note(note)
+    return error

@@ -1,0 +1,405 @@
+"""The Python API: arguments as the words of a command, objects as files, errors of a job, public names."""
+
+import ast
+import dataclasses
+import functools
+import json
+import linecache
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import cloudpickle
+import datasets
+import numpy as np
+import pandas as pd
+import pytest
+
+import rlfuse
+from rlfuse.api import commands, functions
+from rlfuse.api.functions import function_reference, reward_entries
+from rlfuse.api.inputs import data_file, job_file
+from rlfuse.api.jobs import Job
+from rlfuse.api.words import as_hydra, setting_words
+from rlfuse.config.compose import load
+from rlfuse.config.schema import Config
+from rlfuse.data.rows import read_raw_rows
+from rlfuse.errors import ConfigError, DataError, EngineError, RewardError, RunError
+from rlfuse.rewards.api.functions import load_function
+from rlfuse.rewards.api.items import item_of_row
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = [{"prompt": "What is 1 + 1?", "answer": "2"}, {"prompt": "ü\n", "answer": None, "more": [1, {"a": 0.1}]}]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """An empty working folder with a model."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2", "max_position_embeddings": 4096}')
+    return tmp_path
+
+
+# Words ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"trainer": {"total_training_steps": 20}}, ["trainer.total_training_steps=20"]),
+        ({"actor": {"optim": {"lr": 1e-6}}, "rollout": {"n": 8}}, ["actor.optim.lr=1e-06", "rollout.n=8"]),
+        ({"actor": {"optim.lr": 0.5}}, ["actor.optim.lr=0.5"]),
+        ({"algorithm": "grpo", "fusion": "serial"}, ["algorithm=grpo", "fusion=serial"]),
+        ({"trainer": {}}, []),
+        ({"ref": {"path": None}, "data": {"shuffle": False}}, ["ref.path=null", "data.shuffle=false"]),
+        ({"rollout": {"engine_kwargs": {"a": [1, "x"]}}}, ["rollout.engine_kwargs={a: [1, 'x']}"]),
+    ],
+)
+def test_settings_become_words(settings, words):
+    assert setting_words(settings) == words
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["", "it's", "a\\'b\\", "x,y=[1]{z}: ${", "null", "1", "~/a b", "tab\t", "ü", ["a", ["b"]], {"a b": {"c,d:=": 1}}],
+)
+def test_texts_reach_the_job_unchanged(value):
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    word = f"key={as_hydra(value, 'key')}"
+    found = OverridesParser.create().parse_override(word).value()
+    plain = json.loads(json.dumps(found, default=lambda quoted: quoted.text))
+    assert plain == value
+
+
+def test_a_call_composes_the_job_of_its_words():
+    (Path() / "my_job.yaml").write_text("rollout: {n: 4}\nalgorithm: grpo\ndata: {train_batch_size: 8}\n")
+    rows = [{"path": "my.py:f", "weight": 0.5, "sources": ["a b", "c:*"], "kwargs": {"k": "v,'w'"}}, "other.py:g"]
+    Path("my.py").write_text("def f(solution_str, k): return 0\n")
+    Path("other.py").write_text("def g(solution_str): return 0\n")
+    settings = {"data": {"train_batch_size": 16}, "actor": {"ppo_mini_batch_size": 16}}
+    words = commands._words("my_job.yaml", ["rollout.n=2"], "model", rows, {"train": ROWS, "val": None}, settings)
+    config = load(words)
+    assert (config.rollout.n, config.data.train_batch_size, config.model.path) == (2, 16, "model")
+    assert config.reward.functions == rows and config.data.val_files == [] and config.trainer.job_name == "my_job"
+    assert [row for _, row in read_raw_rows(config.data.train_files[0])] == ROWS
+
+
+def test_a_config_object_takes_the_place_of_a_file_and_is_overridden():
+    config = Config()
+    config.model.path, config.rollout.n, config.actor.optim.lr = "model", 3, 1e-5
+    config.data.train_files = [data_file(ROWS, "train")]
+    config.reward.functions = ["rlfuse.tasks.remainder:compute_score"]
+    assert load([job_file(config)]) == dataclasses.replace(
+        config, trainer=dataclasses.replace(config.trainer, job_name=None)
+    )
+    given = load(commands._words(config, ["rollout.n=5"], None, None, {}, {"algorithm": "grpo"}))
+    assert given.rollout.n == 5 and given.algorithm.adv_estimator == "grpo" and given.actor.optim.lr == 1e-5
+
+
+def test_secrets_of_the_environment_are_not_written(monkeypatch):
+    monkeypatch.setenv("SERVICE_API_KEY", "abcdefgh12345678")
+    config = Config()
+    config.reward.functions = [{"path": "a.py:f", "kwargs": {"api_key": "abcdefgh12345678"}}]
+    assert "abcdefgh" not in (text := Path(job_file(config)).read_text()) and "${oc.env:SERVICE_API_KEY}" in text
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        (
+            {"trianer": {"save_freq": 1}},
+            ConfigError,
+            "trianer.save_freq=1: unknown key; did you mean",
+        ),
+        ({"trainer": {"save_freq": object()}}, ConfigError, "trainer.save_freq: got object; a setting is a number"),
+        ({"actor": {"optim": {"lr": "fast"}}}, ConfigError, "actor.optim.lr=fast"),
+        ({"reward": 3}, RewardError, "reward: got int; pass a function"),
+        ({"reward": lambda x: x}, RewardError, "reward function <lambda>"),
+        ({"dataset": 3}, DataError, "train: got int; pass a list of rows"),
+        ({"dataset": []}, DataError, "train: has no rows"),
+        ({"dataset": [1]}, DataError, "train, row 0: a row must be a dictionary, not int"),
+        ({"dataset": [{"prompt": b"x"}]}, DataError, "train, row 0: a value of type bytes can't be written as JSON"),
+        ({"dataset": {"train": ROWS, "test": ROWS}}, DataError, r"has several splits \(train, test\); pass one"),
+        ({"model": rlfuse.Run(Path("nowhere"))}, RunError, "nowhere has no checkpoint"),
+    ],
+)
+def test_invalid_arguments_are_refused_before_a_process_starts(arguments, error, message, monkeypatch):
+    monkeypatch.setattr(commands, "Job", None)
+    with pytest.raises(error, match=message):
+        rlfuse.train(**{"model": "model", "dataset": ROWS, "reward": "math:sqrt"} | arguments)
+
+
+# Datasets ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "rows, expected",
+    [
+        (ROWS, ROWS),
+        ([{"prompt": "a", "x": np.float32(0.5), "y": np.arange(2)}], [{"prompt": "a", "x": 0.5, "y": [0, 1]}]),
+        (["a", "b"], [{"prompt": "a"}, {"prompt": "b"}]),
+        (pd.DataFrame({"prompt": ["a", "b"], "answer": [1, 2]})[1:], [{"prompt": "b", "answer": 2}]),
+        (datasets.Dataset.from_list([{"prompt": "a"}, {"prompt": "b"}]).select([1]), [{"prompt": "b"}]),
+    ],
+    ids=["rows", "numpy", "texts", "pandas", "datasets"],
+)
+def test_rows_are_written_once_by_content(rows, expected):
+    path = data_file(rows, "train")
+    assert [row for _, row in read_raw_rows(path)] == expected
+    assert Path(path).stem == "train" and not Path(path).is_absolute()
+    changed = os.stat(path).st_mtime_ns
+    assert data_file(rows, "train") == path and os.stat(path).st_mtime_ns == changed
+    assert data_file("given.parquet", "train") == "given.parquet" == data_file(Path("given.parquet"), "train")
+
+
+# Functions -----------------------------------------------------------------------------------------------------------
+
+CLOSURE = """
+import sys
+sys.path.insert(0, {folder!r})
+import neighbour
+from rlfuse.api.functions import function_reference
+
+def shipped(bonus):
+    def even(solution_str, ground_truth):
+        return neighbour.half(len(solution_str)) + bonus
+    return even
+
+if __name__ == "__main__":
+    print(function_reference(shipped(1)), function_reference(lambda solution_str: 7.0))
+"""
+
+
+def scored(reference, response="four"):
+    code = f"""
+from rlfuse.rewards.api.functions import load_function
+from rlfuse.rewards.api.items import item_of_row
+item = item_of_row({{"prompt": "p", "response": {response!r}, "ground_truth": "x", "data_source": "s"}}, 0)
+[outcome] = load_function({reference!r}).score([item])
+print(getattr(outcome, "traceback", None) or outcome.value)
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.slow
+def test_functions_of_a_script_score_in_another_process(folder):
+    """Closures, lambdas, and modules next to the script."""
+    (folder / "beside").mkdir()
+    (folder / "beside" / "neighbour.py").write_text("def half(n): return n / 2\n")
+    (folder / "script.py").write_text(CLOSURE.format(folder=str(folder / "beside")))
+    command, found = [sys.executable, "script.py"], []
+    for seed in ("1", "2"):
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        found.append(
+            subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
+        )
+    assert found[0] == found[1]
+    assert [scored(each) for each in found[0]] == ["3.0", "7.0"]
+    assert [each.rpartition(":")[2] for each in found[0]] == ["even", "reward"]
+
+
+@pytest.mark.slow
+def test_tracebacks_show_the_lines_of_notebook_cells():
+    """A cell has a file name with the kernel's process, and its lines are in `linecache` alone."""
+    source = "def brief(solution_str):\n    limit = 0\n    return 1 / limit  # wrong\n"
+    references = []
+    for process in (11, 12):
+        file = f"/nowhere/ipykernel_{process}/3141.py"
+        linecache.cache[file] = (len(source), None, source.splitlines(True), file)
+        values = {"__name__": "__main__"}
+        exec(compile(source, file, "exec"), values)
+        references.append(function_reference(values["brief"]))
+    assert references[0] == references[1], "a restarted kernel resumes the run"
+    shown = scored(references[0])
+    assert 'File "<3141.py>", line 3, in brief' in shown and "return 1 / limit  # wrong" in shown
+
+
+def local(solution_str):
+    return 1.0
+
+
+class Judge:
+    """An object with the method that reward functions of samples have."""
+
+    def score(self, samples):
+        return [len(each.response) for each in samples]
+
+
+def test_functions_that_a_job_can_import_are_named(folder, monkeypatch):
+    from rlfuse.tasks.remainder import compute_score
+
+    (folder / "mine_too.py").write_text("def f(solution_str): return 0\nclass A:\n    def g(self): return 0\n")
+    monkeypatch.syspath_prepend(str(folder))
+    import mine_too
+
+    assert function_reference(compute_score) == "rlfuse.tasks.remainder:compute_score"
+    assert function_reference(mine_too.f) == "mine_too.py:f"
+    assert reward_entries([{"path": mine_too.f, "weight": 2}, "a.py:f", Path("b.py:g")]) == [
+        {"path": "mine_too.py:f", "weight": 2}, "a.py:f", "b.py:g",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "function, name, value",
+    [(functools.partial(lambda solution_str, by: by, by=4.0), "reward", 4.0), (Judge(), "Judge", 5.0)],
+)
+def test_objects_are_shipped_by_value(function, name, value):
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    try:
+        reference = function_reference(function)
+    finally:
+        cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+    assert reference.endswith(f"/{name}.py:{name}")
+    item = item_of_row({"prompt": "p", "response": "12345", "ground_truth": "x", "data_source": "s"}, 0)
+    [outcome] = load_function(reference).score([item])
+    assert outcome.value == value
+
+
+def test_functions_that_cannot_be_shipped_are_refused(monkeypatch):
+    lock = __import__("threading").Lock()
+
+    def locked(solution_str):
+        return float(lock.locked())
+
+    with pytest.raises(RewardError, match=r"reward locked: can't be sent to the processes of the job \(TypeError: "):
+        function_reference(locked)
+    monkeypatch.setattr(functions, "MAX_BYTES", 1 << 20)
+    large = np.zeros(1 << 18)
+    with pytest.raises(RewardError, match="refers to 2 MiB of objects, above the limit of 1 MiB"):
+        function_reference(lambda solution_str: large)
+
+
+# Errors of a job -----------------------------------------------------------------------------------------------------
+
+FAILING = """
+from rlfuse.application import run_command
+from rlfuse.errors import ConfigError, EngineError, NodeLost
+
+class Unknown(Exception):
+    pass
+
+def fail():
+    try:
+        {{}}["absent"]
+    except KeyError as cause:
+        raise {error} from cause
+
+raise SystemExit(run_command(fail))
+"""
+
+
+def failed(error):
+    job = Job(Path("runs"), [sys.executable, "-c", FAILING.format(error=error)], rlfuse.Run)
+    with pytest.raises(Exception) as caught:
+        job.follow(60, lambda line: None)
+    return caught.value
+
+
+@pytest.mark.slow
+def test_the_error_of_a_job_is_raised_with_its_cause():
+    lost = failed("NodeLost('node 7 was lost', ('7',))")
+    assert isinstance(lost, EngineError) and str(lost) == "node 7 was lost" and lost.nodes == ("7",)
+    assert isinstance(lost.__cause__, KeyError) and lost.__cause__.args == ("absent",)
+    assert "in fail" in lost.__cause__.__notes__[0]
+    wrong = failed("ConfigError(['a=1: wrong', 'b=2: too'])")
+    assert isinstance(wrong, ConfigError) and wrong.problems == ["a=1: wrong", "b=2: too"]
+    defect = failed("Unknown('of the job alone')")
+    assert type(defect) is RuntimeError and "Unknown: of the job alone" in str(defect)
+    assert isinstance(defect.__cause__, KeyError)
+
+
+def test_a_killed_job_is_a_job_error():
+    job = Job(
+        Path("runs"), [sys.executable, "-c", "import os; print('last', flush=True); os.kill(os.getpid(), 9)"], str
+    )
+    with pytest.raises(rlfuse.JobError, match=r"status -9:\nlast"):
+        job.follow(60, lambda line: None)
+
+
+# Results -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_reads_its_folder(folder):
+    run = rlfuse.Run(ROOT / "notebooks" / "data" / "run")
+    assert len(run.metrics.loc[1:]) == 12 and len(run.samples) == 384 and run.summary["steps"] == 12
+    assert run.checkpoint is None is run.model and Path(run) == run.folder
+    for step in (2, 10):
+        (folder / f"global_step_{step}" / "actor" / "huggingface").mkdir(parents=True)
+        (folder / f"global_step_{step}" / "COMPLETE").touch()
+    assert rlfuse.Run(folder).model == folder / "global_step_10" / "actor" / "huggingface"
+
+
+def test_responses_are_read_in_the_order_of_the_prompts(folder, monkeypatch):
+    row = {"data_source": "s", "prompt": "p", "response": "r", "finish": "stop", "prompt_tokens": 1, "note": None}
+    row |= {"response_tokens": 1, "reward": None, "parts": {}, "ground_truth": "", "columns": {}}
+    written = []
+
+    def job(file, command, result):
+        file.write_text("".join(json.dumps({"id": f"3/{at}/0", **row}) + "\n" for at in (10, 2)))
+        written.append(command[3:])
+        return type("Followed", (), {"follow": lambda self, *_: result(file)})()
+
+    monkeypatch.setattr(commands, "Job", job)
+    found = rlfuse.generate("algorithm=grpo", model="model", prompts=["a", "b"], out="out.jsonl", rollout={"n": 2})
+    assert [*found["id"]] == ["3/2/0", "3/10/0"] and [*found["step"]] == [3, 3] and found["reward"].isna().all()
+    [(command, *words)] = written
+    assert command == "rlfuse.cli" or words[0] == "generate"
+    assert words[-3:] == ["model", "algorithm=grpo", "rollout.n=2"] and "--score" not in words
+
+
+@pytest.mark.slow
+def test_a_plan_has_tables_and_a_verdict():
+    settings = {"model": "model", "algorithm": "grpo", "rollout": {"n": 4}}
+    large, small = (rlfuse.plan(**settings, device_memory=memory) for memory in (2000, 8))
+    assert large.fits and str(large).rstrip().endswith("fits") and "Memory in GiB" in large.text
+    assert not small.fits and "does not fit" in small.text
+    with pytest.raises(ConfigError, match="--device-memory -1: needs a number above 0"):
+        rlfuse.plan(**settings, device_memory=-1)
+
+
+# Names ---------------------------------------------------------------------------------------------------------------
+
+
+def test_public_names_are_declared_for_editors_and_imported_lazily():
+    tree = ast.parse((ROOT / "rlfuse" / "__init__.pyi").read_text())
+    imported = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    declared = {(node.module, alias.name) for node in imported for alias in node.names}
+    assert declared == {(f"rlfuse.{module}", name) for module, names in rlfuse.PUBLIC.items() for name in names}
+    assert {name for _, name in declared} < {*rlfuse.__all__} <= {*dir(rlfuse)}
+    assert all(getattr(rlfuse, name) is not None for name in rlfuse.__all__)
+    code = "import sys, rlfuse; print([each for each in sys.modules if each in {'torch', 'pandas', 'hydra', 'yaml'}])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+import rlfuse
+failed = {}
+for each in pkgutil.walk_packages(rlfuse.__path__, "rlfuse."):
+    try:
+        importlib.import_module(each.name)
+    except ImportError as error:
+        failed[each.name] = str(error)
+import rlfuse.train
+from rlfuse import train
+assert rlfuse.train is train is sys.modules["rlfuse.train"] and callable(train), rlfuse.train
+try:
+    rlfuse.train(rollout={"nn": 2})
+except rlfuse.ConfigError as error:
+    print("did you mean" in str(error), len(sys.modules), failed)
+"""
+
+
+@pytest.mark.slow
+def test_the_function_train_is_not_shadowed_by_any_module():
+    done = subprocess.run([sys.executable, "-c", IMPORT_ALL], capture_output=True, text=True, timeout=500)
+    assert done.stdout.startswith("True"), done.stdout + done.stderr
+    command = [sys.executable, "-m", "rlfuse.train", "rollout.nn=2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2 and "did you mean" in done.stderr

@@ -17,6 +17,7 @@ import torch
 from rlfuse.algorithms import registry
 from rlfuse.algorithms.advantages import advantages_and_returns, place_at_end, whiten
 from rlfuse.algorithms.corrections import mismatch_metrics, truncated_importance_weights
+from rlfuse.algorithms.covariance import SELECTING, covariances, select_tokens
 from rlfuse.algorithms.kl import AdaptiveKl, kl_coefficient, kl_estimate
 from rlfuse.algorithms.shaping import Normaliser, has_zero_std, overlong_penalty
 from rlfuse.config.custom_functions import DECORATOR, traits_of
@@ -86,6 +87,7 @@ class Experience:
         extra = ["ref_log_probs"] if self.config.actor.use_kl_loss else []
         extra += ["kl_coefs"] if self._kl_loss_by_source else []
         extra += ["is_weights"] if self.config.algorithm.rollout_is_threshold is not None else []
+        extra += ["selected"] if self._selects_tokens else []
         return ("old_log_probs", "advantages", *extra)
 
     @property
@@ -113,7 +115,8 @@ class Experience:
     def requires_batch(self, model: str) -> bool:
         """Return whether a model's loss on a group depends on the other groups of the step, in every step."""
         chosen_late = self.config.algorithm.filter_groups.enable
-        return chosen_late or self.traits.needs_batch or (model == "actor" and bool(self.traits.whitens))
+        of_actor = bool(self.traits.whitens) or self._selects_tokens
+        return chosen_late or self.traits.needs_batch or (model == "actor" and of_actor)
 
     def overlap_blocker(self) -> str:
         """Return the reason why some gradients must wait for the end of generation; empty if none must."""
@@ -137,12 +140,14 @@ class Experience:
             return f"training waits for all responses: {key} selects groups after all are scored"
         key = f"algorithm.adv_estimator={algorithm.adv_estimator}"
         if self.traits.needs_batch:
-            return (
-                f"training waits for all responses: {key} reads the whole batch; if it needs only the row's group, "
-                f"declare @{DECORATOR}(needs_batch=False)"
-            )
+            remedy = f"; if it needs only the row's group, declare @{DECORATOR}(needs_batch=False)"
+            is_custom = names_function(algorithm.adv_estimator)
+            return f"training waits for all responses: {key} reads the whole batch" + remedy * is_custom
         if self.traits.whitens:
             return f"the actor's training waits for all responses: {key} normalises its advantages over the batch"
+        if self._selects_tokens:
+            key = f"actor.loss_mode={self.config.actor.loss_mode}"
+            return f"the actor's training waits for all responses: {key} selects tokens of the whole batch"
         return ""
 
     def _why_not_deferred(self) -> str:
@@ -238,6 +243,8 @@ class Experience:
         if over:
             white = whiten(_matrix(samples, "advantages"), mask, by_response=over == "responses")
             _spread(samples, mask, advantages=white)
+        if self._selects_tokens:
+            self._select(samples)
         if not self.config.algorithm.use_kl_in_reward:
             return metrics
         kl, coefficient = self._kl(samples, mask).sum(-1), self._kl_coefficients(samples, self.kl.value)
@@ -247,6 +254,20 @@ class Experience:
             "actor/reward_kl_penalty": per_token,
             "actor/reward_kl_penalty_coeff": float(coefficient.double().mean()),
         }
+
+    @property
+    def _selects_tokens(self) -> bool:
+        return self.config.actor.loss_mode in SELECTING
+
+    def _select(self, samples: Sequence[Sample]) -> None:
+        """Fill `selected`: 1 on the tokens that the loss treats differently, else 0."""
+        masks = [sample.response.mask for sample in samples]
+        engine, advantages = [sample.response.log_probs for sample in samples], _named(samples, "advantages")
+        covariance = covariances(flattened(engine, masks), flattened(advantages, masks))
+        lengths, seeds = [int(mask.sum()) for mask in masks], [sample.seed for sample in samples]
+        selected = select_tokens(self.config.actor, covariance, seeds, lengths)
+        for sample, values in zip(samples, per_row(selected, masks), strict=True):
+            sample.tensors["selected"] = values
 
     def _scores(self, samples: Sequence[Sample]) -> torch.Tensor:
         """Return rewards plus DAPO's length penalty, float32 [B]; the penalty is also logged as a reward part."""

@@ -156,6 +156,9 @@ def _advantages(config: Config, facts: Facts) -> Iterator[str]:
     if config.trainer.critic_warmup > 1 and traits and not traits.needs_critic:
         valid = f"must be 0 with algorithm.adv_estimator={estimator}, which has no critic"
         yield _problem(config, "trainer.critic_warmup", valid, "set trainer.critic_warmup=0, or algorithm=ppo")
+    lower, upper = config.actor.clip_cov_lb, config.actor.clip_cov_ub
+    if config.actor.loss_mode == "clip_cov" and lower >= upper:
+        yield _problem(config, "actor.clip_cov_lb", f"must be below actor.clip_cov_ub={upper:g}", "lower it")
     adaptive = config.algorithm.kl_ctrl.type == "adaptive"
     if adaptive and not config.algorithm.use_kl_in_reward:
         valid = "has an effect only with algorithm.use_kl_in_reward=true"

@@ -25,7 +25,8 @@ PARAMETERS = {
     "algorithm.adv_estimator": ("token_rewards", "scores", "mask", "groups", "values", "dimensions", "weights",
                                 "gamma", "lam", "by_std", "n"),
     "algorithm.kl_penalty": _OF_KL,
-    "actor.loss_mode": ("log_probs", "old_log_probs", "advantages", "mask", "clip_low", "clip_high", "clip_c"),
+    "actor.loss_mode": ("log_probs", "old_log_probs", "advantages", "mask", "clip_low", "clip_high", "clip_c",
+                        "tau_pos", "tau_neg", "ppo_kl_coef"),
     "actor.kl_loss_type": _OF_KL,
 }  # fmt: skip
 """Key of a custom algorithm function -> names of the arguments that it may take."""

@@ -34,7 +34,10 @@ ESTIMATORS = {
     "grpo": Traits(needs_groups=True, needs_batch=False),
     "gdpo": Traits(needs_groups=True, needs_batch=False, each_reward=True, whitens="responses"),
     "rloo": Traits(needs_groups=True, needs_batch=False),
+    "opo": Traits(needs_groups=True, needs_batch=False),
+    "gpg": Traits(needs_groups=True),
     "reinforce_plus_plus": Traits(needs_batch=False, whitens="tokens"),
+    "reinforce_plus_plus_baseline": Traits(needs_groups=True, needs_batch=False, whitens="tokens"),
 }
 
 

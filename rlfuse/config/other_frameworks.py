@@ -29,7 +29,6 @@ class Counterpart:
 _VERL = (
     ("actor.ppo_micro_batch_size_per_gpu", "sequences per rank; verl counts those of all ranks",
      "actor_rollout_ref.actor.ppo_micro_batch_size critic.ppo_micro_batch_size"),
-    ("actor.loss_mode", "", "actor_rollout_ref.actor.policy_loss.loss_mode"),
     ("actor.offload_optimizer", "", "actor_rollout_ref.actor.fsdp_config.optimizer_offload"),
     ("model.dtype", "one setting for engines and training",
      "actor_rollout_ref.actor.fsdp_config.dtype actor_rollout_ref.rollout.dtype"),
@@ -112,6 +111,7 @@ SAME_NAME = {
 
 VERL_PREFIXES = (
     ("actor_rollout_ref.rollout.engine_kwargs.vllm.", "rollout.engine_kwargs."),
+    ("actor_rollout_ref.actor.policy_loss.", "actor."),
     ("actor_rollout_ref.actor.", "actor."),
     ("actor_rollout_ref.rollout.", "rollout."),
     ("actor_rollout_ref.model.", "model."),
@@ -205,7 +205,7 @@ _TRL_AND_OPENRLHF = (
     ("actor.clip_ratio_high", "", "epsilon_high", ""),
     ("critic.optim.lr", "actor and critic are separate models with separate learning rates",
      "vf_coef", ""),
-    ("actor.loss_agg_mode", "or a preset: algorithm=grpo | dr_grpo | dapo", "loss_type", ""),
+    ("actor.loss_agg_mode", "or a preset: algorithm=grpo | dr_grpo | dapo | cispo | sapo", "loss_type", ""),
     ("algorithm.norm_adv_by_std_in_grpo", "", "scale_rewards", ""),
     ("model.enable_gradient_checkpointing", "", "gradient_checkpointing", ""),
     ("model.path", "", "model_name_or_path", "pretrain"),

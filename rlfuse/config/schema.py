@@ -234,8 +234,8 @@ class FilterGroups:
 
 @dataclass
 class AlgorithmConfig:
-    """Advantage estimation and KL penalties. Presets: algorithm=ppo | grpo | dr_grpo | gdpo | rloo |
-    reinforce_plus_plus | dapo | gspo."""
+    """Advantage estimation and KL penalties. Presets: algorithm=ppo | grpo | dr_grpo | gdpo | gpg | opo |
+    rloo | reinforce_plus_plus | reinforce_plus_plus_baseline | dapo | gspo | cispo | sapo | clip_cov | kl_cov."""
 
     adv_estimator: str = key("gae", ESTIMATOR, choices=describe_choices(), custom=True)
     """Advantage estimator."""
@@ -323,8 +323,28 @@ class ActorConfig:
     """Upper clip range (DAPO); null: clip_ratio."""
     clip_ratio_c: float | None = key(3.0, LOSS_WEIGHTS, above=1)
     """Lower bound of dual-clip PPO for negative advantages (Ye et al. 2020); null disables it."""
-    loss_mode: str = key("vanilla", LOSS, choices="vanilla (per token) | gspo (per sequence)", custom=True)
+    loss_mode: str = key(
+        "vanilla",
+        LOSS,
+        choices="vanilla (per token) | gspo (per sequence) | cispo (clipped weights) | sapo (soft gate) | "
+        "gpg (no ratio) | clip_cov (no gradient on tokens of high covariance) | kl_cov (KL penalty on them)",
+        custom=True,
+    )
     """Policy loss."""
+    tau_pos: float = key(1.0, LOSS_WEIGHTS, above=0)
+    """loss_mode=sapo: temperature of the gate for positive advantages; larger values decay faster."""
+    tau_neg: float = key(1.05, LOSS_WEIGHTS, above=0)
+    """loss_mode=sapo: temperature of the gate for all other advantages."""
+    clip_cov_ratio: float = key(0.0002, LOSS_WEIGHTS, above=0, at_most=1)
+    """loss_mode=clip_cov: fraction of the response tokens of a step without a gradient."""
+    clip_cov_lb: float = key(1.0, LOSS_WEIGHTS)
+    """loss_mode=clip_cov: lower bound of the covariance of these tokens."""
+    clip_cov_ub: float = key(5.0, LOSS_WEIGHTS)
+    """loss_mode=clip_cov: upper bound of the covariance of these tokens."""
+    kl_cov_ratio: float = key(0.0002, LOSS_WEIGHTS, above=0, at_most=1)
+    """loss_mode=kl_cov: fraction of the response tokens of a step with a KL penalty, those of highest covariance."""
+    ppo_kl_coef: float = key(0.1, LOSS_WEIGHTS, at_least=0)
+    """loss_mode=kl_cov: coefficient of the KL penalty to the old policy."""
     loss_agg_mode: str = key(
         "token-mean", LOSS, choices="token-mean | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm"
     )

@@ -145,7 +145,10 @@ def tensors(batch):
     return [sample.tensors for group in batch for sample in group.samples]
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+BY_GROUP = [name for name in ESTIMATORS if not TRAITS[name].needs_batch]
+
+
+@pytest.mark.parametrize("estimator", BY_GROUP)
 @pytest.mark.parametrize("seed", range(5))
 def test_groups_prepared_one_by_one_in_any_order_get_the_same_bits_as_all_at_once(estimator, seed):
     experience = Experience(config(algorithm__adv_estimator=estimator, **PENALISED))
@@ -161,7 +164,7 @@ def test_groups_prepared_one_by_one_in_any_order_get_the_same_bits_as_all_at_onc
     assert experience.complete(whole) == Experience(experience.config).complete(one_by_one)
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", BY_GROUP)
 def test_only_what_is_normalised_over_the_batch_waits_for_it(estimator):
     experience = Experience(config(algorithm__adv_estimator=estimator, **PENALISED))
     batch = scored(0)
@@ -178,6 +181,34 @@ def test_only_what_is_normalised_over_the_batch_waits_for_it(estimator):
         counted = [each["advantages"][:1] if over == "responses" else each["advantages"] for each in tensors(batch)]
         advantages = np.concatenate(counted)
         assert advantages.mean() == pytest.approx(0, abs=1e-6) and advantages.std(ddof=1) == pytest.approx(1, abs=1e-5)
+
+
+def test_gpg_is_computed_once_all_groups_are_scored():
+    experience, batch = Experience(config(algorithm__adv_estimator="gpg", rollout__n=2)), scored(0)
+    for group in batch:
+        experience.prepare([group])
+    assert not any("advantages" in each for each in tensors(batch))
+    assert not experience.can_train_before_batch_completes("actor")
+    experience.complete(batch)
+    assert any(each["advantages"].any() for each in tensors(batch))
+
+
+@pytest.mark.parametrize("changes", [{"loss_mode": "kl_cov", "kl_cov_ratio": 0.2},
+                                     {"loss_mode": "clip_cov", "clip_cov_ratio": 0.2, "clip_cov_lb": 0.1}])  # fmt: skip
+def test_tokens_are_selected_from_the_whole_batch_in_any_order_of_work(changes):
+    experience = Experience(config(**{f"actor__{name}": value for name, value in changes.items()}))
+    assert experience.actor_tensors == ("old_log_probs", "advantages", "selected")
+    assert not experience.can_train_before_batch_completes("actor")
+    assert experience.can_train_before_batch_completes("critic") and experience.fused_into_first_update
+    whole, one_by_one = scored(1), scored(1)
+    experience.prepare(whole)
+    for number in reversed(range(len(one_by_one))):
+        experience.prepare([one_by_one[number]])
+    for batch in (whole, one_by_one):
+        experience.complete(batch)
+    found = [np.concatenate([each["selected"] for each in tensors(batch)]) for batch in (whole, one_by_one)]
+    assert found[0].tolist() == found[1].tolist() and set(found[0]) == {0, 1}
+    assert found[0].sum() == int(0.2 * len(found[0]))
 
 
 def test_nothing_is_learned_early_while_dynamic_sampling_still_chooses():
@@ -200,6 +231,11 @@ PIPELINES = {
     [
         ({"algorithm__adv_estimator": "gae"}, "the actor's training waits.*adv_estimator=gae"),
         ({"algorithm__adv_estimator": "grpo", "actor__zero_stage": 2}, "training waits.*actor.zero_stage=2"),
+        ({"algorithm__adv_estimator": "gpg"}, "training waits.*adv_estimator=gpg reads the whole batch$"),
+        (
+            {"algorithm__adv_estimator": "grpo", "actor__loss_mode": "kl_cov"},
+            "the actor's training waits.*loss_mode=kl_cov selects tokens of the whole batch",
+        ),
         ({"algorithm__filter_groups__enable": True}, "training waits.*filter_groups.enable=true"),
         ({"algorithm__adv_estimator": "grpo"}, "^$"),
         ({"training__tensor_model_parallel_size": 2}, "scoring and training wait.*=2 ranks share.*a slot has only 1 "),

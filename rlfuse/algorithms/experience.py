@@ -16,7 +16,7 @@ import torch
 
 from rlfuse.algorithms import registry
 from rlfuse.algorithms.advantages import advantages_and_returns, place_at_end, whiten
-from rlfuse.algorithms.corrections import mismatch_metrics, truncated_importance_weights
+from rlfuse.algorithms.corrections import correction_weights, mismatch_metrics
 from rlfuse.algorithms.covariance import SELECTING, covariances, select_tokens
 from rlfuse.algorithms.kl import AdaptiveKl, kl_coefficient, kl_estimate
 from rlfuse.algorithms.shaping import Normaliser, has_zero_std, overlong_penalty
@@ -71,7 +71,7 @@ class Experience:
         only. Values are needed for the advantages, and the reference has other weights.
         """
         config, algorithm = self.config, self.config.algorithm
-        before = algorithm.use_kl_in_reward or algorithm.rollout_is_threshold is not None
+        before = algorithm.use_kl_in_reward or algorithm.rollout_correction.is_enabled
         chosen_late = config.fusion.data != "exact" or algorithm.filter_groups.enable
         unknown = config.trainer.critic_warmup > 1 or (chosen_late and not self._one_part)
         return () if algorithm.old_log_probs != "trainer" or before or unknown else ("old_log_prob",)
@@ -86,7 +86,7 @@ class Experience:
         """Per-token arrays that the actor's loss reads."""
         extra = ["ref_log_probs"] if self.config.actor.use_kl_loss else []
         extra += ["kl_coefs"] if self._kl_loss_by_source else []
-        extra += ["is_weights"] if self.config.algorithm.rollout_is_threshold is not None else []
+        extra += ["is_weights"] if self.config.algorithm.rollout_correction.is_enabled else []
         extra += ["selected"] if self._selects_tokens else []
         return ("old_log_probs", "advantages", *extra)
 
@@ -96,7 +96,7 @@ class Experience:
         config = self.config
         if config.training.pipeline_parallel_size == 1 or self._why_not_deferred():
             return ()
-        corrected = config.algorithm.rollout_is_threshold is not None  # importance weights need the old log-probs
+        corrected = config.algorithm.rollout_correction.is_enabled  # importance weights need the old log-probs
         return tuple(kind for kind in self.kinds if kind == "ref" or (kind == "old_log_prob" and not corrected))
 
     def groups_with_nonzero_std(self, groups: Sequence[Group]) -> list[int]:
@@ -307,11 +307,11 @@ class Experience:
         return torch.tensor(found, dtype=torch.float32)[:, None]
 
     def _correct(self, samples: Sequence[Sample], mask: torch.Tensor) -> None:
-        """Fill `is_weights`, the truncated importance weights for the rollout mismatch, if configured."""
-        cap = self.config.algorithm.rollout_is_threshold
-        if cap is not None and self.config.algorithm.old_log_probs == "trainer":
+        """Fill `is_weights`, the factors of the policy loss for the rollout mismatch, if configured."""
+        correction = self.config.algorithm.rollout_correction
+        if correction.is_enabled and self.config.algorithm.old_log_probs == "trainer":
             engine = _pad([sample.response.log_probs for sample in samples], samples)
-            weights = truncated_importance_weights(_matrix(samples, "old_log_probs"), engine, mask, cap)
+            weights = correction_weights(correction, _matrix(samples, "old_log_probs"), engine, mask)
             _spread(samples, mask, is_weights=weights)
 
     def mismatch(self, groups: Sequence[Group]) -> dict[str, float]:
@@ -322,9 +322,11 @@ class Experience:
         masks = [sample.response.mask for sample in samples]
         engine, trainer = [sample.response.log_probs for sample in samples], _named(samples, "old_log_probs")
         metrics = mismatch_metrics(flattened(engine, masks), flattened(trainer, masks))
-        if self.config.algorithm.rollout_is_threshold is not None:
+        correction = self.config.algorithm.rollout_correction
+        if correction.is_enabled:
             weights = flattened(_named(samples, "is_weights"), masks)
             metrics["training/rollout_is_weight_mean"] = float(weights.mean())
+            metrics["training/rollout_rs_masked_fraction"] = float((weights == 0).mean())
         return metrics
 
     def _kl(self, samples: Sequence[Sample], mask: torch.Tensor) -> torch.Tensor:

@@ -79,7 +79,7 @@ def policy_loss(
 
     The loss function of `mode` receives the arguments that match its parameter names, 0 at masked-out positions, and
     returns the loss or (loss, sums). `is_weights` [B, T] are detached importance weights that multiply the loss, see
-    `corrections.truncated_importance_weights`. Arguments of single modes: `selected` [B, T], see `covariance`, and
+    `corrections.correction_weights`. Arguments of single modes: `selected` [B, T], see `covariance`, and
     `options`, such as `tau_pos`.
     """
     function = LOSS_MODES.find(mode)

@@ -34,7 +34,7 @@ def actor_objective(
     """Compute the policy loss minus the entropy bonus plus the KL to the reference; all inputs [B, T].
 
     `tensors` holds `old_log_probs` and `advantages`; `ref_log_probs` with actor.use_kl_loss, and `kl_coefs` if the KL
-    coefficient depends on the data source; `is_weights` with algorithm.rollout_is_threshold; `selected` with a loss
+    coefficient depends on the data source; `is_weights` with algorithm.rollout_correction; `selected` with a loss
     that `covariance` selects tokens for. `max_tokens`: data.max_response_length, the constant of
     `seq-mean-token-sum-norm`. Returns the loss and detached diagnostics, all as sums.
     """

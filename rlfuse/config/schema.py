@@ -199,7 +199,7 @@ class RolloutConfig:
         rejected={"fp8": "in vLLM this is an 8-bit checkpoint; names of online quantization give the granularity"},
     )
     """Online 8-bit quantization of the engines' linear layers by vLLM, repeated at every weight transfer; null: none.
-    Requires algorithm.rollout_is_threshold."""
+    Requires algorithm.rollout_correction."""
     on_mismatch: str = key("stop", TOLERANCE, choices="stop | alert")
     """Action if the log-probs of engines and trainer for the same tokens differ after the first weight transfer."""
     engine_kwargs: dict[str, Any] = key({}, SAMPLING)
@@ -233,6 +233,38 @@ class FilterGroups:
 
 
 @dataclass
+class RolloutCorrection:
+    """Correction of the mismatch between the log-probs of rollout engines and trainer (TIS, MIS, IcePop), by factors of
+    the policy loss."""
+
+    rollout_is: str | None = key(
+        None, LOSS_WEIGHTS, choices="token (ratio of each token) | sequence (product over the response)"
+    )
+    """Importance weight: probability under the trainer over that under the engine; null: none."""
+    rollout_is_threshold: float = key(2.0, LOSS_WEIGHTS, above=0)
+    """Upper bound of the importance weight; larger ones are truncated to it."""
+    rollout_is_threshold_lower: float | None = key(None, LOSS_WEIGHTS, above=0)
+    """Lower bound of the importance weight (IcePop): weights below it or above rollout_is_threshold become 0; null: no
+    lower bound, and truncation."""
+    rollout_rs: str | None = key(
+        None,
+        LOSS_WEIGHTS,
+        choices="token_k1 | token_k2 | token_k3 | seq_sum_k1 | seq_sum_k2 | seq_sum_k3 | "
+        "seq_mean_k1 (geometric mean) | seq_mean_k2 | seq_mean_k3 | seq_max_k2 | seq_max_k3",
+    )
+    """Rejection of tokens or responses whose KL estimate (k1, k2 or k3 per token; sum, mean or maximum over the
+    response) is out of bounds: they get no policy gradient, but count in the mean. null: none."""
+    rollout_rs_threshold: float | None = key(None, LOSS_WEIGHTS, above=0)
+    """Upper bound of the estimate; for k1, of the ratio exp(k1), engine over trainer."""
+    rollout_rs_threshold_lower: float | None = key(None, LOSS_WEIGHTS, above=0)
+    """Lower bound of the ratio, for k1 only; null: 1 / rollout_rs_threshold."""
+
+    @property
+    def is_enabled(self) -> bool:
+        return self.rollout_is is not None or self.rollout_rs is not None
+
+
+@dataclass
 class AlgorithmConfig:
     """Advantage estimation and KL penalties. Presets: algorithm=ppo | grpo | dr_grpo | gdpo | gpg | opo |
     rloo | reinforce_plus_plus | reinforce_plus_plus_baseline | dapo | gspo | cispo | sapo | clip_cov | kl_cov."""
@@ -258,9 +290,7 @@ class AlgorithmConfig:
         "trainer", LOSS, choices="trainer (extra forward pass, except for the first update) | engine"
     )
     """Source of the old log-probs in PPO's importance ratio."""
-    rollout_is_threshold: float | None = key(None, LOSS_WEIGHTS, above=0)
-    """Truncation threshold of the importance weight that corrects the mismatch between engine and trainer (TIS); null
-    disables the correction."""
+    rollout_correction: RolloutCorrection = field(default_factory=RolloutCorrection)
 
 
 @dataclass

@@ -42,6 +42,10 @@ def config(**changes):
     return made
 
 
+def correction(**changes):
+    return {f"algorithm__rollout_correction__{name}": value for name, value in changes.items()}
+
+
 def worked_out(experience, batch):
     """Everything from scores to metrics."""
     experience.prepare(batch)
@@ -81,12 +85,30 @@ def test_grpo_compares_within_the_group_and_the_length_penalty_is_a_part():
 
 
 def test_mismatch_is_measured_and_corrected_with_a_cap():
-    experience = Experience(config(algorithm__rollout_is_threshold=1.2))
+    experience = Experience(config(**correction(rollout_is="token", rollout_is_threshold=1.2)))
     batch = groups([[1.0], [0.0]], [[3], [2]], engine_offset=-0.5)
     metrics = worked_out(experience, batch)
     assert metrics["training/rollout_log_probs_diff_max"] == pytest.approx(0.5)
     np.testing.assert_allclose(batch[0].samples[0].tensors["is_weights"], 1.2, atol=1e-6)  # e^0.5 is above the cap
     assert experience.actor_tensors == ("old_log_probs", "advantages", "is_weights")
+    assert metrics["training/rollout_is_weight_mean"] == pytest.approx(1.2)
+    assert metrics["training/rollout_rs_masked_fraction"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rollout_is": "token", "rollout_is_threshold_lower": 0.8},
+        {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 2.0},
+    ],
+)
+def test_tokens_out_of_bounds_lose_their_loss_and_are_counted(changes):
+    experience = Experience(config(**correction(**changes)))
+    batch = groups([[1.0], [0.0]], [[3], [2]])
+    batch[0].samples[0].response.log_probs[:] -= 1.0  # a ratio of e in all three tokens
+    metrics = worked_out(experience, batch)
+    assert [sample.tensors["is_weights"].tolist() for group in batch for sample in group.samples] == [[0] * 3, [1] * 2]
+    assert metrics["training/rollout_rs_masked_fraction"] == pytest.approx(3 / 5)
 
 
 def test_engine_log_probs_as_old_ones_need_no_pass_of_the_trainer():
@@ -123,7 +145,8 @@ PENALISED = {
     "algorithm__kl_ctrl__kl_coef": 0.3,
     "algorithm__gamma": 0.97,
     "algorithm__lam": 0.9,
-    "algorithm__rollout_is_threshold": 1.5,
+    "algorithm__rollout_correction__rollout_is": "token",
+    "algorithm__rollout_correction__rollout_is_threshold": 1.5,
     "data__max_response_length": 9,
     "reward__overlong_buffer__len": 4,
 }
@@ -269,7 +292,7 @@ def test_it_says_which_setting_makes_training_wait_for_the_last_response(changes
         ({"algorithm__filter_groups__enable": True}, ()),
         ({"algorithm__adv_estimator": "gae"}, ("values",)),
         ({"algorithm__use_kl_in_reward": True}, ("old_log_prob", "ref")),
-        ({"algorithm__rollout_is_threshold": 2.0}, ("old_log_prob",)),
+        (correction(rollout_is="token"), ("old_log_prob",)),
         ({"trainer__critic_warmup": 1, "algorithm__adv_estimator": "gae"}, ("values",)),
         ({"trainer__critic_warmup": 2, "algorithm__adv_estimator": "gae"}, ("old_log_prob", "values")),
     ],
@@ -292,7 +315,7 @@ def test_the_first_updates_own_log_probs_are_the_old_ones_unless_they_are_needed
     [
         ({}, ("old_log_prob", "ref")),
         ({"algorithm__old_log_probs": "engine"}, ("ref",)),
-        ({"algorithm__rollout_is_threshold": 2.0}, ("ref",)),
+        (correction(rollout_is="token"), ("ref",)),
         ({"algorithm__adv_estimator": "gae"}, ("old_log_prob", "ref")),
         ({"algorithm__use_kl_in_reward": True}, ()),
         ({"fusion__training": "serial"}, ()),

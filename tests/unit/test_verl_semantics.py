@@ -17,7 +17,7 @@ from worlds.playing import PATIENCE_S, World
 from worlds.scenes import Scene
 
 from rlfuse.algorithms.advantages import advantages_and_returns, whiten
-from rlfuse.algorithms.corrections import truncated_importance_weights
+from rlfuse.algorithms.corrections import correction_weights
 from rlfuse.algorithms.kl import KL_KINDS, AdaptiveKl, kl_estimate
 from rlfuse.algorithms.learning_rate import lr_factors
 from rlfuse.algorithms.losses import AGG_MODES, loss_divisor, loss_sum
@@ -26,7 +26,7 @@ from rlfuse.config import sampling
 from rlfuse.config.documentation import by_name
 from rlfuse.config.estimators import ESTIMATORS
 from rlfuse.config.other_frameworks import SAME_NAME, counterpart
-from rlfuse.config.schema import ActorConfig, Config, DataConfig, OptimConfig, TrainerConfig
+from rlfuse.config.schema import ActorConfig, Config, DataConfig, OptimConfig, RolloutCorrection, TrainerConfig
 from rlfuse.data.prompts import _fit
 from rlfuse.progress import is_due
 from rlfuse.run.job import training_steps
@@ -53,7 +53,9 @@ KEYS_BY_TEST = {
     "algorithm.kl_ctrl.target_kl algorithm.kl_ctrl.horizon algorithm.use_kl_in_reward",
     "test_advantages": "algorithm.adv_estimator algorithm.gamma algorithm.lam algorithm.norm_adv_by_std_in_grpo",
     "test_gdpo_whitens_by_response_which_is_verls_where_responses_are_equally_long": "",
-    "test_importance_weights": "algorithm.rollout_is_threshold",
+    "test_importance_weights": "algorithm.rollout_correction.rollout_is "
+    "algorithm.rollout_correction.rollout_is_threshold",
+    "test_corrections.py": "algorithm.rollout_correction.rollout_rs algorithm.rollout_correction.rollout_rs_threshold",
     "test_long_prompts_are_truncated_like_in_verl": "data.truncation data.max_prompt_length",
     "test_sampling_parameters_follow_their_keys": "rollout.temperature rollout.top_p rollout.top_k "
     "rollout.val_kwargs.temperature rollout.val_kwargs.top_p rollout.val_kwargs.top_k data.max_response_length",
@@ -326,11 +328,15 @@ def test_gdpo_whitens_by_response_which_is_verls_where_responses_are_equally_lon
     assert (ratio == pytest.approx([math.sqrt(4 / 3 * 15 / 16)] * 4, rel=1e-4)) == same
 
 
-def test_importance_weights():
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_importance_weights(level):
     mask, draw = batch(4)
     trainer, engine = draw(), draw()
-    wanted = (trainer - engine).clamp(-20, 20).exp().clamp(max=2.0) * mask
-    torch.testing.assert_close(truncated_importance_weights(trainer, engine, mask, 2.0), wanted)
+    apart = trainer - engine
+    if level == "sequence":
+        apart = (apart * mask).sum(-1, keepdim=True)
+    wanted = apart.clamp(-20, 20).exp().clamp(max=2.0) * mask
+    torch.testing.assert_close(correction_weights(RolloutCorrection(level), trainer, engine, mask), wanted)
 
 
 # Data and sampling ----------------------------------------------------------------------------------------------------

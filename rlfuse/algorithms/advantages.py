@@ -32,6 +32,7 @@ def advantages_and_returns(
     by_std: bool = True,
     dimensions: tuple[Tensor, Tensor] | None = None,
     n: int = 1,
+    baselines: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Call the named estimator; return (advantages before whitening, returns), each [B, T].
 
@@ -39,6 +40,7 @@ def advantages_and_returns(
     sums of token rewards), `dimensions` (float32 [B, K], scores of K rewards, NaN where one does not apply) and
     `weights` (float32 [K]). Without `dimensions`, the score is the only dimension. It returns (advantages, returns), or
     one matrix that serves as both. `n`: responses sampled per prompt; a group is smaller if rewards failed.
+    `baselines`: float32 [B], score of the greedy response to each row's prompt.
     """
     function = ESTIMATORS.find(estimator)
     asked = parameters(function)
@@ -50,11 +52,17 @@ def advantages_and_returns(
         raise ValueError(
             f"algorithm.adv_estimator={estimator} needs groups, got None: pass the group number of each row."
         )
+    if "baselines" in asked and baselines is None:
+        raise ValueError(
+            f"algorithm.adv_estimator={estimator} needs baselines, got None: pass the score of each prompt's greedy "
+            "response."
+        )
     # A cumulative sum: the order of a plain sum, and so its last bit, depends on the padded width.
     scores = mask_response(token_rewards, mask).double().cumsum(-1)[:, -1].float()
     columns, weights = dimensions or (scores[:, None], torch.ones(1))
     given = {"token_rewards": token_rewards, "scores": scores, "mask": mask, "groups": groups, "values": values}
-    given |= {"dimensions": columns, "weights": weights, "gamma": gamma, "lam": lam, "by_std": by_std, "n": n}
+    given |= {"baselines": baselines, "dimensions": columns, "weights": weights}
+    given |= {"gamma": gamma, "lam": lam, "by_std": by_std, "n": n}
     found = call(function, given)
     matrices = found if isinstance(found, tuple) and len(found) == 2 else (found, found)
     advantages, returns = (
@@ -118,6 +126,17 @@ def rloo(scores: Tensor, groups: Tensor, mask: Tensor, n: int = 1) -> Tensor:
     _, size = _group_means(scores, groups)
     # score - (sum - score) / (size - 1) = (score - mean) * size / (size - 1)
     return _over_tokens(_centred(scores, groups, False, n) * size / (size - 1).clamp(min=1), mask)
+
+
+@ESTIMATORS.built_in()
+def remax(token_rewards: Tensor, baselines: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute (advantages, returns) with a greedy baseline (ReMax; Li et al. 2023, arXiv 2310.10505), each [B, T].
+
+    `baselines` [B]: score of the greedy response to the prompt, without a KL penalty. The return of a token is the sum
+    of the rewards from that token on; the advantage is the return minus the baseline.
+    """
+    returns = reinforce_plus_plus(token_rewards, mask, 1.0)[0]
+    return mask_response(returns - baselines[:, None], mask), returns
 
 
 @ESTIMATORS.built_in()

@@ -199,8 +199,14 @@ class Experience:
             algorithm.norm_adv_by_std_in_grpo,
             self._dimensions(samples) if self.weights and self.traits.each_reward else None,
             self.config.rollout.n,
+            self._baselines(groups) if self.traits.needs_baseline else None,
         )
         _spread(samples, mask, advantages=advantages, returns=returns)
+
+    def _baselines(self, groups: Sequence[Group]) -> torch.Tensor:
+        """Return the score of the greedy response to each sample's prompt, float32 [B]."""
+        baselines = [group.baseline for group in groups if group.baseline is not None]
+        return self._scores(baselines).repeat_interleave(torch.tensor([len(group.samples) for group in groups]))
 
     def _verify(self, groups: Sequence[Group]) -> None:
         """Raise ConfigError if an estimator with `needs_batch=False` gives other results for the batch than per group.

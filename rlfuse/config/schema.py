@@ -267,7 +267,8 @@ class RolloutCorrection:
 @dataclass
 class AlgorithmConfig:
     """Advantage estimation and KL penalties. Presets: algorithm=ppo | grpo | dr_grpo | gdpo | gpg | opo |
-    rloo | reinforce_plus_plus | reinforce_plus_plus_baseline | dapo | gspo | cispo | sapo | clip_cov | kl_cov."""
+    remax | rloo | reinforce_plus_plus | reinforce_plus_plus_baseline | dapo | gspo | cispo | sapo | clip_cov |
+    kl_cov."""
 
     adv_estimator: str = key("gae", ESTIMATOR, choices=describe_choices(), custom=True)
     """Advantage estimator."""

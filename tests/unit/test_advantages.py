@@ -112,6 +112,17 @@ def test_group_baselines_by_hand(name, n):
     assert torch.equal(advantages, returns)
 
 
+def test_remax_subtracts_the_greedy_score_from_every_return():
+    rewards, _, mask = batch(5)
+    baselines = torch.tensor([0.5, -1.0, 0.5, -1.0, 0.5, 2.0])
+    future = [[sum(rewards[i, t:n].tolist()) for t in range(n)] for i, n in enumerate(LENGTHS)]
+    advantages, returns = adv.advantages_and_returns("remax", rewards, None, None, mask, 0.5, baselines=baselines)
+    assert_rows(returns, future)
+    assert_rows(advantages, [[g - baselines[i].item() for g in row] for i, row in enumerate(future)])
+    with pytest.raises(ValueError, match="remax needs baselines, got None: pass the score of each prompt's greedy"):
+        adv.advantages_and_returns("remax", rewards, None, None, mask)
+
+
 def test_gpg_without_any_difference_has_no_gradient():
     scores, mask = torch.full((6,), 0.1), batch()[2]
     assert not adv.gpg(scores, GROUPS, mask, n=3).any()
@@ -196,7 +207,10 @@ def test_place_at_end_refuses_empty_responses():
 def test_padding_changes_nothing(estimator):
     def estimate(width: int, junk: float):
         rewards, values, mask = batch(5, width, junk)
-        return adv.advantages_and_returns(estimator, rewards, values, GROUPS, mask, 0.95, 0.9, True)
+        baselines = torch.linspace(-1, 1, 6)
+        return adv.advantages_and_returns(
+            estimator, rewards, values, GROUPS, mask, 0.95, 0.9, True, baselines=baselines
+        )
 
     for narrow, wide in zip(estimate(5, 0.0), estimate(9, math.nan), strict=True):
         assert torch.equal(narrow, wide[:, :5])
@@ -222,7 +236,7 @@ def test_dispatcher_gives_what_the_parts_give():
 
 def test_wrong_calls_say_what_to_change():
     rewards, values, mask = batch()
-    with pytest.raises(ValueError, match=r"algorithm\.adv_estimator='ppo'.*gae, grpo, gdpo, rloo, opo, gpg, "):
+    with pytest.raises(ValueError, match=r"algorithm\.adv_estimator='ppo'.*gae, grpo, gdpo, rloo, remax, opo, gpg, "):
         adv.advantages_and_returns("ppo", rewards, values, GROUPS, mask)
     with pytest.raises(ValueError, match="needs values"):
         adv.advantages_and_returns("gae", rewards, None, GROUPS, mask)

@@ -27,8 +27,15 @@ def groups(rewards, lengths, engine_offset=0.0):
             sample = Sample(prompt, 1, k, 0, response, Reward(value))
             sample.tensors = {"old_log_probs": trainer, "ref_log_probs": trainer - 0.5, "values": np.zeros(count, "f4")}
             samples.append(sample)
-        made.append(Group(prompt, samples))
+        made.append(Group(prompt, samples, baseline(prompt, 0.25 * index)))
     return made
+
+
+def baseline(prompt, score, tokens=4):
+    """Return a scored greedy response; read only by estimators that need it."""
+    greedy = Sample(prompt, 1, 9, 0, Response(np.zeros(tokens, np.int32), np.zeros(tokens, "f4"), "stop", 0, ""))
+    greedy.reward, greedy.is_baseline = Reward(score), True
+    return greedy
 
 
 def config(**changes):
@@ -204,6 +211,19 @@ def test_only_what_is_normalised_over_the_batch_waits_for_it(estimator):
         counted = [each["advantages"][:1] if over == "responses" else each["advantages"] for each in tensors(batch)]
         advantages = np.concatenate(counted)
         assert advantages.mean() == pytest.approx(0, abs=1e-6) and advantages.std(ddof=1) == pytest.approx(1, abs=1e-5)
+
+
+def test_remax_compares_with_the_score_of_the_greedy_response():
+    """The KL is in the returns, not in the baseline; the length penalty is in both."""
+    changes = {"algorithm__adv_estimator": "remax", "data__max_response_length": 5, "reward__overlong_buffer__len": 2}
+    experience = Experience(config(**changes, algorithm__use_kl_in_reward=True, algorithm__kl_ctrl__kl_coef=0.1))
+    batch = groups([[1.0, 0.0], [0.5]], [[3, 2], [2]])
+    experience.prepare(batch)
+    # greedy scores -0.5 and -0.25, with the penalty of 4 tokens; a KL of 0.5 per token
+    wanted = [[0.85 + 0.5, 0.9 + 0.5, 0.95 + 0.5], [-0.1 + 0.5, -0.05 + 0.5], [0.4 + 0.25, 0.45 + 0.25]]
+    for expected, found in zip(wanted, tensors(batch), strict=True):
+        np.testing.assert_allclose(found["advantages"], expected, atol=1e-6)
+    assert experience.can_train_before_batch_completes("actor")
 
 
 def test_gpg_is_computed_once_all_groups_are_scored():

@@ -254,7 +254,8 @@ def test_different_defaults_are_written_or_explained():
             {"algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.target_kl": 0.2},
             {"algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.target_kl": 0.2},
         ),
-        ({"algorithm.adv_estimator": "remax"}, {}),
+        ({"algorithm.adv_estimator": "remax"}, {"algorithm.adv_estimator": "remax"}),
+        ({"algorithm.adv_estimator": "grpo_passk"}, {}),
         ({"actor_rollout_ref.actor.optim.lr_warmup_steps": -1}, {"actor.optim.lr_warmup_steps": -1}),
         (
             {"trainer.total_training_steps": 50, "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": 0.1},

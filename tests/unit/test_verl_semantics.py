@@ -284,6 +284,8 @@ def verls_advantages(name, rewards, values, mask, gamma, lam, by_std):
         return ((pairs - pairs.mean(-1, keepdim=True)) / spread).reshape(4, 1) * mask
     if name == "rloo":
         return (pairs * 2 - pairs.mean(-1, keepdim=True) * 2).reshape(4, 1) * mask
+    if name == "remax":
+        return (rewards.flip(-1).cumsum(-1).flip(-1) - BASELINES[:, None]) * mask
     if name in ("opo", "gpg", "reinforce_plus_plus_baseline"):
         lengths = mask.sum(-1).view(2, 2) if name == "opo" else torch.ones(2, 2)
         centred = (pairs - (lengths * pairs).sum(-1, keepdim=True) / lengths.sum(-1, keepdim=True)).reshape(4, 1) * mask
@@ -297,7 +299,8 @@ def verls_advantages(name, rewards, values, mask, gamma, lam, by_std):
     return whitened(result, mask)
 
 
-NAMES = ["gae", "grpo", "rloo", "opo", "gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+BASELINES = torch.tensor([0.5, 0.5, -1.0, -1.0])
+NAMES = ["gae", "grpo", "rloo", "remax", "opo", "gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -305,7 +308,7 @@ NAMES = ["gae", "grpo", "rloo", "opo", "gpg", "reinforce_plus_plus", "reinforce_
 def test_advantages(name, by_std):
     mask, draw = batch(3)
     rewards, values, groups = draw() * mask, draw() * mask, torch.tensor([0, 0, 1, 1])
-    found, _ = advantages_and_returns(name, rewards, values, groups, mask, 0.9, 0.8, by_std, n=2)
+    found, _ = advantages_and_returns(name, rewards, values, groups, mask, 0.9, 0.8, by_std, n=2, baselines=BASELINES)
     found = whiten(found, mask) if ESTIMATORS[name].whitens else found
     wanted = verls_advantages(name, rewards, values, mask, 0.9, 0.8, by_std)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)

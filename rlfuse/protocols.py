@@ -33,6 +33,10 @@ class Sampling:
     stop: tuple[str, ...] = ()
     """Stop strings. Sampled tokens that extend past a stop string are kept."""
 
+    def greedy(self) -> Sampling:
+        """Return greedy decoding with the same limit and stop strings."""
+        return Sampling(0.0, 1.0, -1, self.max_tokens, stop=self.stop)
+
 
 @dataclass(frozen=True, slots=True)
 class Load:

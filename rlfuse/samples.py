@@ -217,7 +217,9 @@ class Sample:
     response: Response | None = None
     reward: Reward | RewardFailure | None = None
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
-    """float32 [T] each: `old_log_probs`, `ref_log_probs`, `values`, `token_rewards`, `advantages`, `returns`."""
+    """float32 [T] each: `old_log_probs`, `ref_log_probs`, `values`, `token_rewards`, `advantages`, `returns`, ..."""
+    is_baseline: bool = False
+    """It is `Group.baseline`."""
 
     @property
     def id(self) -> str:
@@ -316,6 +318,14 @@ class Group:
 
     prompt: Prompt
     samples: list[Sample]
+    baseline: Sample | None = None
+    """The greedy response whose score is subtracted from those of the others (ReMax). It is generated and scored with
+    them, but is neither trained on nor part of the samples' metrics."""
+
+    @property
+    def generated(self) -> list[Sample]:
+        """All samples to generate and score, the baseline first."""
+        return self.samples if self.baseline is None else [self.baseline, *self.samples]
 
 
 def sample_seed(run_seed: int, step: int, prompt_index: int, rollout_index: int) -> int:
@@ -324,10 +334,19 @@ def sample_seed(run_seed: int, step: int, prompt_index: int, rollout_index: int)
     return int.from_bytes(digest, "little") >> 1
 
 
-def make_groups(prompts: Sequence[Prompt], n: int, run_seed: int, step: int) -> list[Group]:
-    """Return a group of `n` seeded samples without responses for each prompt, in the order of `prompts`."""
+def make_groups(
+    prompts: Sequence[Prompt], n: int, run_seed: int, step: int, with_baseline: bool = False
+) -> list[Group]:
+    """Return a group of `n` seeded samples without responses for each prompt, in the order of `prompts`.
+
+    `with_baseline`: and a greedy one, with rollout index `n`.
+    """
+
+    def sample(prompt: Prompt, k: int) -> Sample:
+        return Sample(prompt, step, k, sample_seed(run_seed, step, prompt.index, k), is_baseline=k == n)
+
     return [
-        Group(prompt, [Sample(prompt, step, k, sample_seed(run_seed, step, prompt.index, k)) for k in range(n)])
+        Group(prompt, [sample(prompt, k) for k in range(n)], sample(prompt, n) if with_baseline else None)
         for prompt in prompts
     ]
 

@@ -5,8 +5,8 @@ rewards and values in reward units.
 Invariants:
 - masked-out positions are ignored, even if they hold NaN, and every result is 0 there;
 - a masked-out position between response tokens is skipped, as if its neighbours were adjacent;
-- a built-in estimate of a row depends on the row's group only. Whitened estimates, and custom estimators unless they
-  set `needs_batch=False`, depend on the whole batch and wait for all of it.
+- a built-in estimate of a row depends on the row's group only, except gpg. Whitened estimates, and custom estimators
+  unless they set `needs_batch=False`, depend on the whole batch and wait for all of it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def advantages_and_returns(
     by_std: bool = True,
     dimensions: tuple[Tensor, Tensor] | None = None,
     n: int = 1,
+    baselines: Tensor | None = None,
     kwargs: Mapping[str, Any] = NO_KWARGS,
 ) -> tuple[Tensor, Tensor]:
     """Call the named estimator; return (advantages before whitening, returns), each [B, T].
@@ -42,8 +43,9 @@ def advantages_and_returns(
     The estimator receives the arguments that match its parameter names: those of this function, `scores` (float32 [B],
     sums of token rewards), `dimensions` (float32 [B, K], scores of K rewards, NaN where one does not apply) and
     `weights` (float32 [K]). Without `dimensions`, the score is the only dimension. It returns (advantages, returns), or
-    one matrix that serves as both. `n`: responses sampled per prompt; a group is smaller if rewards failed. `kwargs`:
-    additional arguments of a custom estimator.
+    one matrix that serves as both. `n`: responses sampled per prompt; a group is smaller if rewards failed.
+    `baselines`: float32 [B], score of the greedy response to each row's prompt. `kwargs`: additional arguments of a
+    custom estimator.
     """
     asked = parameters(ESTIMATORS.find(estimator))
     if "values" in asked and values is None:
@@ -54,11 +56,17 @@ def advantages_and_returns(
         raise ValueError(
             f"algorithm.adv_estimator={estimator} needs groups, got None: pass the group number of each row."
         )
+    if "baselines" in asked and baselines is None:
+        raise ValueError(
+            f"algorithm.adv_estimator={estimator} needs baselines, got None: pass the score of each prompt's greedy "
+            "response."
+        )
     # A cumulative sum: the order of a plain sum, and so its last bit, depends on the padded width.
     scores = mask_response(token_rewards, mask).double().cumsum(-1)[:, -1].float()
     columns, weights = dimensions or (scores[:, None], torch.ones(1))
     given = {"token_rewards": token_rewards, "scores": scores, "mask": mask, "groups": groups, "values": values}
-    given |= {"dimensions": columns, "weights": weights, "gamma": gamma, "lam": lam, "by_std": by_std, "n": n}
+    given |= {"baselines": baselines, "dimensions": columns, "weights": weights}
+    given |= {"gamma": gamma, "lam": lam, "by_std": by_std, "n": n}
     found = ESTIMATORS.call(estimator, given, kwargs)
     matrices = found if isinstance(found, tuple) and len(found) == 2 else (found, found)
     advantages, returns = (
@@ -125,6 +133,51 @@ def rloo(scores: Tensor, groups: Tensor, mask: Tensor, n: int = 1) -> Tensor:
 
 
 @ESTIMATORS.built_in()
+def remax(token_rewards: Tensor, baselines: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute (advantages, returns) with a greedy baseline (ReMax; Li et al. 2023, arXiv 2310.10505), each [B, T].
+
+    `baselines` [B]: score of the greedy response to the prompt, without a KL penalty. The return of a token is the sum
+    of the rewards from that token on; the advantage is the return minus the baseline.
+    """
+    returns = reinforce_plus_plus(token_rewards, mask, 1.0)[0]
+    return mask_response(returns - baselines[:, None], mask), returns
+
+
+@ESTIMATORS.built_in()
+def opo(scores: Tensor, groups: Tensor, mask: Tensor, n: int = 1) -> Tensor:
+    """Compute advantages with the length-weighted optimal baseline (OPO; Hao et al. 2025, arXiv 2505.23585), [B, T].
+
+    `scores` [B], `groups` [B] int. The advantage is the score minus the group's mean score weighted by the number of
+    response tokens. For a group of one it is the score if `n` is 1, else 0, as in `grpo`.
+    """
+    return _over_tokens(_centred(scores, groups, False, n, mask.sum(-1)), mask)
+
+
+@ESTIMATORS.built_in()
+def gpg(scores: Tensor, groups: Tensor, mask: Tensor, n: int = 1) -> Tensor:
+    """Compute advantages of group policy gradient (GPG; Chu et al. 2025, arXiv 2504.02546), [B, T].
+
+    `scores` [B], `groups` [B] int. The score minus the group's mean, times B / (B - M), M the number of responses in
+    groups of equal scores, which have no gradient; 1 if all groups are like that. verl divides by the number of
+    non-zero scores instead, which is the same only if no other group contains a score of 0.
+    """
+    centred = _centred(scores, groups, False, n)
+    spread, _ = _group_means((centred.abs() > 1e-6 * scores.abs().max()).double(), groups)
+    has_gradient = int((spread > 0).sum())
+    return _over_tokens(centred * (len(scores) / max(1, has_gradient)), mask)
+
+
+@ESTIMATORS.built_in()
+def reinforce_plus_plus_baseline(scores: Tensor, groups: Tensor, mask: Tensor, n: int = 1) -> Tensor:
+    """Compute advantages of REINFORCE++-baseline (Hu 2025, arXiv 2501.03262), [B, T], not whitened.
+
+    `scores` [B], `groups` [B] int. The score minus the group's mean; whitened over the batch afterwards, in place of a
+    division by the group's deviation. Groups of one: see `grpo`.
+    """
+    return _over_tokens(_centred(scores, groups, False, n), mask)
+
+
+@ESTIMATORS.built_in()
 def reinforce_plus_plus(token_rewards: Tensor, mask: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
     """Compute (advantages, returns) of REINFORCE++ (Hu 2025, arXiv 2501.03262), each [B, T], not whitened.
 
@@ -175,9 +228,14 @@ def _over_tokens(per_row: Tensor, mask: Tensor) -> Tensor:
     return mask_response(per_row.float().unsqueeze(-1).expand(mask.shape), mask)
 
 
-def _centred(scores: Tensor, groups: Tensor, by_std: bool, n: int) -> Tensor:
-    """Return scores [B] minus the group's mean, divided by its std if `by_std`; float64. Groups of one: see `grpo`."""
+def _centred(scores: Tensor, groups: Tensor, by_std: bool, n: int, weights: Tensor | None = None) -> Tensor:
+    """Return scores [B] minus the group's (weighted) mean, divided by its std if `by_std`; float64.
+
+    Groups of one: see `grpo`.
+    """
     mean, size = _group_means(scores, groups)
+    if weights is not None:
+        mean = _group_means(scores.double() * weights, groups)[0] / _group_means(weights, groups)[0]
     alone = (size == 1) & (n == 1)
     centred = torch.where(alone, scores.double(), scores.double() - mean)
     if by_std:

@@ -1,4 +1,4 @@
-"""Mismatch of token log-probs between rollout engine and trainer: metrics, tolerances, truncated importance sampling.
+"""Mismatch of token log-probs between rollout engine and trainer: metrics, tolerances, weights of the policy loss.
 
 Pure functions. Log-probs are in nats, of the same sampled tokens under the same weight version.
 """
@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from rlfuse.algorithms.losses import mask_response
+from rlfuse.config.schema import RolloutCorrection
 
 LOG_PROBS_DIFF_MEAN, LOG_PROBS_DIFF_MAX = (f"training/rollout_log_probs_diff_{kind}" for kind in ("mean", "max"))
 
@@ -45,16 +47,59 @@ def mismatch_bound(dtype: str, quantization: str | None) -> Bound:
     return Bound(times * bound.mean, times * bound.most)
 
 
-def truncated_importance_weights(
-    trainer_log_probs: Tensor, engine_log_probs: Tensor, mask: Tensor, cap: float
+def correction_weights(
+    settings: RolloutCorrection, trainer_log_probs: Tensor, engine_log_probs: Tensor, mask: Tensor
 ) -> Tensor:
-    """Return min(trainer probability / engine probability, cap) per token, [B, T], detached; 0 where `mask` is 0.
+    """Return the factor of each token's policy loss, [B, T], detached: importance weight times 0 where rejected.
 
-    All tensors are [B, T]. Truncated importance sampling for the rollout mismatch: "Your Efficient RL Framework
-    Secretly Brings You Off-Policy RL Training" (Yao et al. 2025, fengyao.notion.site); truncation: Ionides 2008.
+    All tensors are [B, T]; a row depends on its own tokens only. Rejected tokens still count in the mean of the loss,
+    and keep KL loss and entropy bonus; verl removes them from all three.
     """
-    log_weights = (trainer_log_probs - engine_log_probs).detach().clamp(-20.0, 20.0)
-    return mask_response(log_weights.exp().clamp(max=cap), mask)
+    log_ratio = mask_response((trainer_log_probs - engine_log_probs).detach(), mask)
+    weights = torch.ones_like(log_ratio)
+    if settings.rollout_is is not None:
+        weights = _importance_weights(settings, log_ratio)
+    if settings.rollout_rs is not None:
+        weights = weights * _accepted(settings, log_ratio, mask)
+    return mask_response(weights, mask)
+
+
+def _importance_weights(settings: RolloutCorrection, log_ratio: Tensor) -> Tensor:
+    """Return trainer probability / engine probability, bounded, per token or per response (rollout_is), [B, T].
+
+    Truncated importance sampling for the rollout mismatch: "Your Efficient RL Framework Secretly Brings You Off-Policy
+    RL Training" (Yao et al. 2025, fengyao.notion.site/off-policy-rl); truncation: Ionides 2008. With a lower bound the
+    weight is 0 out of bounds instead (IcePop; Ling Team 2025, arXiv 2510.18855).
+    """
+    if settings.rollout_is == "sequence":
+        log_ratio = log_ratio.sum(-1, keepdim=True).expand_as(log_ratio)
+    weights = log_ratio.clamp(-20.0, 20.0).exp()
+    lower, upper = settings.rollout_is_threshold_lower, settings.rollout_is_threshold
+    if lower is None:
+        return weights.clamp(max=upper)
+    return torch.where((lower <= weights) & (weights <= upper), weights, 0.0)
+
+
+def _accepted(settings: RolloutCorrection, log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """Return whether a token's or response's KL estimate (rollout_rs) is within bounds, bool [B, T] or [B, 1].
+
+    Masked importance sampling: "When Speed Kills Stability" (Liu et al. 2025, richardli.xyz/rl-collapse).
+    Estimators as in verl: k1 = -log-ratio, k2 = log-ratio^2 / 2, k3 = ratio - 1 - log-ratio.
+    """
+    assert settings.rollout_rs is not None and settings.rollout_rs_threshold is not None
+    level, _, kind = settings.rollout_rs.rpartition("_")
+    upper, lower = settings.rollout_rs_threshold, settings.rollout_rs_threshold_lower
+    log_ratio = log_ratio.clamp(-20.0, 20.0)
+    estimate = {"k1": -log_ratio, "k2": log_ratio.square() / 2, "k3": log_ratio.exp() - 1 - log_ratio}[kind]
+    if level == "seq_max":
+        estimate = estimate.amax(-1, keepdim=True)  # k2 and k3 are 0 at masked-out positions, and never negative
+    elif level != "token":
+        estimate = estimate.sum(-1, keepdim=True)
+    if level == "seq_mean":
+        estimate = estimate / mask.sum(-1, keepdim=True).clamp(min=1)
+    if kind != "k1":
+        return estimate <= upper
+    return (math.log(1 / upper if lower is None else lower) <= estimate) & (estimate <= math.log(upper))
 
 
 def mismatch_metrics(

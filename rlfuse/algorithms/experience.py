@@ -16,7 +16,8 @@ import torch
 
 from rlfuse.algorithms import registry
 from rlfuse.algorithms.advantages import advantages_and_returns, place_at_end, whiten
-from rlfuse.algorithms.corrections import mismatch_metrics, truncated_importance_weights
+from rlfuse.algorithms.corrections import correction_weights, mismatch_metrics
+from rlfuse.algorithms.covariance import SELECTING, covariances, select_tokens
 from rlfuse.algorithms.kl import AdaptiveKl, kl_coefficient, kl_estimate
 from rlfuse.algorithms.shaping import Normaliser, has_zero_std, overlong_penalty
 from rlfuse.config.custom_functions import DECORATOR, traits_of
@@ -70,7 +71,7 @@ class Experience:
         only. Values are needed for the advantages, and the reference has other weights.
         """
         config, algorithm = self.config, self.config.algorithm
-        before = algorithm.use_kl_in_reward or algorithm.rollout_is_threshold is not None
+        before = algorithm.use_kl_in_reward or algorithm.rollout_correction.is_enabled
         chosen_late = config.fusion.data != "exact" or algorithm.filter_groups.enable
         unknown = config.trainer.critic_warmup > 1 or (chosen_late and not self._one_part)
         return () if algorithm.old_log_probs != "trainer" or before or unknown else ("old_log_prob",)
@@ -85,7 +86,8 @@ class Experience:
         """Per-token arrays that the actor's loss reads."""
         extra = ["ref_log_probs"] if self.config.actor.use_kl_loss else []
         extra += ["kl_coefs"] if self._kl_loss_by_source else []
-        extra += ["is_weights"] if self.config.algorithm.rollout_is_threshold is not None else []
+        extra += ["is_weights"] if self.config.algorithm.rollout_correction.is_enabled else []
+        extra += ["selected"] if self._selects_tokens else []
         return ("old_log_probs", "advantages", *extra)
 
     @property
@@ -94,7 +96,7 @@ class Experience:
         config = self.config
         if config.training.pipeline_parallel_size == 1 or self._why_not_deferred():
             return ()
-        corrected = config.algorithm.rollout_is_threshold is not None  # importance weights need the old log-probs
+        corrected = config.algorithm.rollout_correction.is_enabled  # importance weights need the old log-probs
         return tuple(kind for kind in self.kinds if kind == "ref" or (kind == "old_log_prob" and not corrected))
 
     def groups_with_nonzero_std(self, groups: Sequence[Group]) -> list[int]:
@@ -113,7 +115,8 @@ class Experience:
     def requires_batch(self, model: str) -> bool:
         """Return whether a model's loss on a group depends on the other groups of the step, in every step."""
         chosen_late = self.config.algorithm.filter_groups.enable
-        return chosen_late or self.traits.needs_batch or (model == "actor" and bool(self.traits.whitens))
+        of_actor = bool(self.traits.whitens) or self._selects_tokens
+        return chosen_late or self.traits.needs_batch or (model == "actor" and of_actor)
 
     def overlap_blocker(self) -> str:
         """Return the reason why some gradients must wait for the end of generation; empty if none must."""
@@ -137,12 +140,14 @@ class Experience:
             return f"training waits for all responses: {key} selects groups after all are scored"
         key = f"algorithm.adv_estimator={algorithm.adv_estimator}"
         if self.traits.needs_batch:
-            return (
-                f"training waits for all responses: {key} reads the whole batch; if it needs only the row's group, "
-                f"declare @{DECORATOR}(needs_batch=False)"
-            )
+            remedy = f"; if it needs only the row's group, declare @{DECORATOR}(needs_batch=False)"
+            is_custom = names_function(algorithm.adv_estimator)
+            return f"training waits for all responses: {key} reads the whole batch" + remedy * is_custom
         if self.traits.whitens:
             return f"the actor's training waits for all responses: {key} normalises its advantages over the batch"
+        if self._selects_tokens:
+            key = f"actor.loss_mode={self.config.actor.loss_mode}"
+            return f"the actor's training waits for all responses: {key} selects tokens of the whole batch"
         return ""
 
     def _why_not_deferred(self) -> str:
@@ -194,9 +199,15 @@ class Experience:
             algorithm.norm_adv_by_std_in_grpo,
             self._dimensions(samples) if self.weights and self.traits.each_reward else None,
             self.config.rollout.n,
+            self._baselines(groups) if self.traits.needs_baseline else None,
             algorithm.adv_estimator_kwargs,
         )
         _spread(samples, mask, advantages=advantages, returns=returns)
+
+    def _baselines(self, groups: Sequence[Group]) -> torch.Tensor:
+        """Return the score of the greedy response to each sample's prompt, float32 [B]."""
+        baselines = [group.baseline for group in groups if group.baseline is not None]
+        return self._scores(baselines).repeat_interleave(torch.tensor([len(group.samples) for group in groups]))
 
     def _verify(self, groups: Sequence[Group]) -> None:
         """Raise ConfigError if an estimator with `needs_batch=False` gives other results for the batch than per group.
@@ -239,6 +250,8 @@ class Experience:
         if over:
             white = whiten(_matrix(samples, "advantages"), mask, by_response=over == "responses")
             _spread(samples, mask, advantages=white)
+        if self._selects_tokens:
+            self._select(samples)
         if not self.config.algorithm.use_kl_in_reward:
             return metrics
         kl, coefficient = self._kl(samples, mask).sum(-1), self._kl_coefficients(samples, self.kl.value)
@@ -248,6 +261,20 @@ class Experience:
             "actor/reward_kl_penalty": per_token,
             "actor/reward_kl_penalty_coeff": float(coefficient.double().mean()),
         }
+
+    @property
+    def _selects_tokens(self) -> bool:
+        return self.config.actor.loss_mode in SELECTING
+
+    def _select(self, samples: Sequence[Sample]) -> None:
+        """Fill `selected`: 1 on the tokens that the loss treats differently, else 0."""
+        masks = [sample.response.mask for sample in samples]
+        engine, advantages = [sample.response.log_probs for sample in samples], _named(samples, "advantages")
+        covariance = covariances(flattened(engine, masks), flattened(advantages, masks))
+        lengths, seeds = [int(mask.sum()) for mask in masks], [sample.seed for sample in samples]
+        selected = select_tokens(self.config.actor, covariance, seeds, lengths)
+        for sample, values in zip(samples, per_row(selected, masks), strict=True):
+            sample.tensors["selected"] = values
 
     def _scores(self, samples: Sequence[Sample]) -> torch.Tensor:
         """Return rewards plus DAPO's length penalty, float32 [B]; the penalty is also logged as a reward part."""
@@ -287,11 +314,11 @@ class Experience:
         return torch.tensor(found, dtype=torch.float32)[:, None]
 
     def _correct(self, samples: Sequence[Sample], mask: torch.Tensor) -> None:
-        """Fill `is_weights`, the truncated importance weights for the rollout mismatch, if configured."""
-        cap = self.config.algorithm.rollout_is_threshold
-        if cap is not None and self.config.algorithm.old_log_probs == "trainer":
+        """Fill `is_weights`, the factors of the policy loss for the rollout mismatch, if configured."""
+        correction = self.config.algorithm.rollout_correction
+        if correction.is_enabled and self.config.algorithm.old_log_probs == "trainer":
             engine = _pad([sample.response.log_probs for sample in samples], samples)
-            weights = truncated_importance_weights(_matrix(samples, "old_log_probs"), engine, mask, cap)
+            weights = correction_weights(correction, _matrix(samples, "old_log_probs"), engine, mask)
             _spread(samples, mask, is_weights=weights)
 
     def mismatch(self, groups: Sequence[Group]) -> dict[str, float]:
@@ -302,9 +329,11 @@ class Experience:
         masks = [sample.response.mask for sample in samples]
         engine, trainer = [sample.response.log_probs for sample in samples], _named(samples, "old_log_probs")
         metrics = mismatch_metrics(flattened(engine, masks), flattened(trainer, masks))
-        if self.config.algorithm.rollout_is_threshold is not None:
+        correction = self.config.algorithm.rollout_correction
+        if correction.is_enabled:
             weights = flattened(_named(samples, "is_weights"), masks)
             metrics["training/rollout_is_weight_mean"] = float(weights.mean())
+            metrics["training/rollout_rs_masked_fraction"] = float((weights == 0).mean())
         return metrics
 
     def _kl(self, samples: Sequence[Sample], mask: torch.Tensor) -> torch.Tensor:

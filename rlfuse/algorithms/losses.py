@@ -72,17 +72,22 @@ def policy_loss(
     clip_c: float | None,
     mode: str = "vanilla",
     is_weights: Tensor | None = None,
+    selected: Tensor | None = None,
     kwargs: Mapping[str, Any] = NO_KWARGS,
+    **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss per token [B, T] and detached sums over tokens: `ppo_kl` (k1 of KL(old || new)) and the mode's.
 
     The loss function of `mode` receives the arguments that match its parameter names, 0 at masked-out positions, and
     `kwargs`; it returns the loss or (loss, sums). `is_weights` [B, T] are detached importance weights that multiply the
-    loss, see `corrections.truncated_importance_weights`.
+    loss, see `corrections.correction_weights`. Arguments of single modes: `selected` [B, T], see `covariance`, and
+    `options`, such as `tau_pos`.
     """
     new, old, advantages = (mask_response(each, mask) for each in (log_probs, old_log_probs, advantages))
     given = {"log_probs": new, "old_log_probs": old, "advantages": advantages, "mask": mask}
-    given |= {"clip_low": clip_low, "clip_high": clip_high, "clip_c": clip_c}
+    given |= {"clip_low": clip_low, "clip_high": clip_high, "clip_c": clip_c, **options}
+    if selected is not None:
+        given["selected"] = mask_response(selected, mask)
     found = LOSS_MODES.call(mode, given, kwargs)
     loss, sums = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
     loss = LOSS_MODES.check_result(mode, loss, log_probs)
@@ -129,9 +134,77 @@ def gspo(
     return loss, {"pg_clipfrac": clipped.sum(), "pg_clipfrac_lower": torch.zeros_like(clipped).sum()}
 
 
+@LOSS_MODES.built_in()
+def cispo(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute CISPO's objective (MiniMax-M1; MiniMax 2025, arXiv 2506.13585): loss per token [B, T] and sums.
+
+    REINFORCE weighted by the importance ratio, clipped to [1 - clip_low, 1 + clip_high] and without a gradient. So
+    every token has a gradient, also beyond the clip range.
+    """
+    ratio = _ratio(log_probs - old_log_probs).detach()
+    weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return -weight * advantages * log_probs, {"pg_clipfrac": (weight != ratio).sum()}
+
+
+@LOSS_MODES.built_in()
+def gpg(log_probs: Tensor, advantages: Tensor) -> Tensor:
+    """Compute the plain policy gradient of GPG (Chu et al. 2025, arXiv 2504.02546), without a ratio: loss [B, T]."""
+    return -advantages * log_probs
+
+
+@LOSS_MODES.built_in()
+def sapo(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, tau_pos: float, tau_neg: float) -> Tensor:
+    """Compute SAPO's objective (soft adaptive policy optimization; Gao et al. 2025, arXiv 2511.20347): loss [B, T].
+
+    The gate 4 / tau * sigmoid(tau * (ratio - 1)) replaces the clip. Its slope is 1 at ratio 1 and decays on both sides,
+    faster for larger tau, which is `tau_pos` for positive advantages and `tau_neg` otherwise.
+    Use it with actor.loss_agg_mode=seq-mean-token-mean.
+    """
+    ratio = _ratio(log_probs - old_log_probs)
+    tau = torch.full_like(ratio, tau_neg).masked_fill(advantages > 0, tau_pos)
+    return -advantages * torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau
+
+
+@LOSS_MODES.built_in()
+def clip_cov(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    selected: Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute Clip-Cov (Cui et al. 2025, arXiv 2505.22617): PPO's clipped objective, 0 on the `selected` tokens.
+
+    `selected` [B, T]: 1 on tokens with a high covariance, see `covariance.select_tokens`. There is no dual clip.
+    `pg_clipfrac` counts the selected tokens, as in verl.
+    """
+    loss, _ = _clipped(log_probs - old_log_probs, advantages, clip_low, clip_high)
+    return torch.where(selected > 0, 0.0, loss), {"pg_clipfrac": (selected > 0).sum()}
+
+
+@LOSS_MODES.built_in()
+def kl_cov(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, selected: Tensor, ppo_kl_coef: float
+) -> Tensor:
+    """Compute KL-Cov (Cui et al. 2025, arXiv 2505.22617): loss [B, T] with a KL penalty on the `selected` tokens.
+
+    The unclipped objective; on tokens with a high covariance (`selected`, as in `clip_cov`) plus `ppo_kl_coef` times
+    |log-ratio|, the paper's estimate of the KL to the old policy.
+    """
+    log_ratio = log_probs - old_log_probs
+    return -advantages * _ratio(log_ratio) + ppo_kl_coef * torch.where(selected > 0, log_ratio.abs(), 0.0)
+
+
+def _ratio(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-20.0, 20.0).exp()
+
+
 def _clipped(log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
     """Return the clipped loss per token, and the tokens whose ratio was clipped."""
-    ratio = log_ratio.clamp(-20.0, 20.0).exp()
+    ratio = _ratio(log_ratio)
     free = -advantages * ratio
     loss = torch.maximum(free, -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high))
     return loss, loss > free

@@ -34,9 +34,9 @@ def actor_objective(
     """Compute the policy loss minus the entropy bonus plus the KL to the reference; all inputs [B, T].
 
     `tensors` holds `old_log_probs` and `advantages`; `ref_log_probs` with actor.use_kl_loss, and `kl_coefs` if the KL
-    coefficient depends on the data source; `is_weights` with algorithm.rollout_is_threshold. `max_tokens`:
-    data.max_response_length, the constant of `seq-mean-token-sum-norm`. Returns the loss and detached diagnostics, all
-    as sums.
+    coefficient depends on the data source; `is_weights` with algorithm.rollout_correction; `selected` with a loss
+    that `covariance` selects tokens for. `max_tokens`: data.max_response_length, the constant of
+    `seq-mean-token-sum-norm`. Returns the loss and detached diagnostics, all as sums.
     """
 
     def total(matrix: torch.Tensor) -> torch.Tensor:
@@ -53,6 +53,10 @@ def actor_objective(
         mode=settings.loss_mode,
         is_weights=tensors.get("is_weights"),
         kwargs=settings.loss_mode_kwargs,
+        selected=tensors.get("selected"),
+        tau_pos=settings.tau_pos,
+        tau_neg=settings.tau_neg,
+        ppo_kl_coef=settings.ppo_kl_coef,
     )
     loss = total(matrix)
     sums |= {"pg_loss": loss.detach(), "entropy": (entropy.detach() * mask).sum()}

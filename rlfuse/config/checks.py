@@ -38,6 +38,7 @@ Check = Callable[[Config, Facts], Iterator[str]]
 ENGINE_COUNTS = frozenset(
     {"block_size", "kv_cache_memory_bytes", "max_num_batched_tokens", "max_num_seqs", "num_gpu_blocks_override"}
 )
+CORRECTION = "algorithm.rollout_correction"
 ENGINE_SHARE = "gpu_memory_utilization"
 
 
@@ -156,6 +157,9 @@ def _advantages(config: Config, facts: Facts) -> Iterator[str]:
     if config.trainer.critic_warmup > 1 and traits and not traits.needs_critic:
         valid = f"must be 0 with algorithm.adv_estimator={estimator}, which has no critic"
         yield _problem(config, "trainer.critic_warmup", valid, "set trainer.critic_warmup=0, or algorithm=ppo")
+    lower, upper = config.actor.clip_cov_lb, config.actor.clip_cov_ub
+    if config.actor.loss_mode == "clip_cov" and lower >= upper:
+        yield _problem(config, "actor.clip_cov_lb", f"must be below actor.clip_cov_ub={upper:g}", "lower it")
     adaptive = config.algorithm.kl_ctrl.type == "adaptive"
     if adaptive and not config.algorithm.use_kl_in_reward:
         valid = "has an effect only with algorithm.use_kl_in_reward=true"
@@ -179,9 +183,10 @@ def _advantages(config: Config, facts: Facts) -> Iterator[str]:
 
 def _fusion(config: Config, facts: Facts) -> Iterator[str]:
     data = config.fusion.data
-    if data in ("partial_rollout", "one_step_off") and config.algorithm.rollout_is_threshold is None:
+    if data in ("partial_rollout", "one_step_off") and not config.algorithm.rollout_correction.is_enabled:
         valid = "generates with older weights, so it requires importance correction"
-        yield _problem(config, "fusion.data", valid, "set algorithm.rollout_is_threshold=2, or fusion.data=exact")
+        remedy = "set algorithm.rollout_correction.rollout_is=token, or fusion.data=exact"
+        yield _problem(config, "fusion.data", valid, remedy)
     if data != "exact" and config.algorithm.filter_groups.enable:
         valid = "selects the groups of a step itself, so it can't be combined with algorithm.filter_groups"
         remedy = "set algorithm.filter_groups.enable=false, or fusion.data=exact"
@@ -197,16 +202,40 @@ def _fusion(config: Config, facts: Facts) -> Iterator[str]:
 def _log_probs(config: Config, facts: Facts) -> Iterator[str]:
     if config.algorithm.old_log_probs != "engine":
         return
-    if config.algorithm.rollout_is_threshold is not None:
-        valid = "corrects the mismatch between engine and trainer, so it requires algorithm.old_log_probs=trainer"
-        yield _problem(
-            config, "algorithm.rollout_is_threshold", valid, "set algorithm.old_log_probs=trainer, or null here"
-        )
+    for name in (f"{CORRECTION}.rollout_is", f"{CORRECTION}.rollout_rs"):
+        if value_of(config, name) is not None:
+            valid = "corrects the mismatch between engine and trainer, so it requires algorithm.old_log_probs=trainer"
+            yield _problem(config, name, valid, "set algorithm.old_log_probs=trainer, or null here")
     for name, whole in (("rollout.top_p", 1.0), ("rollout.top_k", -1), ("rollout.min_p", 0.0)):
         if value_of(config, name) != whole:
             valid = "must be {} with algorithm.old_log_probs=engine: the engine's log-probs are of the truncated "
             valid = valid.format(as_typed(whole)) + "distribution, the trainer's are not"
             yield _problem(config, name, valid, f"set {name}={as_typed(whole)}, or algorithm.old_log_probs=trainer")
+
+
+def _correction(config: Config, facts: Facts) -> Iterator[str]:
+    correction = config.algorithm.rollout_correction
+    for kind in ("is", "rs"):
+        method, upper, lower = (f"rollout_{kind}{end}" for end in ("", "_threshold", "_threshold_lower"))
+        most, least = getattr(correction, upper), getattr(correction, lower)
+        if getattr(correction, method) is None:
+            for name in (upper, lower):
+                if getattr(correction, name) != by_name()[f"{CORRECTION}.{name}"].default:
+                    valid = f"has no effect with {CORRECTION}.{method}=null"
+                    yield _problem(config, f"{CORRECTION}.{name}", valid, f"remove it, or set {method}")
+        elif most is None:
+            valid = f"is required with {CORRECTION}.{method}={correction.rollout_rs}"
+            yield _problem(config, f"{CORRECTION}.{upper}", valid, "give a bound, for example 2")
+        elif least is not None and least >= most:
+            yield _problem(config, f"{CORRECTION}.{lower}", f"must be below {upper}={most:g}", "lower it, or null")
+    rejection, lower = correction.rollout_rs, correction.rollout_rs_threshold_lower
+    if rejection is not None and not rejection.endswith("_k1"):
+        if lower is not None:
+            valid = f"applies to k1 only; {rejection} has no lower bound"
+            yield _problem(config, f"{CORRECTION}.rollout_rs_threshold_lower", valid, "set null")
+    elif rejection is not None and lower is None and 0 < (correction.rollout_rs_threshold or 2) <= 1:
+        valid = "must be above 1 for k1 without a lower bound, which is 1 / rollout_rs_threshold then"
+        yield _problem(config, f"{CORRECTION}.rollout_rs_threshold", valid, "raise it, or set the lower bound")
 
 
 def _devices(config: Config, facts: Facts) -> Iterator[str]:
@@ -419,6 +448,7 @@ _OF_SAMPLES = (
     _batches,
     _advantages,
     _log_probs,
+    _correction,
     quantization_problems,
     _sampling,
     _fusion,

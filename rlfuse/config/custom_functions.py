@@ -23,9 +23,10 @@ DECORATOR = "advantage_estimator"
 _OF_KL = ("log_probs", "ref_log_probs")
 PARAMETERS = {
     "algorithm.adv_estimator": ("token_rewards", "scores", "mask", "groups", "values", "dimensions", "weights",
-                                "gamma", "lam", "by_std", "n"),
+                                "gamma", "lam", "by_std", "n", "baselines"),
     "algorithm.kl_penalty": _OF_KL,
-    "actor.loss_mode": ("log_probs", "old_log_probs", "advantages", "mask", "clip_low", "clip_high", "clip_c"),
+    "actor.loss_mode": ("log_probs", "old_log_probs", "advantages", "mask", "clip_low", "clip_high", "clip_c",
+                        "tau_pos", "tau_neg", "ppo_kl_coef"),
     "actor.kl_loss_type": _OF_KL,
 }  # fmt: skip
 """Key of a custom algorithm function -> names of the arguments that it may take."""
@@ -41,7 +42,12 @@ _ARGUMENT = {POLICY: "snapshot", METRICS: "list of samples"}
 """Key whose function is called with one argument -> description of the argument."""
 ARGUMENTS = {key: f"{key}_kwargs" for key in (*PARAMETERS, POLICY, METRICS, SAMPLER, HEAD)}
 """Key of a custom function -> key of its additional arguments; those of METRICS are by the function's name."""
-_TRAIT_OF = {"values": "needs_critic", "dimensions": "each_reward", "weights": "each_reward"}
+_TRAIT_OF = {
+    "values": "needs_critic",
+    "dimensions": "each_reward",
+    "weights": "each_reward",
+    "baselines": "needs_baseline",
+}
 """Parameter -> trait of the estimators that receive it."""
 
 

@@ -15,6 +15,8 @@ class Traits:
     """It reads rows of other groups, so it is called once per step with the whole batch, and training waits for it.
     False: a row's result depends only on its group; the first step verifies this for custom estimators."""
     needs_critic: bool = False
+    needs_baseline: bool = False
+    """It reads the score of a greedy response to each prompt (`baselines`), which is generated with the others."""
     each_reward: bool = False
     """It reads the values of each reward function (`dimensions`, `weights`) instead of their sum."""
     whitens: str = ""
@@ -24,7 +26,7 @@ class Traits:
     def __post_init__(self) -> None:
         if self.whitens not in ("", "tokens", "responses"):
             raise ValueError(f"whitens={self.whitens!r} must be 'tokens' or 'responses'")
-        for name in ("needs_groups", "needs_batch", "needs_critic", "each_reward"):
+        for name in ("needs_groups", "needs_batch", "needs_critic", "needs_baseline", "each_reward"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
 
@@ -34,11 +36,15 @@ ESTIMATORS = {
     "grpo": Traits(needs_groups=True, needs_batch=False),
     "gdpo": Traits(needs_groups=True, needs_batch=False, each_reward=True, whitens="responses"),
     "rloo": Traits(needs_groups=True, needs_batch=False),
+    "remax": Traits(needs_batch=False, needs_baseline=True),
+    "opo": Traits(needs_groups=True, needs_batch=False),
+    "gpg": Traits(needs_groups=True),
     "reinforce_plus_plus": Traits(needs_batch=False, whitens="tokens"),
+    "reinforce_plus_plus_baseline": Traits(needs_groups=True, needs_batch=False, whitens="tokens"),
 }
 
 
 def describe_choices() -> str:
     """Return the names of the estimators, with explanations in parentheses."""
-    note = " (normalises each reward function separately)"
-    return " | ".join(name + note * traits.each_reward for name, traits in ESTIMATORS.items())
+    notes = {"gdpo": " (normalises each reward function separately)", "remax": " (generates a greedy baseline)"}
+    return " | ".join(name + notes.get(name, "") for name in ESTIMATORS)

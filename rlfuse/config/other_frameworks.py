@@ -29,7 +29,6 @@ class Counterpart:
 _VERL = (
     ("actor.ppo_micro_batch_size_per_gpu", "sequences per rank; verl counts those of all ranks",
      "actor_rollout_ref.actor.ppo_micro_batch_size critic.ppo_micro_batch_size"),
-    ("actor.loss_mode", "", "actor_rollout_ref.actor.policy_loss.loss_mode"),
     ("actor.offload_optimizer", "", "actor_rollout_ref.actor.fsdp_config.optimizer_offload"),
     ("model.dtype", "one setting for engines and training",
      "actor_rollout_ref.actor.fsdp_config.dtype actor_rollout_ref.rollout.dtype"),
@@ -40,7 +39,8 @@ _VERL = (
     ("actor.optim.lr_scheduler_type", "constant or cosine", "actor_rollout_ref.actor.optim.warmup_style"),
     ("trainer.total_training_steps", "the number of steps of the run, which verl copies to this setting",
      "actor_rollout_ref.actor.optim.total_training_steps"),
-    ("algorithm.rollout_is_threshold", "", "actor_rollout_ref.actor.tis_imp_ratio_cap"),
+    ("algorithm.rollout_correction.rollout_is_threshold", "with rollout_is=token; -1 is rollout_is=null",
+     "actor_rollout_ref.actor.tis_imp_ratio_cap"),
     ("model.use_remove_padding", "", "actor_rollout_ref.model.use_rmpad"),
     ("actor.strategy", "deepspeed, sharded by actor.zero_stage; fsdp2 on CPUs",
      "actor_rollout_ref.actor.strategy critic.strategy"),
@@ -76,10 +76,8 @@ _VERL = (
     ("reward.functions", "as {path: path/file.py:function, kwargs: {...}}", "custom_reward_function.reward_kwargs"),
     ("reward.functions", "each reward function is a dimension", "algorithm.gdpo_reward_keys"),
     ("reward.weights", "", "algorithm.gdpo_reward_weights"),
-    ("algorithm.rollout_is_threshold", "setting a number enables it",
-     "algorithm.rollout_is algorithm.rollout_correction.rollout_is"),
-    ("algorithm.rollout_is_threshold", "setting a number enables it; in verl rollout_is does",
-     "algorithm.rollout_correction.rollout_is_threshold"),
+    ("algorithm.rollout_correction.rollout_is", "", "algorithm.rollout_is"),
+    ("algorithm.rollout_correction.rollout_is_threshold", "", "algorithm.rollout_is_threshold"),
     ("algorithm.old_log_probs", "`engine` instead of true", "algorithm.rollout_correction.bypass_mode"),
     ("trainer.resume_mode", "set it to the folder", "trainer.resume_from_path"),
     ("trainer.max_ckpt_to_keep", "", "trainer.max_actor_ckpt_to_keep trainer.max_critic_ckpt_to_keep"),
@@ -93,7 +91,7 @@ _VERL = (
 )  # fmt: skip
 """(rlfuse key, note, verl names that the rules below do not map)."""
 VERL = {name: (key, note) for key, note, names in _VERL for name in names.split()}
-VERL_VALUES = {"actor_rollout_ref.actor.tis_imp_ratio_cap": {"-1": "null"}}
+VERL_VALUES = {"algorithm.rollout_is": {"true": "token", "false": "null"}}
 """verl name -> values that rlfuse writes differently; all others are equal."""
 
 VERL_LEAVES = {
@@ -112,6 +110,7 @@ SAME_NAME = {
 
 VERL_PREFIXES = (
     ("actor_rollout_ref.rollout.engine_kwargs.vllm.", "rollout.engine_kwargs."),
+    ("actor_rollout_ref.actor.policy_loss.", "actor."),
     ("actor_rollout_ref.actor.", "actor."),
     ("actor_rollout_ref.rollout.", "rollout."),
     ("actor_rollout_ref.model.", "model."),
@@ -162,8 +161,6 @@ _NO_COUNTERPART = (
     ("code in responses runs in a sandbox on the machines of the job, without a service",
      "reward.sandbox_fusion sandbox_fusion"),
     ("groups are compared by their rewards", "algorithm.filter_groups.metric"),
-    ("samples are reweighted by algorithm.rollout_is_threshold, not rejected",
-     "algorithm.rollout_correction.rollout_rs"),
     ("the number of engines is slots / rollout.tensor_model_parallel_size",
      "actor_rollout_ref.rollout.data_parallel_size"),
     ("Ray uses the devices of this machine, or connects to cluster.ray_address", "ray_kwargs ray_init"),
@@ -205,7 +202,7 @@ _TRL_AND_OPENRLHF = (
     ("actor.clip_ratio_high", "", "epsilon_high", ""),
     ("critic.optim.lr", "actor and critic are separate models with separate learning rates",
      "vf_coef", ""),
-    ("actor.loss_agg_mode", "or a preset: algorithm=grpo | dr_grpo | dapo", "loss_type", ""),
+    ("actor.loss_agg_mode", "or a preset: algorithm=grpo | dr_grpo | dapo | cispo | sapo", "loss_type", ""),
     ("algorithm.norm_adv_by_std_in_grpo", "", "scale_rewards", ""),
     ("model.enable_gradient_checkpointing", "", "gradient_checkpointing", ""),
     ("model.path", "", "model_name_or_path", "pretrain"),

@@ -29,10 +29,10 @@ def quantization_problems(config: Config, facts: Facts) -> Iterator[str]:
         )
     if given not in by_name()[KEY].names:  # null, or invalid (reported by another check)
         return
-    if config.algorithm.rollout_is_threshold is None:
+    if not config.algorithm.rollout_correction.is_enabled:
         yield (
             f"{KEY}={given}: generates with quantized weights, so it needs importance correction; "
-            f"set algorithm.rollout_is_threshold=2, or {KEY}=null"
+            f"set algorithm.rollout_correction.rollout_is=token, or {KEY}=null"
         )
     if config.model.dtype != "bfloat16":
         yield f"{KEY}={given}: quantizes bfloat16 weights; set model.dtype=bfloat16, or {KEY}=null"

@@ -203,7 +203,7 @@ class RolloutConfig:
         rejected={"fp8": "in vLLM this is an 8-bit checkpoint; names of online quantization give the granularity"},
     )
     """Online 8-bit quantization of the engines' linear layers by vLLM, repeated at every weight transfer; null: none.
-    Requires algorithm.rollout_is_threshold."""
+    Requires algorithm.rollout_correction."""
     on_mismatch: str = key("stop", TOLERANCE, choices="stop | alert")
     """Action if the log-probs of engines and trainer for the same tokens differ after the first weight transfer."""
     engine_kwargs: dict[str, Any] = key({}, SAMPLING)
@@ -237,9 +237,42 @@ class FilterGroups:
 
 
 @dataclass
+class RolloutCorrection:
+    """Correction of the mismatch between the log-probs of rollout engines and trainer (TIS, MIS, IcePop), by factors of
+    the policy loss."""
+
+    rollout_is: str | None = key(
+        None, LOSS_WEIGHTS, choices="token (ratio of each token) | sequence (product over the response)"
+    )
+    """Importance weight: probability under the trainer over that under the engine; null: none."""
+    rollout_is_threshold: float = key(2.0, LOSS_WEIGHTS, above=0)
+    """Upper bound of the importance weight; larger ones are truncated to it."""
+    rollout_is_threshold_lower: float | None = key(None, LOSS_WEIGHTS, above=0)
+    """Lower bound of the importance weight (IcePop): weights below it or above rollout_is_threshold become 0; null: no
+    lower bound, and truncation."""
+    rollout_rs: str | None = key(
+        None,
+        LOSS_WEIGHTS,
+        choices="token_k1 | token_k2 | token_k3 | seq_sum_k1 | seq_sum_k2 | seq_sum_k3 | "
+        "seq_mean_k1 (geometric mean) | seq_mean_k2 | seq_mean_k3 | seq_max_k2 | seq_max_k3",
+    )
+    """Rejection of tokens or responses whose KL estimate (k1, k2 or k3 per token; sum, mean or maximum over the
+    response) is out of bounds: they get no policy gradient, but count in the mean. null: none."""
+    rollout_rs_threshold: float | None = key(None, LOSS_WEIGHTS, above=0)
+    """Upper bound of the estimate; for k1, of the ratio exp(k1), engine over trainer."""
+    rollout_rs_threshold_lower: float | None = key(None, LOSS_WEIGHTS, above=0)
+    """Lower bound of the ratio, for k1 only; null: 1 / rollout_rs_threshold."""
+
+    @property
+    def is_enabled(self) -> bool:
+        return self.rollout_is is not None or self.rollout_rs is not None
+
+
+@dataclass
 class AlgorithmConfig:
-    """Advantage estimation and KL penalties. Presets: algorithm=ppo | grpo | dr_grpo | gdpo | rloo |
-    reinforce_plus_plus | dapo | gspo."""
+    """Advantage estimation and KL penalties. Presets: algorithm=ppo | grpo | dr_grpo | gdpo | gpg | opo |
+    remax | rloo | reinforce_plus_plus | reinforce_plus_plus_baseline | dapo | gspo | cispo | sapo | clip_cov |
+    kl_cov."""
 
     adv_estimator: str = key("gae", ESTIMATOR, choices=describe_choices(), custom=True)
     """Advantage estimator."""
@@ -266,9 +299,7 @@ class AlgorithmConfig:
         "trainer", LOSS, choices="trainer (extra forward pass, except for the first update) | engine"
     )
     """Source of the old log-probs in PPO's importance ratio."""
-    rollout_is_threshold: float | None = key(None, LOSS_WEIGHTS, above=0)
-    """Truncation threshold of the importance weight that corrects the mismatch between engine and trainer (TIS); null
-    disables the correction."""
+    rollout_correction: RolloutCorrection = field(default_factory=RolloutCorrection)
 
 
 @dataclass
@@ -331,10 +362,30 @@ class ActorConfig:
     """Upper clip range (DAPO); null: clip_ratio."""
     clip_ratio_c: float | None = key(3.0, LOSS_WEIGHTS, above=1)
     """Lower bound of dual-clip PPO for negative advantages (Ye et al. 2020); null disables it."""
-    loss_mode: str = key("vanilla", LOSS, choices="vanilla (per token) | gspo (per sequence)", custom=True)
+    loss_mode: str = key(
+        "vanilla",
+        LOSS,
+        choices="vanilla (per token) | gspo (per sequence) | cispo (clipped weights) | sapo (soft gate) | "
+        "gpg (no ratio) | clip_cov (no gradient on tokens of high covariance) | kl_cov (KL penalty on them)",
+        custom=True,
+    )
     """Policy loss."""
     loss_mode_kwargs: dict[str, Any] = key({}, LOSS_WEIGHTS)
     """Additional arguments of a custom loss, by name."""
+    tau_pos: float = key(1.0, LOSS_WEIGHTS, above=0)
+    """loss_mode=sapo: temperature of the gate for positive advantages; larger values decay faster."""
+    tau_neg: float = key(1.05, LOSS_WEIGHTS, above=0)
+    """loss_mode=sapo: temperature of the gate for all other advantages."""
+    clip_cov_ratio: float = key(0.0002, LOSS_WEIGHTS, above=0, at_most=1)
+    """loss_mode=clip_cov: fraction of the response tokens of a step without a gradient."""
+    clip_cov_lb: float = key(1.0, LOSS_WEIGHTS)
+    """loss_mode=clip_cov: lower bound of the covariance of these tokens."""
+    clip_cov_ub: float = key(5.0, LOSS_WEIGHTS)
+    """loss_mode=clip_cov: upper bound of the covariance of these tokens."""
+    kl_cov_ratio: float = key(0.0002, LOSS_WEIGHTS, above=0, at_most=1)
+    """loss_mode=kl_cov: fraction of the response tokens of a step with a KL penalty, those of highest covariance."""
+    ppo_kl_coef: float = key(0.1, LOSS_WEIGHTS, at_least=0)
+    """loss_mode=kl_cov: coefficient of the KL penalty to the old policy."""
     loss_agg_mode: str = key(
         "token-mean", LOSS, choices="token-mean | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm"
     )

@@ -92,11 +92,11 @@ class Board:
         known = all(self.lengths.knows(group.prompt.index) for group in self.groups)
         self.slot_table.set_lengths_known(known, self.settings.max_sequences)
         self._assign_mini_batches()
-        for sample in (sample for group in groups for sample in group.samples if sample.response is not None):
+        for sample in (sample for group in groups for sample in group.generated if sample.response is not None):
             self._record_finished(self.records[sample.id], now)
 
     def _add(self, group: Group) -> None:
-        number, size, prompt_tokens = len(self.groups), len(group.samples), len(group.prompt.token_ids)
+        number, size, prompt_tokens = len(self.groups), len(group.generated), len(group.prompt.token_ids)
         expected, next_step = self.lengths.expect(group.prompt.index), number >= self._eligible
         record = GroupRecord(number, group, prompt_tokens, expected, size, size, not next_step, next_step=next_step)
         kinds = [
@@ -104,19 +104,21 @@ class Board:
             for kind in self.kinds
             if number >= self._mini_batch_groups or kind not in self._fused_into_first_update
         ]
-        for sample in group.samples:
+        for sample in group.generated:
             state = SampleState.WAITING if sample.response is None else SampleState.FINISHED
             begun = len(self.partials[sample.id].token_ids) if sample.id in self.partials else 0
             self.samples[sample.id] = sample
-            self.records[sample.id] = each = SampleRecord(sample, sample.id, record, begun, set(kinds), state)
+            needed = {"reward"} if sample.is_baseline else set(kinds)
+            self.records[sample.id] = each = SampleRecord(sample, sample.id, record, begun, needed, state)
+            each.trains = not sample.is_baseline
             record.samples.append(each)
+            for kind in needed:
+                self._passes_left[kind] += 1
         self.groups.append(group)
         self.group_records.append(record)
         self.slot_table.queue(record, (each for each in record.samples if each.state is SampleState.WAITING))
         self._unfinished += size
-        for kind in kinds:
-            self._passes_left[kind] += size
-        self._tokens_to_score += size * len({*kinds} - {"reward"}) * (prompt_tokens + expected)
+        self._tokens_to_score += len(group.samples) * len({*kinds} - {"reward"}) * (prompt_tokens + expected)
 
     def start(self, decision: Decision, now: float) -> None:
         """Record that a decision is being executed."""
@@ -159,7 +161,8 @@ class Board:
         self._tokens_to_score += len(record.missing - {"reward"}) * (
             sample.tokens - (group.prompt_tokens + group.expected)
         )
-        awaited = self._prompts_dominate and group.unfinished > 1
+        baseline = group.group.baseline
+        awaited = self._prompts_dominate and group.unfinished > 1 + (baseline is not None and baseline.response is None)
         self._queue.finish(record, sample.tokens, now, awaited)
         last = group.finish()
         if record.missing <= self._deferred:
@@ -196,7 +199,7 @@ class Board:
     def unneeded_groups(self) -> tuple[list[Group], dict[str, Partial]]:
         """Return the groups that the step did not use, and the partial responses of their samples."""
         groups = [record.group for record in self.group_records if record.unneeded]
-        return groups, {s.id: self.partials[s.id] for g in groups for s in g.samples if s.id in self.partials}
+        return groups, {s.id: self.partials[s.id] for g in groups for s in g.generated if s.id in self.partials}
 
     def evicted(self, name: str, partial: Partial, now: float) -> int | None:
         """Record that a sample left its engine. Return the slot that it moves to, or None if it waits."""
@@ -234,14 +237,20 @@ class Board:
                 continue
             self._passes_left[kind] -= 1
             if kind == "reward" and isinstance(record.sample.reward, RewardFailure):
-                for progress in self.mini_batches.values():
-                    progress.drop(group.number)
+                self._exclude(group.samples if record.sample.is_baseline else [record])
             record.missing.remove(kind)
             if kind in self._deferred:
                 if record.prepared and not record.missing:
                     self.mini_batches["actor"].prepare({name: (group.number, record.sample.tokens)})
             elif record.missing <= self._deferred:
                 self._record_scored(record)
+
+    def _exclude(self, records: Iterable[SampleRecord]) -> None:
+        """Exclude samples from training."""
+        for record in (each for each in records if each.trains):
+            record.trains = False
+            for progress in self.mini_batches.values():
+                progress.drop(record.group.number)
 
     def _record_scored(self, record: SampleRecord) -> None:
         record.transition_to(SampleState.SCORED)
@@ -260,7 +269,7 @@ class Board:
             return
         chosen = (group for number in groups if (group := self.group_records[number]).chosen)
         for record in (record for group in chosen for record in group.samples):
-            if isinstance(record.sample.reward, Reward):
+            if record.trains:
                 record.prepared |= model == "actor"
                 if not record.missing or model != "actor":
                     self.mini_batches[model].prepare({record.id: (record.group.number, record.sample.tokens)})
@@ -300,7 +309,7 @@ class Board:
         count = -(-len(chosen) // self._mini_batch_groups)
         sizes, tokens = [0] * count, [0.0] * count
         for group in chosen:
-            live = sum(not isinstance(each.sample.reward, RewardFailure) for each in group.samples)
+            live = sum(each.trains for each in group.samples)
             sizes[of[group.number]] += live
             tokens[of[group.number]] += live * (group.prompt_tokens + group.expected)
         for progress in self.mini_batches.values():
@@ -373,8 +382,10 @@ class Board:
     def groups_to_train(self, numbers: Iterable[int] | None = None) -> list[Group]:
         """Return the groups to train on (of `numbers`, if given): rewarded samples only, without empty groups."""
         records = self.group_records if numbers is None else [self.group_records[number] for number in numbers]
-        groups = [record.group for record in records if record.chosen]
-        kept = [Group(group.prompt, [s for s in group.samples if isinstance(s.reward, Reward)]) for group in groups]
+        kept = []
+        for group in (record for record in records if record.chosen):
+            rewarded = [s.sample for s in group.samples if s.trains and isinstance(s.sample.reward, Reward)]
+            kept.append(Group(group.group.prompt, rewarded, group.group.baseline))
         return [group for group in kept if group.samples]
 
     def needed_samples(self) -> list[Sample]:

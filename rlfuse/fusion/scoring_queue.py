@@ -27,7 +27,12 @@ class ScoringQueue:
         self._held: dict[int, dict[str, int]] = {}
 
     def finish(self, record: SampleRecord, tokens: int, now: float, awaited: bool) -> None:
-        """Queue a finished sample. While samples of its prompt are `awaited`, queue it for its reward only."""
+        """Queue a finished sample. While samples of its prompt are `awaited`, queue it for its reward only.
+
+        A baseline needs no other score.
+        """
+        if record.sample.is_baseline:
+            return self.add("reward", {record.id: tokens}, now)
         group = record.group.number
         held = self._held.setdefault(group, {})
         held[record.id] = tokens

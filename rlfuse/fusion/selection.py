@@ -120,7 +120,7 @@ class Selection:
     def return_unused(self, groups: Sequence[Group], partials: dict[str, Partial]) -> None:
         if self.data in CARRY_OVER:
             self._carried, self._partials = list(groups), partials
-            for sample in (sample for group in groups for sample in group.samples):
+            for sample in (sample for group in groups for sample in group.generated):
                 sample.reward, sample.tensors = None, {}
         else:
             self._cut_off += [group.prompt for group in groups]

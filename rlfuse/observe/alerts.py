@@ -188,7 +188,7 @@ class Alerts:
                 "engine and trainer disagree",
                 f"{LOG_PROBS_DIFF_MAX}={difference:.3g} is above alerts.log_probs_diff={factor} times "
                 f"{self._bound.most:g}, the most that rounding explains; check whether it grows, and correct for it "
-                "with algorithm.rollout_is_threshold=2",
+                "with algorithm.rollout_correction.rollout_is=token",
             )
 
     def _reward_signal(self, values: Mapping[str, float]) -> Iterator[Alert]:

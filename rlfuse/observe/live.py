@@ -80,10 +80,10 @@ def read_board(board: Board | None, spans: Iterable[Span]) -> tuple[str, list[St
     stages = [Stage("generate", sum(sample.response is not None for sample in samples), len(samples))]
     for kind in board.kinds:
         if kind == "reward":
-            done = sum(sample.reward is not None for sample in samples)
+            stages.append(Stage(kind, sum(sample.reward is not None for sample in samples), len(samples)))
         else:
-            done = sum(PASSES[kind][1] in sample.tensors for sample in samples)
-        stages.append(Stage(kind, done, len(samples)))
+            trained = [sample for sample in samples if not sample.is_baseline]
+            stages.append(Stage(kind, sum(PASSES[kind][1] in each.tensors for each in trained), len(trained)))
     stages += [
         Stage(f"train {model}", progress.completed, progress.steps) for model, progress in board.mini_batches.items()
     ]

@@ -120,7 +120,7 @@ class Controller:
             ["critic", *trained] if self.config.uses_critic else trained,
             actor.ppo_epochs,
             actor.ppo_mini_batch_size,
-            settings=self.tuning.settings(sum(len(group.samples) for group in draw.groups)),
+            settings=self.tuning.settings(sum(len(group.generated) for group in draw.groups)),
             lengths=self.tuning.lengths,
             draw=draw,
             deferred=experience.deferred,

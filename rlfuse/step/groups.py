@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 
+from rlfuse.config.custom_functions import traits_of
 from rlfuse.config.schema import Config
 from rlfuse.events import Recorder
 from rlfuse.fusion.selection import Draw, Selection, Source
@@ -67,7 +68,8 @@ class GroupSource:
 
     def training_groups(self, prompts: Sequence[Prompt], step: int) -> list[Group]:
         """Return groups of unfinished, seeded samples of these prompts."""
-        return make_groups(prompts, self.config.rollout.n, self.config.data.seed, step)
+        with_baseline = traits_of(self.config.algorithm.adv_estimator).needs_baseline
+        return make_groups(prompts, self.config.rollout.n, self.config.data.seed, step, with_baseline)
 
     async def _encoded(self, groups: list[Group], step: int, holder: str) -> list[Group]:
         if not any(group.prompt.visual for group in groups):

@@ -59,7 +59,7 @@ class StepClips:
             if visual := group.prompt.visual:
                 pairs = zip(visual, outcomes[group.prompt.index], strict=True)
                 group.prompt = replace(group.prompt, visual=tuple(replace(each, source=of) for each, of in pairs))
-                for sample in group.samples:
+                for sample in group.generated:
                     sample.prompt = group.prompt
         return kept
 

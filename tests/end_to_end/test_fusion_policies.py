@@ -21,7 +21,7 @@ def found(driven, tmp_path_factory, request):
         "rollout.name": request.param,
         "rollout.n": N,
         "algorithm.use_kl_in_reward": "true",
-        "algorithm.rollout_is_threshold": 2,
+        "algorithm.rollout_correction.rollout_is": "token",
         "trainer.total_training_steps": 1,
     }
     return driven("fused_steps", tmp_path_factory.mktemp("fused"), **settings)

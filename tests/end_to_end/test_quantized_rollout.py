@@ -7,7 +7,7 @@ from rlfuse.observe.tracking import read_metrics
 
 def test_what_engines_draw_differs_by_rounding_is_corrected_for_and_logged(driven, tmp_path):
     settings = {
-        "model.dtype": "bfloat16", "algorithm.rollout_is_threshold": 2, "data.max_response_length": 24,
+        "model.dtype": "bfloat16", "algorithm.rollout_correction.rollout_is": "token", "data.max_response_length": 24,
         "data.train_batch_size": 6, "actor.ppo_mini_batch_size": 3, "rollout.quantization": CPU_METHOD,
         "trainer.n_gpus_per_node": 1, "trainer.total_training_steps": 2, "trainer.val_before_train": "false",
         "trainer.experiment_name": "small",

@@ -88,6 +88,46 @@ def test_whiten_against_statistics_module():
     assert_rows(adv.whiten(rewards, mask), whitened_by_hand(rows))
 
 
+# Scores of three groups: 7 with 1, 2, 6 (3, 5, 2 tokens), 2 with 5, 5 (1, 4 tokens), 9 with 4 (5 tokens).
+ALL_EQUAL_OR_ALONE = 3  # responses without a gradient: group 2 and group 9
+BASELINES = {
+    "opo": [(1 * 3 + 2 * 5 + 6 * 2) / 10, 5.0, 4.0],
+    "gpg": [3.0, 5.0, 4.0],
+    "reinforce_plus_plus_baseline": [3.0, 5.0, 4.0],
+}
+
+
+@pytest.mark.parametrize("name", BASELINES)
+@pytest.mark.parametrize("n", [1, 3])
+def test_group_baselines_by_hand(name, n):
+    scores = torch.tensor([1.0, 5.0, 2.0, 5.0, 6.0, 4.0])
+    _, _, mask = batch()
+    rewards = adv.place_at_end(scores, mask)
+    advantages, returns = adv.advantages_and_returns(name, rewards, None, GROUPS, mask, n=n)
+    first, second, alone = BASELINES[name]
+    alone = 0.0 if n == 1 else alone  # a group of one keeps its score if the others were not lost
+    expected = [1 - first, 5 - second, 2 - first, 5 - second, 6 - first, 4 - alone]
+    factor = 6 / (6 - (2 if n == 1 else ALL_EQUAL_OR_ALONE)) if name == "gpg" else 1.0
+    assert_rows(advantages, [[factor * a] * length for a, length in zip(expected, LENGTHS, strict=True)])
+    assert torch.equal(advantages, returns)
+
+
+def test_remax_subtracts_the_greedy_score_from_every_return():
+    rewards, _, mask = batch(5)
+    baselines = torch.tensor([0.5, -1.0, 0.5, -1.0, 0.5, 2.0])
+    future = [[sum(rewards[i, t:n].tolist()) for t in range(n)] for i, n in enumerate(LENGTHS)]
+    advantages, returns = adv.advantages_and_returns("remax", rewards, None, None, mask, 0.5, baselines=baselines)
+    assert_rows(returns, future)
+    assert_rows(advantages, [[g - baselines[i].item() for g in row] for i, row in enumerate(future)])
+    with pytest.raises(ValueError, match="remax needs baselines, got None: pass the score of each prompt's greedy"):
+        adv.advantages_and_returns("remax", rewards, None, None, mask)
+
+
+def test_gpg_without_any_difference_has_no_gradient():
+    scores, mask = torch.full((6,), 0.1), batch()[2]
+    assert not adv.gpg(scores, GROUPS, mask, n=3).any()
+
+
 def test_grpo_by_hand():
     # group 7: 1, 2, 6 -> mean 3, sample deviation sqrt((4+1+9)/2) = sqrt 7; group 2: 5, 5 -> no spread; group 9: alone
     scores = torch.tensor([1.0, 5.0, 2.0, 5.0, 6.0, 4.0])
@@ -167,7 +207,10 @@ def test_place_at_end_refuses_empty_responses():
 def test_padding_changes_nothing(estimator):
     def estimate(width: int, junk: float):
         rewards, values, mask = batch(5, width, junk)
-        return adv.advantages_and_returns(estimator, rewards, values, GROUPS, mask, 0.95, 0.9, True)
+        baselines = torch.linspace(-1, 1, 6)
+        return adv.advantages_and_returns(
+            estimator, rewards, values, GROUPS, mask, 0.95, 0.9, True, baselines=baselines
+        )
 
     for narrow, wide in zip(estimate(5, 0.0), estimate(9, math.nan), strict=True):
         assert torch.equal(narrow, wide[:, :5])
@@ -193,7 +236,7 @@ def test_dispatcher_gives_what_the_parts_give():
 
 def test_wrong_calls_say_what_to_change():
     rewards, values, mask = batch()
-    with pytest.raises(ValueError, match=r"algorithm\.adv_estimator='ppo'.*gae, grpo, gdpo, rloo, reinforce_plus_plus"):
+    with pytest.raises(ValueError, match=r"algorithm\.adv_estimator='ppo'.*gae, grpo, gdpo, rloo, remax, opo, gpg, "):
         adv.advantages_and_returns("ppo", rewards, values, GROUPS, mask)
     with pytest.raises(ValueError, match="needs values"):
         adv.advantages_and_returns("gae", rewards, None, GROUPS, mask)

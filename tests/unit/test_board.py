@@ -64,6 +64,69 @@ def test_failed_samples_leave_their_group_and_mini_batches_keep_prompt_order():
     assert [group.prompt.index for group in b.groups_to_train()] == [0, 1, 3] and len(b.failures()) == 3
 
 
+def with_baselines(count, siblings=2):
+    return make_groups(prompts(count), siblings, run_seed=0, step=1, with_baseline=True)
+
+
+def scored_with_baselines(b, rewards):
+    """All samples are generated; these get their rewards, in this order, None is a failure."""
+    b.start(Generate(0, tuple(range(len(b.groups)))), 0.0)
+    for name in b.samples:
+        b.finished(name, response(), 0.0)
+    for name, value in rewards.items():
+        b.start(Score("reward", (name,)), 0.0)
+        b.samples[name].reward = RewardFailure("f", "m") if value is None else Reward(value)
+        b.scored(Score("reward", (name,)), 0.0)
+
+
+def test_a_baseline_is_generated_and_scored_but_not_trained_on():
+    groups = with_baselines(1)
+    assert [(each.id, each.is_baseline) for each in groups[0].generated] == [
+        ("1/0/2", True), ("1/0/0", False), ("1/0/1", False)]  # fmt: skip
+    b = board(groups, kinds=("reward", "ref"))
+    scored_with_baselines(b, {"1/0/0": 1.0, "1/0/1": 2.0})
+    passes = Score("ref", tuple(b.snapshot(0.0).unscored["ref"]), 0)
+    assert sorted(passes.samples) == ["1/0/0", "1/0/1"]
+    b.switched(0, "trainer")
+    b.start(passes, 0.0)
+    b.scored(passes, 0.0)
+    assert not b.take_complete() and not b.all_scored  # its baseline has no score yet
+    b.start(Score("reward", ("1/0/2",)), 0.0)
+    b.samples["1/0/2"].reward = Reward(0.5)
+    b.scored(Score("reward", ("1/0/2",)), 0.0)
+    assert b.take_complete() == [0] and b.all_scored
+    b.prepared("actor", [0])
+    assert ready(b) == ["1/0/0", "1/0/1"]
+    (group,) = b.groups_to_train()
+    assert group.baseline.reward.value == 0.5 and len(group.samples) == len(b.needed_samples()) == 2
+
+
+@pytest.mark.parametrize("order", [["1/0/2", "1/0/0"], ["1/0/0", "1/0/2"]])
+def test_a_baseline_without_a_reward_excludes_its_group_once(order):
+    b = board(with_baselines(3), mini_batch_groups=3)
+    rewards = dict.fromkeys(order) | {"1/0/1": 1.0} | {f"1/{prompt}/{k}": 1.0 for prompt in (1, 2) for k in range(3)}
+    scored_with_baselines(b, rewards)
+    b.prepared("actor", b.take_complete())
+    assert sorted(ready(b)) == ["1/1/0", "1/1/1", "1/2/0", "1/2/1"]
+    assert [group.prompt.index for group in b.groups_to_train()] == [1, 2] and b.all_scored
+    work = Accumulate("actor", tuple(ready(b)))
+    b.start(work, 0.0)
+    b.accumulated(work, 0.0)
+    assert b.snapshot(0.0).ready_to_step == ["actor"]
+
+
+@pytest.mark.parametrize("last", ["1/0/2", "1/0/1"])
+def test_where_siblings_are_scored_in_one_call_none_waits_for_its_baseline(last):
+    long = [replace(prompt, token_ids=np.zeros(500, np.int32)) for prompt in prompts(1)]
+    b = board(make_groups(long, 2, run_seed=0, step=1, with_baseline=True), kinds=("reward", "ref"))
+    b.start(Generate(0, (0,)), 0.0)
+    for name in sorted(b.samples, key=lambda name: name == last):
+        assert b.snapshot(0.0).prompts_dominate
+        b.finished(name, response(), 0.0)
+    view = b.snapshot(0.0)
+    assert sorted(view.unscored["ref"]) == ["1/0/0", "1/0/1"] and len(view.unscored["reward"]) == 3
+
+
 def test_a_mini_batch_that_fails_as_a_whole_gives_way_to_the_next_even_if_that_was_ready_before():
     progress = MiniBatchProgress(passes=2)
     progress.set_mini_batches({0: 0, 1: 1}, sizes=[1, 1], tokens=[5.0, 5.0])

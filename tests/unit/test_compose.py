@@ -117,9 +117,10 @@ def test_every_preset_is_sound(job, preset):
 def test_every_fusion_preset_is_sound_or_says_what_else_it_needs(job, preset):
     carries = preset in ("partial_rollout", "one_step_off")
     if carries:
-        with pytest.raises(ConfigError, match=r"set algorithm\.rollout_is_threshold=2"):
+        with pytest.raises(ConfigError, match=r"set algorithm\.rollout_correction\.rollout_is=token"):
             load([str(job), f"fusion={preset}"])
-    fusion = load([str(job), f"fusion={preset}", f"algorithm.rollout_is_threshold={2 if carries else 'null'}"]).fusion
+    corrected = f"algorithm.rollout_correction.rollout_is={'token' if carries else 'null'}"
+    fusion = load([str(job), f"fusion={preset}", corrected]).fusion
     assert preset in (fusion.policy, fusion.data)
 
 

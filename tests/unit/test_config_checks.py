@@ -12,6 +12,8 @@ from rlfuse.config.facts import Facts, read_facts
 from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError, DataError, ErrorCollector
 
+CORRECTION = "algorithm__rollout_correction__"
+
 
 def sound(**changes):
     config = Config()
@@ -117,7 +119,7 @@ def test_the_defaults_are_sound():
             {
                 "video__freeze_vision_tower": False,
                 "fusion__data": "one_step_off",
-                "algorithm__rollout_is_threshold": 2.0,
+                "algorithm__rollout_correction__rollout_is": "token",
             },
             ["trains on clips encoded by older towers"],
         ),
@@ -156,11 +158,48 @@ def test_the_defaults_are_sound():
         ({"rollout__stop": ["a", ""]}, ["rollout.stop=[a,]", "an empty string would stop every response"]),
         ({"rollout__stop": ["\\n\\n"]}, ["a backslash and a letter, not as a line break", "job file"]),
         (
-            {"algorithm__old_log_probs": "engine", "algorithm__rollout_is_threshold": 2.0},
+            {"algorithm__old_log_probs": "engine", "algorithm__rollout_correction__rollout_is": "token"},
             ["requires algorithm.old_log_probs=trainer"],
         ),
-        ({"fusion__data": "one_step_off"}, ["with older weights", "set algorithm.rollout_is_threshold=2"]),
-        ({"fusion__data": "partial_rollout"}, ["with older weights", "set algorithm.rollout_is_threshold=2"]),
+        (
+            {
+                "algorithm__old_log_probs": "engine",
+                f"{CORRECTION}rollout_rs": "token_k1",
+                f"{CORRECTION}rollout_rs_threshold": 2,
+            },
+            ["rollout_rs=token_k1: corrects the mismatch", "requires algorithm.old_log_probs=trainer"],
+        ),
+        (
+            {f"{CORRECTION}rollout_rs": "token_k1"},
+            ["rollout_rs_threshold=null: is required with", "rollout_rs=token_k1"],
+        ),
+        ({f"{CORRECTION}rollout_rs_threshold": 2}, ["rollout_rs_threshold=2: has no effect with", "rollout_rs=null"]),
+        ({f"{CORRECTION}rollout_is_threshold": 5.0}, ["threshold=5.0: has no effect with", "rollout_is=null"]),
+        (
+            {f"{CORRECTION}rollout_is": "token", f"{CORRECTION}rollout_is_threshold_lower": 2.0},
+            ["rollout_is_threshold_lower=2.0: must be below rollout_is_threshold=2"],
+        ),
+        (
+            {f"{CORRECTION}rollout_rs": "seq_mean_k1", f"{CORRECTION}rollout_rs_threshold": 0.5},
+            ["rollout_rs_threshold=0.5: must be above 1 for k1 without a lower bound"],
+        ),
+        (
+            {
+                f"{CORRECTION}rollout_rs": "token_k3",
+                f"{CORRECTION}rollout_rs_threshold": 0.5,
+                f"{CORRECTION}rollout_rs_threshold_lower": 0.1,
+            },
+            ["rollout_rs_threshold_lower=0.1: applies to k1 only", "set null"],
+        ),
+        (
+            {"actor__loss_mode": "clip_cov", "actor__clip_cov_lb": 6.0},
+            ["actor.clip_cov_lb=6.0: must be below actor.clip_cov_ub=5"],
+        ),
+        ({"fusion__data": "one_step_off"}, ["with older weights", "set algorithm.rollout_correction.rollout_is=token"]),
+        (
+            {"fusion__data": "partial_rollout"},
+            ["with older weights", "set algorithm.rollout_correction.rollout_is=token"],
+        ),
         (
             {
                 "fusion__data": "tail_batching",

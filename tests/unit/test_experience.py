@@ -27,8 +27,15 @@ def groups(rewards, lengths, engine_offset=0.0):
             sample = Sample(prompt, 1, k, 0, response, Reward(value))
             sample.tensors = {"old_log_probs": trainer, "ref_log_probs": trainer - 0.5, "values": np.zeros(count, "f4")}
             samples.append(sample)
-        made.append(Group(prompt, samples))
+        made.append(Group(prompt, samples, baseline(prompt, 0.25 * index)))
     return made
+
+
+def baseline(prompt, score, tokens=4):
+    """Return a scored greedy response; read only by estimators that need it."""
+    greedy = Sample(prompt, 1, 9, 0, Response(np.zeros(tokens, np.int32), np.zeros(tokens, "f4"), "stop", 0, ""))
+    greedy.reward, greedy.is_baseline = Reward(score), True
+    return greedy
 
 
 def config(**changes):
@@ -40,6 +47,10 @@ def config(**changes):
             target = getattr(target, section)
         setattr(target, leaf, value)
     return made
+
+
+def correction(**changes):
+    return {f"algorithm__rollout_correction__{name}": value for name, value in changes.items()}
 
 
 def worked_out(experience, batch):
@@ -81,12 +92,30 @@ def test_grpo_compares_within_the_group_and_the_length_penalty_is_a_part():
 
 
 def test_mismatch_is_measured_and_corrected_with_a_cap():
-    experience = Experience(config(algorithm__rollout_is_threshold=1.2))
+    experience = Experience(config(**correction(rollout_is="token", rollout_is_threshold=1.2)))
     batch = groups([[1.0], [0.0]], [[3], [2]], engine_offset=-0.5)
     metrics = worked_out(experience, batch)
     assert metrics["training/rollout_log_probs_diff_max"] == pytest.approx(0.5)
     np.testing.assert_allclose(batch[0].samples[0].tensors["is_weights"], 1.2, atol=1e-6)  # e^0.5 is above the cap
     assert experience.actor_tensors == ("old_log_probs", "advantages", "is_weights")
+    assert metrics["training/rollout_is_weight_mean"] == pytest.approx(1.2)
+    assert metrics["training/rollout_rs_masked_fraction"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rollout_is": "token", "rollout_is_threshold_lower": 0.8},
+        {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 2.0},
+    ],
+)
+def test_tokens_out_of_bounds_lose_their_loss_and_are_counted(changes):
+    experience = Experience(config(**correction(**changes)))
+    batch = groups([[1.0], [0.0]], [[3], [2]])
+    batch[0].samples[0].response.log_probs[:] -= 1.0  # a ratio of e in all three tokens
+    metrics = worked_out(experience, batch)
+    assert [sample.tensors["is_weights"].tolist() for group in batch for sample in group.samples] == [[0] * 3, [1] * 2]
+    assert metrics["training/rollout_rs_masked_fraction"] == pytest.approx(3 / 5)
 
 
 def test_engine_log_probs_as_old_ones_need_no_pass_of_the_trainer():
@@ -123,7 +152,8 @@ PENALISED = {
     "algorithm__kl_ctrl__kl_coef": 0.3,
     "algorithm__gamma": 0.97,
     "algorithm__lam": 0.9,
-    "algorithm__rollout_is_threshold": 1.5,
+    "algorithm__rollout_correction__rollout_is": "token",
+    "algorithm__rollout_correction__rollout_is_threshold": 1.5,
     "data__max_response_length": 9,
     "reward__overlong_buffer__len": 4,
 }
@@ -145,7 +175,10 @@ def tensors(batch):
     return [sample.tensors for group in batch for sample in group.samples]
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+BY_GROUP = [name for name in ESTIMATORS if not TRAITS[name].needs_batch]
+
+
+@pytest.mark.parametrize("estimator", BY_GROUP)
 @pytest.mark.parametrize("seed", range(5))
 def test_groups_prepared_one_by_one_in_any_order_get_the_same_bits_as_all_at_once(estimator, seed):
     experience = Experience(config(algorithm__adv_estimator=estimator, **PENALISED))
@@ -161,7 +194,7 @@ def test_groups_prepared_one_by_one_in_any_order_get_the_same_bits_as_all_at_onc
     assert experience.complete(whole) == Experience(experience.config).complete(one_by_one)
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", BY_GROUP)
 def test_only_what_is_normalised_over_the_batch_waits_for_it(estimator):
     experience = Experience(config(algorithm__adv_estimator=estimator, **PENALISED))
     batch = scored(0)
@@ -178,6 +211,47 @@ def test_only_what_is_normalised_over_the_batch_waits_for_it(estimator):
         counted = [each["advantages"][:1] if over == "responses" else each["advantages"] for each in tensors(batch)]
         advantages = np.concatenate(counted)
         assert advantages.mean() == pytest.approx(0, abs=1e-6) and advantages.std(ddof=1) == pytest.approx(1, abs=1e-5)
+
+
+def test_remax_compares_with_the_score_of_the_greedy_response():
+    """The KL is in the returns, not in the baseline; the length penalty is in both."""
+    changes = {"algorithm__adv_estimator": "remax", "data__max_response_length": 5, "reward__overlong_buffer__len": 2}
+    experience = Experience(config(**changes, algorithm__use_kl_in_reward=True, algorithm__kl_ctrl__kl_coef=0.1))
+    batch = groups([[1.0, 0.0], [0.5]], [[3, 2], [2]])
+    experience.prepare(batch)
+    # greedy scores -0.5 and -0.25, with the penalty of 4 tokens; a KL of 0.5 per token
+    wanted = [[0.85 + 0.5, 0.9 + 0.5, 0.95 + 0.5], [-0.1 + 0.5, -0.05 + 0.5], [0.4 + 0.25, 0.45 + 0.25]]
+    for expected, found in zip(wanted, tensors(batch), strict=True):
+        np.testing.assert_allclose(found["advantages"], expected, atol=1e-6)
+    assert experience.can_train_before_batch_completes("actor")
+
+
+def test_gpg_is_computed_once_all_groups_are_scored():
+    experience, batch = Experience(config(algorithm__adv_estimator="gpg", rollout__n=2)), scored(0)
+    for group in batch:
+        experience.prepare([group])
+    assert not any("advantages" in each for each in tensors(batch))
+    assert not experience.can_train_before_batch_completes("actor")
+    experience.complete(batch)
+    assert any(each["advantages"].any() for each in tensors(batch))
+
+
+@pytest.mark.parametrize("changes", [{"loss_mode": "kl_cov", "kl_cov_ratio": 0.2},
+                                     {"loss_mode": "clip_cov", "clip_cov_ratio": 0.2, "clip_cov_lb": 0.1}])  # fmt: skip
+def test_tokens_are_selected_from_the_whole_batch_in_any_order_of_work(changes):
+    experience = Experience(config(**{f"actor__{name}": value for name, value in changes.items()}))
+    assert experience.actor_tensors == ("old_log_probs", "advantages", "selected")
+    assert not experience.can_train_before_batch_completes("actor")
+    assert experience.can_train_before_batch_completes("critic") and experience.fused_into_first_update
+    whole, one_by_one = scored(1), scored(1)
+    experience.prepare(whole)
+    for number in reversed(range(len(one_by_one))):
+        experience.prepare([one_by_one[number]])
+    for batch in (whole, one_by_one):
+        experience.complete(batch)
+    found = [np.concatenate([each["selected"] for each in tensors(batch)]) for batch in (whole, one_by_one)]
+    assert found[0].tolist() == found[1].tolist() and set(found[0]) == {0, 1}
+    assert found[0].sum() == int(0.2 * len(found[0]))
 
 
 def test_nothing_is_learned_early_while_dynamic_sampling_still_chooses():
@@ -200,6 +274,11 @@ PIPELINES = {
     [
         ({"algorithm__adv_estimator": "gae"}, "the actor's training waits.*adv_estimator=gae"),
         ({"algorithm__adv_estimator": "grpo", "actor__zero_stage": 2}, "training waits.*actor.zero_stage=2"),
+        ({"algorithm__adv_estimator": "gpg"}, "training waits.*adv_estimator=gpg reads the whole batch$"),
+        (
+            {"algorithm__adv_estimator": "grpo", "actor__loss_mode": "kl_cov"},
+            "the actor's training waits.*loss_mode=kl_cov selects tokens of the whole batch",
+        ),
         ({"algorithm__filter_groups__enable": True}, "training waits.*filter_groups.enable=true"),
         ({"algorithm__adv_estimator": "grpo"}, "^$"),
         ({"training__tensor_model_parallel_size": 2}, "scoring and training wait.*=2 ranks share.*a slot has only 1 "),
@@ -233,7 +312,7 @@ def test_it_says_which_setting_makes_training_wait_for_the_last_response(changes
         ({"algorithm__filter_groups__enable": True}, ()),
         ({"algorithm__adv_estimator": "gae"}, ("values",)),
         ({"algorithm__use_kl_in_reward": True}, ("old_log_prob", "ref")),
-        ({"algorithm__rollout_is_threshold": 2.0}, ("old_log_prob",)),
+        (correction(rollout_is="token"), ("old_log_prob",)),
         ({"trainer__critic_warmup": 1, "algorithm__adv_estimator": "gae"}, ("values",)),
         ({"trainer__critic_warmup": 2, "algorithm__adv_estimator": "gae"}, ("old_log_prob", "values")),
     ],
@@ -256,7 +335,7 @@ def test_the_first_updates_own_log_probs_are_the_old_ones_unless_they_are_needed
     [
         ({}, ("old_log_prob", "ref")),
         ({"algorithm__old_log_probs": "engine"}, ("ref",)),
-        ({"algorithm__rollout_is_threshold": 2.0}, ("ref",)),
+        (correction(rollout_is="token"), ("ref",)),
         ({"algorithm__adv_estimator": "gae"}, ("old_log_prob", "ref")),
         ({"algorithm__use_kl_in_reward": True}, ()),
         ({"fusion__training": "serial"}, ()),

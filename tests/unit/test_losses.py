@@ -12,6 +12,8 @@ from rlfuse.engines.trainer.micro_batch_losses import scale_logits
 LENGTHS = [3, 1, 5, 4, 2, 5]
 MASK = torch.tensor([[float(t < n) for t in range(5)] for n in LENGTHS])
 MAX_TOKENS = 8
+SELECTED = torch.tensor([[float((i + t) % 3 == 0) for t in range(5)] for i in range(6)])
+OPTIONS = {"tau_pos": 1.5, "tau_neg": 2.0, "ppo_kl_coef": 0.7}
 
 
 def randn(seed: int, *shape: int) -> torch.Tensor:
@@ -58,8 +60,9 @@ def test_any_split_gives_the_same_loss_and_gradient(split, mode, loss_mode):
             mask[-1] = 0
         log_probs = inputs[take, :width] @ w
         matrix, _ = losses.policy_loss(
-            log_probs, old[take, :width], advantages[take, :width], mask, 0.2, 0.3, 3.0, loss_mode
-        )
+            log_probs, old[take, :width], advantages[take, :width], mask, 0.2, 0.3, 3.0, loss_mode,
+            selected=SELECTED[take, :width], **OPTIONS,
+        )  # fmt: skip
         return losses.loss_sum(matrix, mask, mode, MAX_TOKENS) / count
 
     whole, parts = weight.clone().requires_grad_(), weight.clone().requires_grad_()
@@ -138,9 +141,10 @@ def test_importance_weights_multiply_the_loss_and_get_no_gradient():
 @pytest.mark.parametrize("mode", losses.LOSS_MODES)
 def test_policy_loss_ignores_padding(mode):
     new, old, advantages = randn(9, 6, 5), randn(10, 6, 5), randn(11, 6, 5)
-    clean_matrix, clean = losses.policy_loss(new, old, advantages, MASK, 0.2, 0.2, 3.0, mode)
+    options = {"selected": SELECTED, **OPTIONS}
+    clean_matrix, clean = losses.policy_loss(new, old, advantages, MASK, 0.2, 0.2, 3.0, mode, **options)
     dirty = [torch.where(MASK.bool(), x, torch.nan).requires_grad_() for x in (new, old, advantages)]
-    dirty_matrix, diagnostics = losses.policy_loss(*dirty, MASK, 0.2, 0.2, 3.0, mode)
+    dirty_matrix, diagnostics = losses.policy_loss(*dirty, MASK, 0.2, 0.2, 3.0, mode, **options)
     assert torch.equal(clean_matrix, dirty_matrix)
     assert clean == diagnostics
     losses.loss_sum(dirty_matrix, MASK, "token-mean").backward()
@@ -182,6 +186,44 @@ def test_gspo_keeps_token_advantages_apart():
     matrix, _ = losses.policy_loss(new, torch.zeros(1, 2), advantages, torch.ones(1, 2), 0.2, 0.2, None, "gspo")
     matrix.sum().backward()
     assert matrix.tolist() == [[-1.0, 3.0]] and new.grad.tolist() == [[-1.0, 3.0]]
+
+
+def by_hand(mode: str, new: torch.Tensor, old: float, a: float, selected: float) -> torch.Tensor:
+    """Return the loss of one token as in the papers; clip range [0.8, 1.3]."""
+    ratio = torch.exp(new - old)
+    bounded = min(max(ratio.item(), 0.8), 1.3)
+    if mode == "cispo":  # equation 4 of MiniMax-M1
+        return -bounded * a * new
+    if mode == "gpg":  # equation 6 of GPG
+        return -new * a
+    if mode == "sapo":  # equations 5 and 6 of SAPO
+        tau = OPTIONS["tau_pos"] if a > 0 else OPTIONS["tau_neg"]
+        return -a * 4 / tau / (1 + torch.exp(-tau * (ratio - 1)))
+    if mode == "kl_cov":
+        return -ratio * a + (OPTIONS["ppo_kl_coef"] * (new - old) * (1 if new > old else -1) if selected else 0)
+    clipped = -bounded * a if -bounded * a > (-ratio * a).item() else -ratio * a
+    return 0 * new if selected else clipped + 0 * new
+
+
+@pytest.mark.parametrize("mode", ["cispo", "gpg", "sapo", "clip_cov", "kl_cov"])
+def test_loss_and_gradient_per_token_against_the_papers(mode):
+    start, old, advantages = (0.5 * randn(seed, 6, 5) for seed in (30, 31, 32))
+    new, expected = (start.clone().requires_grad_() for _ in range(2))
+    options = {"selected": SELECTED, **OPTIONS}
+    matrix, sums = losses.policy_loss(new, old, advantages, MASK, 0.2, 0.3, 3.0, mode, **options)
+    matrix.sum().backward()
+    total, outside = 0.0, 0
+    for i, n in enumerate(LENGTHS):
+        for t in range(n):
+            of_token = (float(each[i, t]) for each in (old, advantages, SELECTED))
+            loss = by_hand(mode, expected[i, t], *of_token)
+            assert matrix[i, t].item() == pytest.approx(loss.item(), rel=1e-12)
+            outside += not 0.8 <= math.exp(start[i, t] - old[i, t]) <= 1.3
+            total = total + loss
+    total.backward()
+    torch.testing.assert_close(new.grad, expected.grad, rtol=1e-12, atol=1e-14)
+    counted = {"cispo": outside, "clip_cov": (SELECTED * MASK).sum().item()}.get(mode)
+    assert sums.get("pg_clipfrac") == counted and 0 < outside < sum(LENGTHS)
 
 
 # new, old, return -> loss, clipped, gradient; clip 0.5

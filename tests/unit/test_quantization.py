@@ -9,7 +9,7 @@ from test_plan_search import CLUSTER, Cluster, job_of, shape  # noqa: F401, a fi
 from rlfuse.algorithms.corrections import BOUNDS, QUANTIZED_FACTOR, mismatch_bound
 from rlfuse.config.checks import check
 from rlfuse.config.facts import Facts
-from rlfuse.config.schema import Config
+from rlfuse.config.schema import Config, RolloutCorrection
 from rlfuse.engines.memory.estimate import quantization_savings
 from rlfuse.fusion.selection import label
 from rlfuse.observe.alerts import bound_in_steps
@@ -22,7 +22,7 @@ def told(facts=None, **changes):
     """What is wrong with it, in a job that has what it needs but for `changes`."""
     config = Config()
     config.rollout.quantization, config.model.dtype = "fp8_per_channel", "bfloat16"
-    config.algorithm.rollout_is_threshold = 2.0
+    config.algorithm.rollout_correction.rollout_is = "token"
     for key, value in changes.items():
         group, _, name = key.partition("__")
         setattr(getattr(config, group), name, value)
@@ -37,7 +37,11 @@ def test_a_job_with_corrections_may_have_each_kind_on_gpus(kind):
 @pytest.mark.parametrize(
     ("facts", "changes", "message"),
     [
-        ({}, {"algorithm__rollout_is_threshold": None}, "so it needs importance correction; set algorithm.rollout_is"),
+        (
+            {},
+            {"algorithm__rollout_correction": RolloutCorrection()},
+            "so it needs importance correction; set algorithm.roll",
+        ),
         ({}, {"model__dtype": "float32"}, "quantizes bfloat16 weights; set model.dtype=bfloat16, or rollout.quant"),
         (
             {"cuda": False},

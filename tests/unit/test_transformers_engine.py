@@ -96,6 +96,14 @@ def test_log_probs_are_those_of_a_plain_forward_pass(model, drawn):
     assert len({response.finish_reason for response in drawn.values()}) == 2, "both ends are tried"
 
 
+def test_a_baseline_is_decoded_greedily_among_sampled_responses(model, drawn):
+    asked = [replace(each, is_greedy=number % 3 == 0) for number, each in enumerate(requests(12))]
+    mixed = with_engine(model, lambda engine: all_of(engine, asked))
+    greedy = with_engine(model, lambda engine: all_of(engine, requests(12), replace(PLAIN, temperature=0.0)))
+    for each in asked:
+        same({each.id: mixed[each.id]}, {each.id: (greedy if each.is_greedy else drawn)[each.id]})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"max_num_seqs": 3}, {"max_num_seqs": 1}, {"kv_cache_memory_mb": 1}], ids=str)
 def test_batches_change_no_token(model, drawn, settings):

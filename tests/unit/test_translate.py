@@ -20,6 +20,7 @@ from rlfuse.tools.translate.shell import Script
 
 VERLS = json.loads((Path(__file__).parent / "verl_keys.json").read_text())
 KNOWN = frozenset(by_name())
+CORRECTION = "algorithm.rollout_correction"
 
 GRPO = r"""set -x
 
@@ -209,7 +210,6 @@ AS_HERE = {
     "algorithm.kl_penalty": "k1 is kl",
     "actor.clip_ratio_low": "null is clip_ratio",
     "actor.clip_ratio_high": "null is clip_ratio",
-    "algorithm.rollout_is_threshold": "without effect under rollout_is=null, verl's default",
     "video.freeze_vision_tower": "towers of clips are trained when asked for",
     "data.max_prompt_length": "the same number under another name",
     "data.max_response_length": "the same number under another name",
@@ -233,14 +233,29 @@ def test_different_defaults_are_written_or_explained():
     ("given", "set_to"),
     [
         ({"actor_rollout_ref.rollout.do_sample": False}, {}),
-        ({"algorithm.rollout_correction.rollout_is": "token"}, {"algorithm.rollout_is_threshold": 2.0}),
+        ({f"{CORRECTION}.rollout_is": "sequence"}, {f"{CORRECTION}.rollout_is": "sequence"}),
+        ({"algorithm.rollout_is": True}, {"algorithm.rollout_correction.rollout_is": "token"}),
+        (
+            {"actor_rollout_ref.actor.tis_imp_ratio_cap": 3},
+            {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": 3},
+        ),
+        (
+            {"algorithm.rollout_correction.rollout_is_threshold": "0.5_5.0"},
+            {
+                "algorithm.rollout_correction.rollout_is_threshold": 5.0,
+                "algorithm.rollout_correction.rollout_is_threshold_lower": 0.5,
+            },
+        ),
+        ({"algorithm.rollout_correction.rollout_rs_threshold": "0.5_2.0,0.1"}, {}),
+        ({"actor_rollout_ref.actor.policy_loss.ppo_kl_coef": 1.0}, {"actor.ppo_kl_coef": 1.0}),
         ({"algorithm.rollout_correction.bypass_mode": True}, {"algorithm.old_log_probs": "engine"}),
         ({"algorithm.kl_penalty": "mse"}, {"algorithm.kl_penalty": "mse"}),
         (
             {"algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.target_kl": 0.2},
             {"algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.target_kl": 0.2},
         ),
-        ({"algorithm.adv_estimator": "remax"}, {}),
+        ({"algorithm.adv_estimator": "remax"}, {"algorithm.adv_estimator": "remax"}),
+        ({"algorithm.adv_estimator": "grpo_passk"}, {}),
         ({"actor_rollout_ref.actor.optim.lr_warmup_steps": -1}, {"actor.optim.lr_warmup_steps": -1}),
         (
             {"trainer.total_training_steps": 50, "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": 0.1},

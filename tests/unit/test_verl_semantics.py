@@ -17,15 +17,16 @@ from worlds.playing import PATIENCE_S, World
 from worlds.scenes import Scene
 
 from rlfuse.algorithms.advantages import advantages_and_returns, whiten
-from rlfuse.algorithms.corrections import truncated_importance_weights
+from rlfuse.algorithms.corrections import correction_weights
 from rlfuse.algorithms.kl import KL_KINDS, AdaptiveKl, kl_estimate
 from rlfuse.algorithms.learning_rate import lr_factors
 from rlfuse.algorithms.losses import AGG_MODES, loss_divisor, loss_sum
 from rlfuse.algorithms.objectives import actor_objective, critic_objective
 from rlfuse.config import sampling
 from rlfuse.config.documentation import by_name
+from rlfuse.config.estimators import ESTIMATORS
 from rlfuse.config.other_frameworks import SAME_NAME, counterpart
-from rlfuse.config.schema import ActorConfig, Config, DataConfig, OptimConfig, TrainerConfig
+from rlfuse.config.schema import ActorConfig, Config, DataConfig, OptimConfig, RolloutCorrection, TrainerConfig
 from rlfuse.data.prompts import _fit
 from rlfuse.progress import is_due
 from rlfuse.run.job import training_steps
@@ -42,14 +43,19 @@ KEYS_BY_TEST = {
     "test_a_run_ends_with_its_steps_or_epochs": "trainer.total_epochs trainer.total_training_steps",
     "test_checkpoints_and_validations_follow_verls_schedule": "trainer.save_freq trainer.test_freq",
     "test_the_actors_loss": "actor.clip_ratio actor.clip_ratio_low actor.clip_ratio_high actor.clip_ratio_c "
-    "actor.entropy_coeff actor.use_kl_loss actor.kl_loss_coef actor.loss_agg_mode actor.loss_mode",
+    "actor.entropy_coeff actor.use_kl_loss actor.kl_loss_coef actor.loss_agg_mode actor.loss_mode "
+    "actor.tau_pos actor.tau_neg",
+    "test_covariance.py": "actor.clip_cov_ratio actor.clip_cov_lb actor.clip_cov_ub actor.kl_cov_ratio "
+    "actor.ppo_kl_coef",
     "test_the_critics_loss": "critic.cliprange_value",
     "test_estimates_of_the_kl": "actor.kl_loss_type algorithm.kl_penalty",
     "test_the_kl_in_the_reward_and_its_controller": "algorithm.kl_ctrl.type algorithm.kl_ctrl.kl_coef "
     "algorithm.kl_ctrl.target_kl algorithm.kl_ctrl.horizon algorithm.use_kl_in_reward",
     "test_advantages": "algorithm.adv_estimator algorithm.gamma algorithm.lam algorithm.norm_adv_by_std_in_grpo",
     "test_gdpo_whitens_by_response_which_is_verls_where_responses_are_equally_long": "",
-    "test_importance_weights": "algorithm.rollout_is_threshold",
+    "test_importance_weights": "algorithm.rollout_correction.rollout_is "
+    "algorithm.rollout_correction.rollout_is_threshold",
+    "test_corrections.py": "algorithm.rollout_correction.rollout_rs algorithm.rollout_correction.rollout_rs_threshold",
     "test_long_prompts_are_truncated_like_in_verl": "data.truncation data.max_prompt_length",
     "test_sampling_parameters_follow_their_keys": "rollout.temperature rollout.top_p rollout.top_k "
     "rollout.val_kwargs.temperature rollout.val_kwargs.top_p rollout.val_kwargs.top_k data.max_response_length",
@@ -193,7 +199,7 @@ def aggregated(matrix, mask, mode, longest):
 
 
 @pytest.mark.parametrize("mode", AGG_MODES)
-@pytest.mark.parametrize("loss_mode", ["vanilla", "gspo"])
+@pytest.mark.parametrize("loss_mode", ["vanilla", "gspo", "cispo", "gpg", "sapo"])
 @pytest.mark.parametrize("clip", [(0.2, None, None, 3.0), (0.2, 0.1, 0.3, 1.5), (0.3, None, 0.05, 3.0)])
 def test_the_actors_loss(mode, loss_mode, clip):
     mask, draw = batch()
@@ -212,6 +218,13 @@ def test_the_actors_loss(mode, loss_mode, clip):
     low, high = both if low is None else low, both if high is None else high
     ratio = moved.exp()
     policy = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
+    if loss_mode == "cispo":
+        policy = -ratio.clamp(1 - low, 1 + high) * advantages * new
+    elif loss_mode == "gpg":
+        policy = -advantages * new
+    elif loss_mode == "sapo":
+        tau = torch.where(advantages > 0, 1.0, 1.05)
+        policy = -advantages * torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
     if loss_mode == "vanilla":
         policy = torch.where(advantages < 0, torch.minimum(policy, -advantages * c), policy)
     apart = (ref - new).clamp(-20, 20)
@@ -271,6 +284,12 @@ def verls_advantages(name, rewards, values, mask, gamma, lam, by_std):
         return ((pairs - pairs.mean(-1, keepdim=True)) / spread).reshape(4, 1) * mask
     if name == "rloo":
         return (pairs * 2 - pairs.mean(-1, keepdim=True) * 2).reshape(4, 1) * mask
+    if name == "remax":
+        return (rewards.flip(-1).cumsum(-1).flip(-1) - BASELINES[:, None]) * mask
+    if name in ("opo", "gpg", "reinforce_plus_plus_baseline"):
+        lengths = mask.sum(-1).view(2, 2) if name == "opo" else torch.ones(2, 2)
+        centred = (pairs - (lengths * pairs).sum(-1, keepdim=True) / lengths.sum(-1, keepdim=True)).reshape(4, 1) * mask
+        return whitened(centred, mask) if name == "reinforce_plus_plus_baseline" else centred
     for t in reversed(range(mask.shape[1])):
         keep = mask[:, t]
         delta = rewards[:, t] + (gamma * next_value - values[:, t] if name == "gae" else 0)
@@ -280,13 +299,17 @@ def verls_advantages(name, rewards, values, mask, gamma, lam, by_std):
     return whitened(result, mask)
 
 
-@pytest.mark.parametrize("name", ["gae", "grpo", "rloo", "reinforce_plus_plus"])
+BASELINES = torch.tensor([0.5, 0.5, -1.0, -1.0])
+NAMES = ["gae", "grpo", "rloo", "remax", "opo", "gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("by_std", [True, False])
 def test_advantages(name, by_std):
     mask, draw = batch(3)
     rewards, values, groups = draw() * mask, draw() * mask, torch.tensor([0, 0, 1, 1])
-    found, _ = advantages_and_returns(name, rewards, values, groups, mask, 0.9, 0.8, by_std, n=2)
-    found = whiten(found, mask) if name in ("gae", "reinforce_plus_plus") else found
+    found, _ = advantages_and_returns(name, rewards, values, groups, mask, 0.9, 0.8, by_std, n=2, baselines=BASELINES)
+    found = whiten(found, mask) if ESTIMATORS[name].whitens else found
     wanted = verls_advantages(name, rewards, values, mask, 0.9, 0.8, by_std)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
@@ -308,11 +331,15 @@ def test_gdpo_whitens_by_response_which_is_verls_where_responses_are_equally_lon
     assert (ratio == pytest.approx([math.sqrt(4 / 3 * 15 / 16)] * 4, rel=1e-4)) == same
 
 
-def test_importance_weights():
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_importance_weights(level):
     mask, draw = batch(4)
     trainer, engine = draw(), draw()
-    wanted = (trainer - engine).clamp(-20, 20).exp().clamp(max=2.0) * mask
-    torch.testing.assert_close(truncated_importance_weights(trainer, engine, mask, 2.0), wanted)
+    apart = trainer - engine
+    if level == "sequence":
+        apart = (apart * mask).sum(-1, keepdim=True)
+    wanted = apart.clamp(-20, 20).exp().clamp(max=2.0) * mask
+    torch.testing.assert_close(correction_weights(RolloutCorrection(level), trainer, engine, mask), wanted)
 
 
 # Data and sampling ----------------------------------------------------------------------------------------------------

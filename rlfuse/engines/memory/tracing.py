@@ -38,7 +38,7 @@ from rlfuse.samples import Row
 _PASSES = {"reference": log_probs, "values": lambda config, model, batch: batch.matrix(response_values(model, batch))}
 """Passes without gradients."""
 _RECOMPUTED = {"use_reentrant": False}
-_TENSORS = ("old_log_probs", "advantages", "ref_log_probs", "values", "returns")
+_TENSORS = ("old_log_probs", "advantages", "ref_log_probs", "values", "returns", "selected")
 """Tensors of a row that objectives use."""
 HEAP = 32 << 20  # smaller blocks are allocated in the heap of a CPU rank (`rank_group.MALLOC_SETTINGS`)
 _FOUND: dict[tuple[type, str, int], dict[tuple, Work]] = {}

@@ -39,11 +39,14 @@ class Request:
     prompt_ids: np.ndarray
     partial: Partial
     visual: tuple[Visual, ...] = ()
+    is_greedy: bool = False
+    """It is decoded greedily, whatever the sampling of the call."""
 
     @classmethod
     def of(cls, sample: Sample, partial: Partial = EMPTY_PARTIAL) -> Request:
         """Return the request that generates the rest of `sample` after `partial`."""
-        return cls(sample.id, sample.step, sample.seed, sample.prompt.token_ids, partial, sample.prompt.visual)
+        prompt = sample.prompt
+        return cls(sample.id, sample.step, sample.seed, prompt.token_ids, partial, prompt.visual, sample.is_baseline)
 
     def ids(self) -> np.ndarray:
         """Return the tokens so far, int32: prompt and partial response."""

@@ -55,7 +55,8 @@ class EngineBase(ABC):
     ) -> AsyncIterator[list[tuple[str, Response | Partial]]]:
         self._calls += 1
         self._admit(requests)
-        started = {self._start_sample(request, sampling): request.id for request in requests}
+        greedy = sampling.greedy()
+        started = {self._start_sample(each, greedy if each.is_greedy else sampling): each.id for each in requests}
         waiting = dict(started)
         try:
             while waiting:

@@ -31,7 +31,7 @@ OVERLONG = (
     "reward_model.reward_kwargs.overlong_buffer_cfg",
     "reward.reward_kwargs.overlong_buffer_cfg",
 )
-ROLLOUT_IS = ("algorithm.rollout_correction.rollout_is", "algorithm.rollout_is")
+CORRECTION = "algorithm.rollout_correction"
 REWARD = ("custom_reward_function", "reward.custom_reward_function")
 NO_RESUME = "verl checkpoints can't be resumed in rlfuse"
 VALIDATION = "actor_rollout_ref.rollout.val_kwargs"
@@ -52,14 +52,24 @@ def clip_range(value: Any, given: Given) -> Outcome:
     return f"no effect in verl, which uses {' and '.join(hidden)} (0.2 unless set); set those"
 
 
-def importance(value: Any, given: Given) -> Outcome:
-    """Convert rollout_is, which enables the threshold in verl."""
-    if value in (None, False, "null"):
-        return ""
-    if value not in (True, "token"):
-        return f"rlfuse weights per token; algorithm.rollout_is_threshold enables it ({value} in verl)"
-    thresholds = (given[f"{name}_threshold"] for name in ROLLOUT_IS if f"{name}_threshold" in given)
-    return {"algorithm.rollout_is_threshold": next(thresholds, 2.0)}
+def truncation(value: Any, given: Given) -> Outcome:
+    """Convert tis_imp_ratio_cap, the threshold of truncated importance weights per token; -1 disables them."""
+    on = value is not None and value > 0
+    return {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": value} if on else ""
+
+
+def bounds(key: str) -> Callable[[Any, Given], Outcome]:
+    """Return a conversion of a threshold, which in verl may be text with a lower and an upper bound, as `0.5_2.0`."""
+
+    def convert(value: Any, given: Given) -> Outcome:
+        lower, _, upper = str(value).rpartition("_")
+        try:
+            found = {key: value if value is None else float(upper)}
+            return found | ({f"{key}_lower": float(lower)} if lower else {})
+        except ValueError:
+            return f"rlfuse has one bound, or a lower and an upper one: {key} and {key}_lower"
+
+    return convert
 
 
 def custom_reward(value: Any, given: Given) -> Outcome:
@@ -140,9 +150,9 @@ CONVERSIONS: dict[str, Callable[[Any, Given], Outcome]] = {
     "actor_rollout_ref.actor.clip_ratio": clip_range,
     "actor_rollout_ref.actor.optim.total_training_steps": ignored,
     "actor_rollout_ref.actor.optim.warmup_style": renamed("actor.optim.lr_scheduler_type"),
-    **dict.fromkeys(ROLLOUT_IS, importance),
-    "algorithm.rollout_correction.rollout_is_threshold": ignored,
-    "algorithm.rollout_correction.bypass_mode": renamed("algorithm.old_log_probs", off=False, to="engine"),
+    "actor_rollout_ref.actor.tis_imp_ratio_cap": truncation,
+    **{key: bounds(key) for key in (f"{CORRECTION}.rollout_is_threshold", f"{CORRECTION}.rollout_rs_threshold")},
+    f"{CORRECTION}.bypass_mode": renamed("algorithm.old_log_probs", off=False, to="engine"),
     **{f"{group}.{leaf}": custom_reward for group in REWARD for leaf in ("path", "name")},
     **dict.fromkeys(("reward_model.enable", "reward_model.model.path"), reward_model),
     **dict.fromkeys(("reward.reward_model.enable", "reward.reward_model.model_path"), reward_model),

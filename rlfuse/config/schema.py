@@ -510,6 +510,10 @@ class TrainerConfig:
     """Logging backends, in addition to metrics.jsonl."""
     wandb_mode: str = key("offline", LOGGING, choices="offline | online | disabled")
     """wandb mode."""
+    wandb_group: str | None = key(None, LOGGING)
+    """Name of the wandb group of the run; null: that of WANDB_RUN_GROUP, which sweeps set."""
+    wandb_tags: list[str] = key([], LOGGING, accepts_entry=True)
+    """Tags of the wandb run; []: those of WANDB_TAGS."""
     metrics: list[str] = key([], LOGGING, custom=True)
     """Custom metrics: functions of the samples of a step, each as `path/file.py:name`; logged as custom/NAME/... and,
     for validation, val-custom/NAME/.... Must be empty with trainer.task=reward_model."""

@@ -11,7 +11,8 @@ from pathlib import Path
 from rlfuse.config.schema import Config
 from rlfuse.errors import VideoError
 from rlfuse.observe.drawing import Drawing
-from rlfuse.observe.loggers import VALIDATION, Loggers
+from rlfuse.observe.loggers import Loggers
+from rlfuse.observe.sink import VALIDATION
 from rlfuse.observe.tracking import StepFile, sample_row
 from rlfuse.progress import is_due
 from rlfuse.samples import Sample, prompt_id

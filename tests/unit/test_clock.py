@@ -26,7 +26,7 @@ DATES = {
     "clock.py": "defines the other clock",
     "data/clips.py": "age of a file",
     "engines/deepspeed/deepspeed_ops.py": "age of a file",
-    "observe/loggers.py": "a number for wandb that is larger than that of the process before",
+    "observe/wandb_sink.py": "a number for wandb that is larger than that of the process before",
     "observe/terminal.py": "date of the view",
     "tools/watch.py": "age of the view, which another host may have written",
     "rewards/sandbox/sandbox.py": "age of a file",

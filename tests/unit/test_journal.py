@@ -378,7 +378,7 @@ def test_tensorboard_shows_scalars_samples_pictures_and_alerts(tmp_path):
     from matplotlib.figure import Figure
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from rlfuse.observe.loggers import TensorBoard
+    from rlfuse.observe.tensorboard_sink import TensorBoard
 
     Figure((1, 1)).savefig(tmp_path / "x.png")
     sink = TensorBoard(tmp_path)

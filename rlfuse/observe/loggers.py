@@ -10,6 +10,7 @@ from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden_text
 from rlfuse.events import Recorder
 from rlfuse.observe.alerts import Alert
+from rlfuse.observe.mlflow_sink import MLflow
 from rlfuse.observe.sink import Sink
 from rlfuse.observe.tensorboard_sink import TensorBoard
 from rlfuse.observe.terminal import Terminal
@@ -23,6 +24,8 @@ def sinks(config: Config, resolved: dict[str, Any], folder: Path, start: int) ->
         found.append(Wandb(config, resolved, folder, start))
     if "tensorboard" in config.trainer.logger:
         found.append(TensorBoard(folder))
+    if "mlflow" in config.trainer.logger:
+        found.append(MLflow(config, resolved, folder, start))
     return found
 
 

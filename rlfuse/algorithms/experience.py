@@ -238,6 +238,9 @@ class Experience:
         if over:
             white = whiten(_matrix(samples, "advantages"), mask, by_response=over == "responses")
             _spread(samples, mask, advantages=white)
+        if self.config.actor.use_kl_loss:
+            coefficient = self._kl_coefficients(samples, self.config.actor.kl_loss_coef)
+            metrics = metrics | {"actor/kl_coef": float(coefficient.double().mean())}
         if not self.config.algorithm.use_kl_in_reward:
             return metrics
         kl, coefficient = self._kl(samples, mask).sum(-1), self._kl_coefficients(samples, self.kl.value)
@@ -303,7 +306,7 @@ class Experience:
         metrics = mismatch_metrics(flattened(engine, masks), flattened(trainer, masks))
         if self.config.algorithm.rollout_is_threshold is not None:
             weights = flattened(_named(samples, "is_weights"), masks)
-            metrics["training/rollout_is_weight_mean"] = float(weights.mean())
+            metrics["rollout_corr/rollout_is_mean"] = float(weights.mean())
         return metrics
 
     def _kl(self, samples: Sequence[Sample], mask: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
 from rlfuse.files import write_atomically
@@ -28,6 +30,7 @@ INIT_S = 60.0
 FLUSH_S = 1.0
 """Interval for writing buffered rows to disk; 15 s is wandb's default."""
 MAX_RESTARTS = 3
+PROCESS, ENDED_S = "wandb-core", 10.0
 COLUMNS = ("id", "prompt", "response", "ground_truth", "finish", "response_tokens", "reward")
 
 
@@ -102,7 +105,10 @@ class Wandb:
         self._restarts += 1
         if self._restarts > MAX_RESTARTS:
             raise
-        with suppress(SystemExit, *self._process_ended):  # there is no process to take leave of
+        with suppress(psutil.Error):  # it may write for a moment after its socket is closed
+            ended = [each for each in psutil.Process().children() if each.name() == PROCESS]
+            psutil.wait_procs(ended, timeout=ENDED_S)
+        with suppress(SystemExit, *self._process_ended):
             self._wandb.teardown()
         self._open(until=math.inf)
 

@@ -1,4 +1,4 @@
-"""Append rows to `metrics.jsonl` and `samples.jsonl`."""
+"""Write rows of `metrics.jsonl`, `samples.jsonl` and the files of trainer.rollout_data_dir."""
 
 from __future__ import annotations
 

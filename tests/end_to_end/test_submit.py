@@ -169,7 +169,7 @@ def test_a_job_outlives_the_terminal_that_sent_it_until_it_is_stopped(submit, jo
     status, out = finish(reader)
     assert status != 0 and "SIGTERM: stopped after step" in out and f"{name} stopped" in out, out
     assert 0 <= read_metrics(metrics)[0]["critic/score/mean"] <= 1, "the helpers' code scored on the cluster"
-    logged = [row for path in metrics.parent.glob("wandb/*/*.wandb") for row in history(path)]
+    logged = [row for path in metrics.parent.glob("wandb/offline-run-*/*.wandb") for row in history(path)]
     logged = [int(row["training/global_step"]) for row in logged if "critic/score/mean" in row]
     assert sorted(logged) == [row["step"] for row in read_metrics(metrics)], "also those of wandb's ended process"
     assert not shadows.exists(), shadows.read_text()

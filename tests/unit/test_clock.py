@@ -27,6 +27,7 @@ DATES = {
     "data/clips.py": "age of a file",
     "engines/deepspeed/deepspeed_ops.py": "age of a file",
     "observe/wandb_sink.py": "a number for wandb that is larger than that of the process before",
+    "observe/mlflow_sink.py": "date of a metric",
     "observe/terminal.py": "date of the view",
     "tools/watch.py": "age of the view, which another host may have written",
     "rewards/sandbox/sandbox.py": "age of a file",

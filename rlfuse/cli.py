@@ -30,6 +30,7 @@ COMMANDS = {
     "whatif": "analyse slow workers and other policies of a recorded run: rlfuse whatif RUN_DIR | --trace ops.csv",
     "report": "write an HTML report of one or several runs: differences, curves, timelines, samples",
     "trace": "export a run's events for ui.perfetto.dev: one row per slot, arrows from samples to optimizer steps",
+    "workspace": "save a view with the ten most useful charts in a wandb project: rlfuse workspace ENTITY/PROJECT",
     "push": "upload a checkpoint's model to the Hugging Face Hub: rlfuse push RUN_DIR USER/NAME",
     "reward": "score a run's samples with another reward: rlfuse reward replay RUN_DIR reward.functions=[...]",
 }
@@ -50,6 +51,7 @@ MODULES = {
     "whatif": "rlfuse.tools.whatif.command",
     "report": "rlfuse.tools.report.page",
     "trace": "rlfuse.tools.trace",
+    "workspace": "rlfuse.tools.workspace",
     "push": "rlfuse.tools.evaluation.push",
     "reward": "rlfuse.tools.evaluation.replay",
 }

@@ -252,6 +252,9 @@ class Experience:
             _spread(samples, mask, advantages=white)
         if self._selects_tokens:
             self._select(samples)
+        if self.config.actor.use_kl_loss:
+            coefficient = self._kl_coefficients(samples, self.config.actor.kl_loss_coef)
+            metrics = metrics | {"actor/kl_coef": float(coefficient.double().mean())}
         if not self.config.algorithm.use_kl_in_reward:
             return metrics
         kl, coefficient = self._kl(samples, mask).sum(-1), self._kl_coefficients(samples, self.kl.value)
@@ -332,8 +335,8 @@ class Experience:
         correction = self.config.algorithm.rollout_correction
         if correction.is_enabled:
             weights = flattened(_named(samples, "is_weights"), masks)
-            metrics["training/rollout_is_weight_mean"] = float(weights.mean())
-            metrics["training/rollout_rs_masked_fraction"] = float((weights == 0).mean())
+            metrics["rollout_corr/rollout_is_mean"] = float(weights.mean())
+            metrics["rollout_corr/rollout_rs_masked_fraction"] = float((weights == 0).mean())
         return metrics
 
     def _kl(self, samples: Sequence[Sample], mask: torch.Tensor) -> torch.Tensor:

@@ -369,9 +369,9 @@ def _logging(config: Config, facts: Facts) -> Iterator[str]:
     if facts.wandb:
         remedy = "run `wandb login` once, set WANDB_API_KEY, or set trainer.wandb_mode=offline"
         yield _problem(config, "trainer.wandb_mode", facts.wandb, remedy)
-    if "tensorboard" in config.trainer.logger and facts.tensorboard is False:
-        remedy = "pip install 'rlfuse[tensorboard]', or remove it"
-        yield _problem(config, "trainer.logger", "the package tensorboard is not installed", remedy)
+    for name in facts.missing_loggers.intersection(config.trainer.logger):
+        remedy = f"pip install 'rlfuse[{name}]', or remove it"
+        yield _problem(config, "trainer.logger", f"the package {name} is not installed", remedy)
 
 
 def _kl(config: Config, facts: Facts) -> Iterator[str]:

@@ -23,6 +23,7 @@ from rlfuse.errors import ConfigError
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_USED = ("num_experts_per_tok", "moe_topk", "moe_k")
+OPTIONAL_LOGGERS = ("tensorboard", "mlflow")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,8 @@ class Facts:
     gpus: int | None = None
     """Number of GPUs of this machine, if the job runs on it."""
     unwritable: str | None = None
-    tensorboard: bool | None = None
+    missing_loggers: frozenset[str] = frozenset()
+    """Optional packages of trainer.logger that are not installed."""
     wandb: str | None = None
 
 
@@ -74,9 +76,14 @@ def read_facts(config: Config) -> Facts:
         cuda=on_gpus(config),
         gpus=_gpus(config),
         unwritable=_unwritable(Path(config.trainer.default_local_dir, config.trainer.project_name).absolute()),
-        tensorboard=importlib.util.find_spec("tensorboard") is not None,
+        missing_loggers=frozenset(name for name in OPTIONAL_LOGGERS if not _is_installed(name)),
         wandb=_wandb_problem() if "wandb" in config.trainer.logger and config.trainer.wandb_mode == "online" else None,
     )
+
+
+def _is_installed(package: str) -> bool:
+    found = importlib.util.find_spec(package)
+    return found is not None and found.origin is not None  # without it, a folder of that name
 
 
 def _wandb_problem() -> str | None:

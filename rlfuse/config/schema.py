@@ -571,10 +571,17 @@ class TrainerConfig:
     finds a run of the same configuration and job_name to resume."""
     job_name: str | None = key(None, RUN_NAME)
     """Prefix of generated experiment names; null: the job file's name, or `run` without a job file."""
-    logger: list[str] = key(["console", "wandb"], LOGGING, choices="console | wandb | tensorboard", accepts_entry=True)
-    """Logging backends, in addition to metrics.jsonl."""
+    logger: list[str] = key(
+        ["console", "wandb"], LOGGING, choices="console | wandb | tensorboard | mlflow", accepts_entry=True
+    )
+    """Logging backends, in addition to metrics.jsonl. tensorboard and mlflow need the extras of the same name; mlflow
+    logs to MLFLOW_TRACKING_URI, or to {default_local_dir}/mlflow."""
     wandb_mode: str = key("offline", LOGGING, choices="offline | online | disabled")
     """wandb mode."""
+    wandb_group: str | None = key(None, LOGGING)
+    """Name of the wandb group of the run; null: that of WANDB_RUN_GROUP, which sweeps set."""
+    wandb_tags: list[str] = key([], LOGGING, accepts_entry=True)
+    """Tags of the wandb run; []: those of WANDB_TAGS."""
     metrics: list[str] = key([], LOGGING, custom=True)
     """Custom metrics: functions of the samples of a step, each as `path/file.py:name`; logged as custom/NAME/... and,
     for validation, val-custom/NAME/.... Must be empty with trainer.task=reward_model."""
@@ -587,6 +594,11 @@ class TrainerConfig:
     Tables of samples whose reward failed use the same interval."""
     log_val_generations: int = key(64, LOGGING, at_least=0)
     """Number of responses per validation written to validation.jsonl and the wandb table; 0: none."""
+    rollout_data_dir: str | None = key(None, LOGGING, is_path=True)
+    """Folder for all samples of each step, as {step}.jsonl with verl's names: input, output, gts, score, step and the
+    reward parts; null: none."""
+    validation_data_dir: str | None = key(None, LOGGING, is_path=True)
+    """The same for all responses of each validation; null: none."""
     timeline_freq: int = key(10, LOGGING, unit="steps", at_least=0, or_minus_one=True)
     """Interval for drawing the timeline of the slots (timelines/ in the run folder, wandb), also after the last step;
     -1 or 0: never."""

@@ -291,7 +291,8 @@ def utilisation(
 ) -> dict[str, float]:
     """Return perf/mfu/*: FLOPs of the required products with parameters over the measured matrix-product rate.
 
-    Attention and recomputation are excluded; `quantized` engines have no value.
+    `actor` and `critic` are their updates, `actor_infer` the pass for old log-probs, `rollout` the generation (no value
+    for `quantized` engines). Attention and recomputation are excluded.
     """
     if "peak_flops" not in facts:
         return {}
@@ -299,11 +300,13 @@ def utilisation(
     for model in parameters:
         rows = [[samples[name] for name in span.samples] for span in _on_driver(spans, f"update_{model}")]
         flops[model, f"update_{model}"] = sum(6 * _products(*parameters[model], *_tokens_run(each)) for each in rows)
+    rows = [[samples[name] for name in span.samples] for span in _on_driver(spans, "old_log_prob")]
+    flops["actor_infer", "old_log_prob"] = sum(2 * _products(*parameters["actor"], *_tokens_run(each)) for each in rows)
     if not quantized:
         generating = union(_on_driver(spans, "gen"))
         steps = [span for span in spans if span.kind == "decode" and split_by([(span.start, span.end)], generating)[0]]
         tokens, read = sum(span.tokens for span in steps), sum(span.attributes["prefill_tokens"] for span in steps)
-        flops["actor_infer", "gen"] = 2 * _products(*parameters["actor"], read + tokens, tokens)
+        flops["rollout", "gen"] = 2 * _products(*parameters["actor"], read + tokens, tokens)
     return {
         f"perf/mfu/{name}": done / (seconds * facts["peak_flops"])
         for (name, kind), done in flops.items()

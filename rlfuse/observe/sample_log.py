@@ -11,8 +11,9 @@ from pathlib import Path
 from rlfuse.config.schema import Config
 from rlfuse.errors import VideoError
 from rlfuse.observe.drawing import Drawing
-from rlfuse.observe.loggers import VALIDATION, Loggers
-from rlfuse.observe.tracking import StepFile, sample_row
+from rlfuse.observe.loggers import Loggers
+from rlfuse.observe.sink import VALIDATION
+from rlfuse.observe.tracking import StepFile, sample_row, write_step
 from rlfuse.progress import is_due
 from rlfuse.samples import Sample, prompt_id
 from rlfuse.video.contact_sheet import Answer, Caption, contact_sheet, shown_frames
@@ -29,12 +30,16 @@ class SampleLog:
         self._validation = StepFile(folder / "validation.jsonl", after=start or -1)
 
     def log_validation(self, step: int, samples: Sequence[Sample]) -> None:
+        if (where := self._config.trainer.validation_data_dir) is not None:
+            write_step(Path(where).expanduser(), step, samples)
         rows = [sample_row(sample) for sample in samples[: self._config.trainer.log_val_generations]]
         self._validation.write(step, *rows)
         if rows:
             self._loggers.for_each_sink(lambda sink: sink.samples(step, rows, VALIDATION))
 
     def log_step(self, step: int, samples: Sequence[Sample]) -> None:
+        if (where := self._config.trainer.rollout_data_dir) is not None:
+            write_step(Path(where).expanduser(), step, samples)
         samples, video = samples[: self._config.trainer.log_samples], self._config.video
         sheets = sheets_of(samples, video.log_clips)
         rows = [sample_row(sample, sheets.get(sample.id)) for sample in samples]

@@ -22,12 +22,15 @@ from rich.live import Live
 from rlfuse.config.schema import Config
 from rlfuse.events import Recorder
 from rlfuse.fusion.board import Board
+from rlfuse.observe.alerts import REFERENCE_KL
 from rlfuse.observe.custom_metrics import TRAINING
 from rlfuse.observe.live import BETWEEN, SHOWN_STEPS, View, figure, log_line, read_board, render, starting_parts
 from rlfuse.progress import SILENT_S, Console, is_live_terminal, print_line
 
 FILE = "live.json"
 REFRESH_S = 1.0
+KL_LABELS = {**dict.fromkeys(REFERENCE_KL, "kl to ref"), "actor/ppo_kl": "kl of update"}
+"""Metric -> its label; the first that a step has is shown."""
 MAX_CPU_SHARE = 0.002
 """Maximum share of a core for the view, so a large step is refreshed less often."""
 
@@ -123,12 +126,9 @@ def fields(metrics: Mapping[str, float]) -> dict[str, str]:
         names = ("loss", "acc", "margin", "grad_norm")
         return {name: figure(metrics.get(f"reward_model/{name}")) for name in names}
     length, longest = (figure(metrics.get(f"response_length/{name}"), ".0f") for name in ("mean", "max"))
-    found = {
-        "reward": figure(metrics.get("critic/score/mean")),
-        "kl": figure(
-            metrics.get("actor/reward_kl_penalty", metrics.get("actor/kl_loss", metrics.get("actor/ppo_kl"))), ".4f"
-        ),
-    }
+    found = {"reward": figure(metrics.get("critic/score/mean"))}
+    if (kl := next((name for name in KL_LABELS if name in metrics), None)) is not None:
+        found[KL_LABELS[kl]] = figure(metrics[kl], ".4f")
     if "actor/entropy" in metrics:
         found["entropy"] = figure(metrics["actor/entropy"])
     found["length"] = f"{length} tokens (max {longest})"

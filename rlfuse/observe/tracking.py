@@ -1,7 +1,8 @@
-"""Append rows to `metrics.jsonl` and `samples.jsonl`."""
+"""Write rows of `metrics.jsonl`, `samples.jsonl` and the files of trainer.rollout_data_dir."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rlfuse.files import RowFile, json_safe, parse_non_finite, read_rows
+from rlfuse.files import RowFile, json_safe, parse_non_finite, read_rows, write_atomically
 from rlfuse.samples import Prompt, Response, Reward, RewardFailure, Sample
 
 
@@ -74,6 +75,24 @@ def sample_row(sample: Sample, contact_sheet: str | None = None) -> dict[str, An
         "columns": prompt.columns,
         "contact_sheet": contact_sheet,
     }
+
+
+def verl_row(step: int, sample: Sample) -> dict[str, Any]:
+    """Return a finished sample as a row of trainer.rollout_data_dir and trainer.validation_data_dir, as verl names it.
+
+    Reward parts follow under their own names.
+    """
+    prompt, reward = sample.prompt, sample.reward
+    score, parts = (reward.value, reward.parts) if isinstance(reward, Reward) else (None, {})
+    texts = {"input": prompt.text, "output": sample.response.text, "gts": prompt.ground_truth}
+    return parts | texts | {"score": score, "step": step}
+
+
+def write_step(folder: Path, step: int, samples: Sequence[Sample]) -> None:
+    """Write the samples of a step to {step}.jsonl in `folder`, which a resumed run replaces."""
+    rows = (json.dumps(json_safe(verl_row(step, sample)), default=str) for sample in samples)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / f"{step}.jsonl", "".join(f"{row}\n" for row in rows))
 
 
 def sample_of_row(row: dict[str, Any], prompt_key: str = "prompt") -> Sample:

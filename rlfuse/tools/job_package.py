@@ -124,7 +124,12 @@ def _with_absolute_paths(config: Config, here: Path, shared: list[str]) -> Confi
     config = with_values(config, {key: [absolute(path) for path in paths] for key, paths in files.items()})
     config = map_model_paths(config, model)
     resume = trainer.resume_mode
-    optional = {"data.media_root": data.media_root, "video.disk_cache": config.video.disk_cache}
+    optional = {
+        "data.media_root": data.media_root,
+        "video.disk_cache": config.video.disk_cache,
+        "trainer.rollout_data_dir": trainer.rollout_data_dir,
+        "trainer.validation_data_dir": trainer.validation_data_dir,
+    }
     others = {
         **{key: path and absolute(path) for key, path in optional.items()},
         "trainer.default_local_dir": absolute(trainer.default_local_dir),

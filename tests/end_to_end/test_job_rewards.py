@@ -28,7 +28,7 @@ def test_dynamic_sampling_replaces_groups_without_spread_and_failures_are_left_o
     row = next(row for row in read_metrics(run / "metrics.jsonl") if row["step"] == 1)
     assert 2 <= row["train/num_gen_batches"] <= 8
     assert 0 < row["reward/frac_reward_zero_std"] < 1, "of all groups, not of those that were kept"
-    assert 0 < row["perf/mfu/actor"] < 1 and 0 < row["perf/mfu/actor_infer"] < 1
+    assert 0 < row["perf/mfu/actor"] < 1 and 0 < row["perf/mfu/rollout"] < 1
     assert not (run / "wandb").exists() and "critic/vf_loss" not in row
     trained = {s for span in read_events(run / "events.jsonl") if span.kind == "backward" for s in span.samples}
     odd = {name for name in trained if int(name.split("/")[1]) % 2}

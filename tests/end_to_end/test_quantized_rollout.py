@@ -15,7 +15,7 @@ def test_what_engines_draw_differs_by_rounding_is_corrected_for_and_logged(drive
     status, text = driven("rlfuse_command", tmp_path, "train", **settings)
     assert status == 0, text
     rows = [row for row in read_metrics(tmp_path / "runs" / "rlfuse" / "small" / "metrics.jsonl") if row["step"] > 0]
-    assert len(rows) == 2 and all(row["training/rollout_is_weight_mean"] > 0 for row in rows)
+    assert len(rows) == 2 and all(row["rollout_corr/rollout_is_mean"] > 0 for row in rows)
     assert all(row["fusion/off-policy"] == 1 for row in rows)
     for apart in [row[LOG_PROBS_DIFF_MEAN] for row in rows]:
         assert mismatch_bound("bfloat16", None).mean < apart < mismatch_bound("bfloat16", CPU_METHOD).mean

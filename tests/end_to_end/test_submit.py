@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from rlfuse.observe.tracking import read_metrics
+from rlfuse.observe.wandb_log import history
 
 REWARD = """\
 from helpers.parity import is_even
@@ -141,7 +142,8 @@ def test_a_job_outlives_the_terminal_that_sent_it_until_it_is_stopped(submit, jo
     folder, words = job
     shadows = write_shadows(folder)
     included = [word for name in ("helpers", *SHADOWS) for word in ("--include", name)]
-    sender = submit(*included, *words, "trainer.total_training_steps=10000", "trainer.experiment_name=far")
+    settings = ["trainer.total_training_steps=10000", "trainer.experiment_name=far", "trainer.logger=[console,wandb]"]
+    sender = submit(*included, *words, *settings)
     lines = []
     while not (lines and lines[-1].startswith("submitted ")):
         lines.append(sender.stdout.readline())
@@ -167,6 +169,9 @@ def test_a_job_outlives_the_terminal_that_sent_it_until_it_is_stopped(submit, jo
     status, out = finish(reader)
     assert status != 0 and "SIGTERM: stopped after step" in out and f"{name} stopped" in out, out
     assert 0 <= read_metrics(metrics)[0]["critic/score/mean"] <= 1, "the helpers' code scored on the cluster"
+    logged = [row for path in metrics.parent.glob("wandb/offline-run-*/*.wandb") for row in history(path)]
+    logged = [int(row["training/global_step"]) for row in logged if "critic/score/mean" in row]
+    assert sorted(logged) == [row["step"] for row in read_metrics(metrics)], "also those of wandb's ended process"
     assert not shadows.exists(), shadows.read_text()
     status, out = finish(submit("status"))
     assert status == 0 and re.search(rf"{name}  stopped  [\d,]+ s  rlfuse/far", out), out

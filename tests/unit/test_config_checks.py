@@ -40,7 +40,7 @@ def test_the_defaults_are_sound():
     [
         ({"algorithm__adv_estimator": "grp"}, ["`grp` is not one of gae, grpo", "did you mean grpo?"]),
         ({"algorithm__adv_estimator": "grpo"}, ["rollout.n=1: must be 2 or more"]),
-        ({"trainer__logger": ["console", "mlflow"]}, ["`mlflow` is not one of console, wandb, tensorboard"]),
+        ({"trainer__logger": ["console", "swanlab"]}, ["`swanlab` is not one of console, wandb, tensorboard, mlflow"]),
         ({"actor__ppo_mini_batch_size": 60}, ["must divide data.train_batch_size=64", "ppo_mini_batch_size=64"]),
         ({"actor__ppo_mini_batch_size": 2, "trainer__n_gpus_per_node": 8}, ["2 samples: must be at least the 8 slots"]),
         ({"data__max_prompt_length": 900}, ["= 1412: must be at most 1024", "shorten one by 388"]),
@@ -136,7 +136,8 @@ def test_the_defaults_are_sound():
             {"video__sampling": "seed_vl", "video__levels": [8], "video__max_tokens": 4},
             ["video.max_tokens=4: must be at least the smallest", "8"],
         ),
-        ({"trainer__logger": ["tensorboard"]}, ["is not installed", "rlfuse[tensorboard]"]),
+        ({"trainer__logger": ["tensorboard"]}, ["tensorboard is not installed", "rlfuse[tensorboard]"]),
+        ({"trainer__logger": ["mlflow"]}, ["mlflow is not installed", "rlfuse[mlflow]"]),
         ({"alerts__grad_norm_factor": 1.0}, ["alerts.grad_norm_factor=1.0: must be above 1, or null"]),
         ({"trainer__resume_mode": "atuo"}, ["that folder does not exist; did you mean auto?"]),
         ({"trainer__critic_warmup": 2, "algorithm__adv_estimator": "reinforce_plus_plus"}, ["which has no critic"]),
@@ -293,7 +294,8 @@ def test_the_defaults_are_sound():
 def test_one_mistake_gives_one_message_with_its_remedy(changes, parts):
     missing = frozenset({"absent.py", "absent.parquet", "atuo"})
     modules = frozenset({"absent_package"})
-    facts = Facts(1024, 16, missing=missing, unknown_modules=modules, cuda=False, tensorboard=False)
+    loggers = frozenset({"tensorboard", "mlflow"})
+    facts = Facts(1024, 16, missing=missing, unknown_modules=modules, cuda=False, missing_loggers=loggers)
     problems = check(sound(**changes), facts)
     assert len(problems) == 1
     assert all(part in problems[0] for part in parts), problems[0]

@@ -1,5 +1,6 @@
 """What the journal hands on at the end of a step: to the run folder, to every sink, to the person at the terminal."""
 
+import json
 import os
 from types import SimpleNamespace
 
@@ -204,6 +205,27 @@ def test_answers_of_each_validation_are_kept_and_shown(told, tmp_path):
     assert read_metrics(tmp_path / "validation.jsonl") == []
 
 
+async def test_all_samples_are_dumped_with_the_names_of_verl(told, tmp_path):
+    log = log_in(tmp_path, timeline_freq=0)
+    trainer = log.metrics.config.trainer
+    trainer.rollout_data_dir, trainer.validation_data_dir = str(tmp_path / "a" / "rollouts"), str(tmp_path / "held out")
+    rewards = [Reward(0.5, {"acc": 1.0, "score": 3.0}), RewardFailure("judge", "timed out"), Reward(float("nan"))]
+    for step in (1, 1, 2):  # a resumed run repeats steps
+        await run_step(log, step, rewards)
+    log.metrics.log_validation(0, board_of([finished(1, 0, Reward(1.0))]))
+    log.close()
+    shown = {"input": "how many?", "output": "seven", "gts": "7"}
+    for step in (1, 2):
+        rows = [json.loads(line) for line in (tmp_path / "a" / "rollouts" / f"{step}.jsonl").read_text().splitlines()]
+        assert rows == [
+            {"acc": 1.0, **shown, "score": 0.5, "step": step},
+            {**shown, "score": None, "step": step},
+            {**shown, "score": "NaN", "step": step},
+        ]
+    (path,) = (tmp_path / "held out").iterdir()
+    assert path.name == "0.jsonl" and json.loads(path.read_text()) == {**shown, "score": 1.0, "step": 0}
+
+
 class Killed(BaseException):
     """The end of a process: nothing catches it."""
 
@@ -378,7 +400,7 @@ def test_tensorboard_shows_scalars_samples_pictures_and_alerts(tmp_path):
     from matplotlib.figure import Figure
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from rlfuse.observe.loggers import TensorBoard
+    from rlfuse.observe.tensorboard_sink import TensorBoard
 
     Figure((1, 1)).savefig(tmp_path / "x.png")
     sink = TensorBoard(tmp_path)
@@ -394,6 +416,42 @@ def test_tensorboard_shows_scalars_samples_pictures_and_alerts(tmp_path):
     assert [(event.step, event.value) for event in found.Scalars("critic/score/mean")] == [(1, 0.5), (2, 1.0)]
     assert found.Tags()["scalars"] == ["critic/score/mean"] and found.Tags()["images"] == ["timeline"]
     texts = {tag: found.Tensors(tag)[-1].tensor_proto.string_val[0].decode() for tag in found.Tags()["tensors"]}
+    assert texts["samples/0/text_summary"].endswith("    7"), "the ground truth"
     assert "2/0/0, reward 0.25" in texts["samples/0/text_summary"] and "    seven" in texts["samples/0/text_summary"]
     assert "2/0/0, reward 0.75" in texts["val/generations/0/text_summary"]
     assert "zero spread" in texts["alerts/text_summary"] and "      line" in texts["errors/reward/text_summary"]
+
+
+def test_mlflow_shows_settings_scalars_samples_pictures_and_alerts(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    from matplotlib.figure import Figure
+
+    from rlfuse.observe.mlflow_sink import MLflow
+
+    config, run = Config(), tmp_path / "rlfuse" / "first"
+    config.trainer.default_local_dir, config.trainer.experiment_name = str(tmp_path), "first"
+    run.mkdir(parents=True)
+    Figure((1, 1)).savefig(run / "step_2.png")
+    for start in (0, 2):  # the second resumes
+        sink = MLflow(config, {"actor": {"optim": {"lr": 1e-6}}, "data": {"val_files": []}}, run, start)
+        for step in (start + 1, start + 2):
+            sink.log(step, {"val-core/sums/acc/mean@1": step / 4, "actor/ppo_kl": float("nan")})
+        sink.samples(start + 2, [sample_row(finished(1, 0, Reward(0.25, {"exact": 1.0})))], "val/generations")
+        sink.picture(start + 2, "timeline", run / "step_2.png")
+        sink.alert(start + 2, Alert("zero spread", "all equal"))
+        sink.failure("run", "an error")
+        sink.close(1)
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow/mlflow.db")
+    (found,) = client.search_runs([client.get_experiment_by_name("rlfuse").experiment_id])
+    assert (found.info.run_name, found.info.status) == ("first", "FAILED")
+    assert found.data.params == {"actor.optim.lr": "1e-06", "data.val_files": "[]"}
+    name = "val-core/sums/acc/mean_at_1"
+    values = [(each.step, each.value) for each in client.get_metric_history(found.info.run_id, name)]
+    assert sorted(values) == [(1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0)] and [*found.data.metrics] == [name]
+    assert found.data.tags["alert/zero spread"] == "step 4: all equal" and found.data.tags["error"] == "run: an error"
+    artifacts = tmp_path / "mlflow" / "artifacts" / found.info.run_id / "artifacts"
+    assert (artifacts / "timeline" / "step_2.png").stat().st_size
+    table = json.loads((artifacts / "val" / "generations" / "step_2.json").read_text())
+    assert table["columns"] == ["id", "prompt", "response", "ground_truth", "reward", "exact"]
+    assert table["data"] == [["1/0/0", "how many?", "seven", "7", 0.25, 1.0]]

@@ -102,8 +102,8 @@ ROW = {
     "response_length/max": 64.0, "perf/throughput": 1234.5, "perf/time_per_step": 2.0, "val-core/sums/acc": 0.75,
 }  # fmt: skip
 LINE = (
-    "step 1/4  reward 0.500  kl 0.0012  entropy 1.500  length 20 tokens (max 64)  speed 1,234 tokens/s per slot  "
-    "held out 0.750  2.0 s\n"
+    "step 1/4  reward 0.500  kl of update 0.0012  entropy 1.500  length 20 tokens (max 64)  "
+    "speed 1,234 tokens/s per slot  held out 0.750  2.0 s\n"
 )
 
 
@@ -114,7 +114,7 @@ def test_where_nobody_looks_on_there_is_one_line_a_step(terminal):
     quiet.close()
     assert quiet.console.file.getvalue() == LINE + "a line\n"
     assert step_line(1, 4, {"perf/time_per_step": 2.0}) == (
-        "step 1/4  reward -  kl -  length - tokens (max -)  speed - tokens/s per slot  2.0 s"
+        "step 1/4  reward -  length - tokens (max -)  speed - tokens/s per slot  2.0 s"
     )
 
 

@@ -238,6 +238,7 @@ def test_utilisation_counts_what_was_run_and_no_more():
         Span("gen", "driver", 20, 24, cause="testing"),
         Span("decode", "rollout/0", 0, 3, tokens=18, attributes=decode),
         Span("decode", "rollout/0", 20, 23, tokens=99, attributes=decode),
+        Span("old_log_prob", "driver", 3, 5, samples=("1/0/0", "1/1/0")),
         Span("update_actor", "driver", 4, 5, samples=("1/0/0", "1/0/1")),
         Span("update_actor", "driver", 4.5, 6, attributes={"step": True}),
         Span("update_critic", "driver", 6, 7, samples=("1/0/0",)),
@@ -246,9 +247,10 @@ def test_utilisation_counts_what_was_run_and_no_more():
     assert utilisation(spans, facts, samples) == {
         "perf/mfu/actor": 6 * (10 * (4 + 12) + 5 * 12) / (2 * 1000),
         "perf/mfu/critic": 6 * 10 * (4 + 6) / 1000,
-        "perf/mfu/actor_infer": 2 * (10 * (8 + 18) + 5 * 18) / (4 * 1000),
+        "perf/mfu/actor_infer": 2 * (10 * (8 + 12) + 5 * 12) / (2 * 1000),
+        "perf/mfu/rollout": 2 * (10 * (8 + 18) + 5 * 18) / (4 * 1000),
     }
-    assert "perf/mfu/actor_infer" not in utilisation(spans, facts, samples, quantized=True)
+    assert "perf/mfu/rollout" not in utilisation(spans, facts, samples, quantized=True)
     assert utilisation(spans, {"parameters": facts["parameters"]}, samples) == {}
 
 

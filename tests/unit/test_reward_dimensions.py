@@ -163,6 +163,7 @@ def test_kl_in_the_loss_is_weighted_by_source():
     changes = {"actor__use_kl_loss": True, "actor__kl_loss_type": "k2", "algorithm__kl_coef_by_source": BY_SOURCE}
     experience, batch = Experience(config(**changes)), mixed()
     experience.prepare(batch)
+    assert experience.complete(batch)["actor/kl_coef"] == pytest.approx(0.25)
     assert experience.actor_tensors == ("old_log_probs", "advantages", "ref_log_probs", "kl_coefs")
     rows = {name: torch.tensor(np.stack([t[name] for t in tensors(batch)])) for name in experience.actor_tensors}
     rows["advantages"] = torch.zeros(2, 2)

@@ -1,15 +1,17 @@
 """What wandb keeps of a run: its own file, read back."""
 
+import signal
 import struct
 import time
 
+import psutil
 import pytest
 
 from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
-from rlfuse.observe import loggers as sinks
-from rlfuse.observe.loggers import Wandb
-from rlfuse.observe.tracking import FAILURE_FIELDS
+from rlfuse.observe import wandb_sink
+from rlfuse.observe.tracking import FAILURE_FIELDS, StepFile
+from rlfuse.observe.wandb_sink import Wandb
 
 FAILED = [dict.fromkeys(FAILURE_FIELDS, "x")]
 
@@ -40,22 +42,28 @@ def history(path):
     return [{item.key or item.nested_key[0]: item.value_json for item in row} for row in rows]
 
 
+def wait_for(written):
+    """Until wandb's process has written what is expected."""
+    until = time.monotonic() + 60
+    while not written():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
 @pytest.mark.slow
 def test_wandb_drops_nothing_and_a_resumed_run_goes_on_after_it(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_RUN_GROUP", "a sweep")
     config, rows = Config(), []
     for start in (0, 1):
-        sink = Wandb(config, {}, tmp_path, resumed=start > 0)
+        sink = Wandb(config, {}, tmp_path, start)
         for step in (start + 1, start + 2):
             for _ in range(2):
                 sink.reward_failures(step, FAILED)
             sink.log(step, {"critic/score/mean": step / 2})
         sink.close(0)
         (path,) = set(tmp_path.glob("wandb/offline-run-*/*.wandb")) - {path for path, _ in rows}
-        until = time.monotonic() + 60
-        while len(found := history(path)) < 6 and time.monotonic() < until:  # wandb's own process writes it
-            time.sleep(0.05)
-        rows.append((path, found))
+        wait_for(lambda path=path: len(history(path)) >= 6)
+        rows.append((path, history(path)))
     steps = [row["training/global_step"] for _, found in rows for row in found]
     assert steps == ["1", "1", "1", "2", "2", "2", "2", "2", "2", "3", "3", "3"]
     scores = [row["critic/score/mean"] for _, found in rows for row in found if "critic/score/mean" in row]
@@ -72,6 +80,67 @@ def test_wandb_drops_nothing_and_a_resumed_run_goes_on_after_it(tmp_path, monkey
     assert runs[0].run_id == runs[1].run_id and runs[0].run_group == "a sweep"
 
 
+def end_wandb():
+    """What a scheduler's SIGTERM to all processes of a job does to wandb's."""
+    cores = [each for each in psutil.Process().children(recursive=True) if each.name() == "wandb-core"]
+    for core in (living := [each for each in cores if each.status() != psutil.STATUS_ZOMBIE]):
+        core.send_signal(signal.SIGTERM)
+    assert living
+    while any(core.is_running() and core.status() != psutil.STATUS_ZOMBIE for core in living):
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_steps_that_wandb_lost_with_its_process_are_in_the_run_all_the_same(tmp_path):
+    metrics = StepFile(tmp_path / "metrics.jsonl", -1)
+
+    def log(sink, step):
+        row = {"critic/score/mean": step / 2} | ({"training/global_step": step} if step else {})
+        metrics.write(step, row)
+        if sink:
+            sink.log(step, row)
+
+    def steps():
+        """Of the scalars in each of wandb's files."""
+        paths = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+        return [[int(row["training/global_step"]) for row in history(path) if "critic/score/mean" in row]
+                for path in paths]  # fmt: skip
+
+    config = Config()
+    config.trainer.wandb_tags, config.trainer.wandb_group = ["a", "b"], "mine"
+    sink = Wandb(config, {}, tmp_path, 0)
+    for step in range(3):
+        log(sink, step)
+    wait_for(lambda: steps() == [[0, 1, 2]])
+    for step in (3, 4):
+        log(sink, step)  # in the buffer of the process
+    end_wandb()
+    log(sink, 5)
+    sink.reward_failures(5, FAILED)
+    log(sink, 6)
+    end_wandb()
+    sink.close(0)
+    wait_for(lambda: sorted(step for part in steps() for step in part) == [0, 1, 2, 3, 4, 5, 6])
+    parts = steps()
+    assert len(parts) == 3
+    for step in (7, 8, 9):  # of a process that was killed, and after the checkpoint that the run resumes from
+        log(None, step)
+    sink = Wandb(config, {}, tmp_path, 8)
+    sink.log(9, {"critic/score/mean": 4.5})
+    sink.close(0)
+    wait_for(lambda: steps() == [*parts, [7, 8, 9]])
+    numbers = [int(row["_step"]) for path in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")) for row in
+               history(path)]  # fmt: skip
+    assert numbers == sorted({*numbers})
+    (run,) = {
+        (record.run.run_id, record.run.run_group, tuple(record.run.tags))
+        for path in tmp_path.glob("wandb/offline-run-*/*.wandb")
+        for record in records(path)
+        if record.WhichOneof("record_type") == "run"
+    }
+    assert run[1:] == ("mine", ("a", "b"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("variables", "why"),
@@ -84,10 +153,10 @@ def test_wandb_drops_nothing_and_a_resumed_run_goes_on_after_it(tmp_path, monkey
 def test_a_wandb_that_takes_no_run_is_one_message(variables, why, tmp_path, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sinks, "INIT_S", 3.0)
+    monkeypatch.setattr(wandb_sink, "INIT_S", 3.0)
     config = Config()
     config.trainer.wandb_mode, config.trainer.experiment_name = "online", "a"
     with pytest.raises(ConfigError) as error:
-        sinks.Wandb(config, {}, tmp_path, False)
+        Wandb(config, {}, tmp_path, 0)
     [problem] = error.value.problems
     assert problem.startswith("trainer.wandb_mode=online: ") and why in problem and "offline" in problem

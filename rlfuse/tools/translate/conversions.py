@@ -126,7 +126,7 @@ def validation_temperature(value: Any, given: Given) -> Outcome:
 def loggers(value: Any, given: Given) -> Outcome:
     """Keep the loggers that rlfuse supports."""
     names = [value] if isinstance(value, str) else list(value or [])
-    return {"trainer.logger": [name for name in names if name in ("console", "wandb", "tensorboard")]}
+    return {"trainer.logger": [name for name in names if name in ("console", "wandb", "tensorboard", "mlflow")]}
 
 
 def resumed(value: Any, given: Given) -> Outcome:

@@ -1,0 +1,60 @@
+"""The view of a wandb project with the charts to look at first: as it would be saved, and what is said without it."""
+
+import json
+
+import pytest
+from import_graph import MODULES, ROOT, strings
+
+from rlfuse.errors import UserError
+from rlfuse.observe.tracking import read_metrics
+from rlfuse.tools import workspace
+from rlfuse.tools.workspace import CHARTS
+
+pytestmark = pytest.mark.filterwarnings("ignore:Pydantic V1 style")
+
+
+def test_charts_show_metrics_that_runs_log():
+    recorded = {name for row in read_metrics(ROOT / "notebooks" / "data" / "run" / "metrics.jsonl") for name in row}
+    metrics = [metric for charts in CHARTS.values() for each in charts.values() for metric in each]
+    named = {text for module in MODULES if module != "rlfuse.tools.workspace" for text in strings(module)}
+    assert [metric for metric in metrics if metric[0] != "^" and metric not in recorded | named] == []
+    assert sum(map(len, CHARTS.values())) == 10 and len(set(metrics)) == len(metrics)
+
+
+def test_the_view_has_each_chart_over_the_training_step(capsys):
+    pytest.importorskip("wandb_workspaces")
+    workspace.main(["me/rlfuse", "--name", "first look", "--dry-run"])
+    view = json.loads(capsys.readouterr().out)
+    assert (view["entity"], view["project"], view["displayName"]) == ("me", "rlfuse", "first look")
+    section = view["spec"]["section"]
+    assert section["settings"]["xAxis"] == "training/global_step"
+    shown = {
+        each["name"]: {panel["config"]["chartTitle"]: panel["config"] for panel in each["panels"]}
+        for each in section["panelBankConfig"]["sections"]
+    }
+    assert {name: [*panels] for name, panels in shown.items()} == {name: [*charts] for name, charts in CHARTS.items()}
+    for name, charts in CHARTS.items():
+        for title, metrics in charts.items():
+            chart = shown[name][title]
+            assert chart["xAxis"] == "training/global_step"
+            assert chart.get("metrics") == list(metrics) or [chart["metricRegex"]] == list(metrics)
+
+
+@pytest.mark.parametrize("given", ["rlfuse", "/rlfuse", "me/"])
+def test_a_project_without_its_owner_is_refused(given, capsys):
+    with pytest.raises(SystemExit):
+        workspace.main([given])
+    assert "must be ENTITY/PROJECT" in capsys.readouterr().err
+
+
+def test_the_package_is_named_where_it_is_missing(monkeypatch):
+    monkeypatch.setattr(workspace.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install 'rlfuse\[workspace\]'"):
+        workspace.main(["me/rlfuse"])
+
+
+def test_a_view_that_wandb_rejects_is_one_message(monkeypatch):
+    pytest.importorskip("wandb_workspaces")
+    monkeypatch.setenv("WANDB_API_KEY", "short")
+    with pytest.raises(UserError, match=r"rlfuse workspace me/rlfuse: not saved \(.*wandb login"):
+        workspace.main(["me/rlfuse"])

@@ -17,7 +17,7 @@ from rlfuse.tools.translate.shell import Word
 
 SETTING = re.compile(r"\+{0,2}(\w[\w./@-]*)=(.*)", re.DOTALL)
 FLAG = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
-REDIRECTION = re.compile(r"[\d&]*[<>]+(&?)")
+REDIRECTION = re.compile(r"[\d&]*[<>]+(?!\|)(&?)")
 UNREAD = "is not a setting, and a file that it names is not read"
 
 

@@ -90,6 +90,13 @@ class Translation:
         if why not in self.undecided.setdefault(key, []):
             self.undecided[key].append(why)
 
+    def leave_unknown(self, key: str, setting: str, why: str) -> None:
+        """Leave a key open whose value is not in the command, or list it if it does not change what is trained."""
+        if affects_training(key) or key in ("trainer.nnodes", "trainer.n_gpus_per_node"):
+            self.leave_open(key, f"{setting}: {why}")
+        else:
+            self.note(why, setting)
+
     def note(self, why: str, given: str) -> None:
         """List a setting that the job does not need."""
         self.notes.setdefault(why, []).append(given)

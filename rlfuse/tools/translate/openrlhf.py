@@ -103,17 +103,24 @@ ESTIMATORS = {
     "group_norm": "grpo",
     "dr_grpo": "grpo",
 }
+UNKNOWN = {
+    "prompt_data": "data.train_files",
+    "eval_dataset": "data.val_files",
+    "remote_rm_url": "reward.functions",
+    "reward_pretrain": "reward.model_path",
+}
+"""Flags without a value in the script -> key to decide."""
 CORRECTION = ("enable_vllm_is_correction", "vllm_enable_is_correction")
 READ = {
     *("train_batch_size", "lr_scheduler", "adam_betas", "advantage_estimator", "init_kl_coef", "kl_estimator"),
     *("use_kl_estimator_k3", "use_kl_loss", "kl_target", "kl_horizon", "eps_clip", "eps_clip_low_high"),
     *("policy_loss_type", "prompt_data", "eval_dataset", "max_samples", "reward_pretrain", "critic_pretrain"),
     *("remote_rm_url", "reward_clip_range", "overlong_buffer_len", "freezing_actor_steps", "use_wandb"),
-    *("use_tensorboard", "vllm_is_truncated_threshold", *CORRECTION),
+    *("use_tensorboard", "vllm_is_truncated_threshold", "vllm_is_correction_type", "use_icepop", *CORRECTION),
 }
 WITHOUT_EFFECT = re.compile(
     r"(ref|reward|critic)_num_|colocate|vllm_|ckpt|save_|logging_|micro_|rollout_max|rollout_tasks|use_dynamic_batch"
-    r"|enforce_eager|deepspeed|fsdp|ds_|flash_attn|attn_impl|bf16|param_dtype|zpg|overlap_comm|grad_accum|actor_init"
+    r"|use_wandb|use_tensorboard|enforce_eager|deepspeed|fsdp|ds_|flash_attn|attn_impl|bf16|param_dtype|zpg|overlap_comm|grad_accum|actor_init"
     r"|enable_prefix|disable_|label_key|eval_split|prompt_split|wandb_|ring_head|load_checkpoint|local_rank|perf|use_ms"
     r"|value_head|ref_reward|use_liger|gradient_checkpointing_use|async_queue|max_len$|deepcompile|colocate_|ptx_coef"
 )
@@ -140,7 +147,7 @@ def translate(command: Command) -> Translation:
     _optimizer(job, given, value, put)
     _objective(given, value, put)
     _data(job, given, command)
-    _rewards(job, given, value, put)
+    _rewards(job, given, command.unknown, value, put)
     _logging(job, given, command)
     _others(job, command)
     return job
@@ -154,25 +161,13 @@ def _batch(value: Any, put: Any) -> None:
 
 def _optimizer(job: Translation, given: dict[str, Any], value: Any, put: Any) -> None:
     schedule = value("lr_scheduler")
-    if schedule != "cosine_with_min_lr":
-        put("actor.optim.lr_scheduler_type", schedule, "lr_scheduler")
-    elif "actor.optim.min_lr_ratio" in by_name():
-        put("actor.optim.lr_scheduler_type", "cosine", "lr_scheduler")
+    put("actor.optim.lr_scheduler_type", "cosine" if schedule == "cosine_with_min_lr" else schedule, "lr_scheduler")
+    if schedule == "cosine_with_min_lr":
         put("actor.optim.min_lr_ratio", 0.1, "lr_scheduler")
-    else:
-        put(
-            "actor.optim.lr_scheduler_type",
-            Open("the cosine ends at a tenth of the rate, in rlfuse at 0"),
-            "lr_scheduler",
-        )
-    betas = value("adam_betas")
-    if "actor.optim.betas" in by_name():
-        put("actor.optim.betas", [float(each) for each in betas], "adam_betas")
-    else:
-        job.decide("adam_betas", betas)
+    put("actor.optim.betas", [float(each) for each in value("adam_betas")], "adam_betas")
     for leaf in ("lr_scheduler_type", "min_lr_ratio", "betas", "weight_decay", "lr_warmup_steps_ratio"):
         actor, critic = f"actor.optim.{leaf}", f"critic.optim.{leaf}"
-        if critic in by_name() and actor in job.settings and value("advantage_estimator") == "gae":
+        if actor in job.settings and value("advantage_estimator") == "gae":
             job.set(critic, job.settings[actor], actor, "as the actor's")
 
 
@@ -203,15 +198,26 @@ def _objective(given: dict[str, Any], value: Any, put: Any) -> None:
     put("actor.loss_mode", {"ppo": "vanilla"}.get(loss, loss), "policy_loss_type")
     put("actor.loss_agg_mode", "seq-mean-token-mean" if loss == "gspo" else "token-mean", "policy_loss_type")
     if any(given.get(name) for name in CORRECTION):
-        threshold = given.get("vllm_is_truncated_threshold", 2.0)
-        only_above = not isinstance(threshold, list)
-        why = "rlfuse truncates weights above one threshold; null disables the correction"
-        put("algorithm.rollout_is_threshold", threshold if only_above else Open(why), "vllm_is_truncated_threshold",
-            *CORRECTION)  # fmt: skip
+        _correction(given, put)
     if given.get("overlong_buffer_len"):
         put("reward.overlong_buffer.len", int(given["overlong_buffer_len"]), "overlong_buffer_len")
     if given.get("freezing_actor_steps", -1) > 0:
         put("trainer.critic_warmup", given["freezing_actor_steps"] + 1, "freezing_actor_steps")
+
+
+def _correction(given: dict[str, Any], put: Any) -> None:
+    kind = "icepop" if given.get("use_icepop") else given.get("vllm_is_correction_type", "tis")
+    threshold = given.get("vllm_is_truncated_threshold", Open("write the bounds") if kind == "icepop" else 2.0)
+    names = ("vllm_is_truncated_threshold", "vllm_is_correction_type", "use_icepop", *CORRECTION)
+    level = "token" if kind in ("tis", "icepop") else Open(f"{kind} has no equal")
+    put("algorithm.rollout_correction.rollout_is", level, *names)
+    if isinstance(threshold, list) and kind == "icepop":
+        put("algorithm.rollout_correction.rollout_is_threshold_lower", threshold[0], *names)
+        put("algorithm.rollout_correction.rollout_is_threshold", threshold[1], *names)
+    elif isinstance(threshold, list):
+        put("algorithm.rollout_correction.rollout_is", Open("rlfuse raises no weight to a lower bound"), *names)
+    else:
+        put("algorithm.rollout_correction.rollout_is_threshold", threshold, *names)
 
 
 def _data(job: Translation, given: dict[str, Any], command: Command) -> None:
@@ -232,7 +238,7 @@ def _data(job: Translation, given: dict[str, Any], command: Command) -> None:
             job.leave_open(key, "the command does not set prompt_data")
 
 
-def _rewards(job: Translation, given: dict[str, Any], value: Any, put: Any) -> None:
+def _rewards(job: Translation, given: dict[str, Any], unknown: dict[str, str], value: Any, put: Any) -> None:
     low, high = value("reward_clip_range")
     clip = {"clip": [float(low), float(high)]}
     paths = [each for each in str(given.get("remote_rm_url") or "").split(",") if each]
@@ -242,7 +248,7 @@ def _rewards(job: Translation, given: dict[str, Any], value: Any, put: Any) -> N
     elif given.get("reward_pretrain"):
         put("reward.model_path", given["reward_pretrain"], "reward_pretrain")
         put("reward.functions", [{"path": "reward_model", **clip}], "reward_clip_range")
-    elif "agent_func_path" not in given:
+    elif "agent_func_path" not in given and not any(each.startswith(("remote_rm", "reward_p")) for each in unknown):
         job.leave_open("reward.functions", "the command sets neither remote_rm_url nor reward_pretrain")
     if value("advantage_estimator") == "gae":
         critic = given.get("critic_pretrain") or given.get("reward_pretrain") or given.get("pretrain")
@@ -271,9 +277,9 @@ def _others(job: Translation, command: Command) -> None:
             job.leave_open("trainer.task", f"{name}={as_typed(value)}: rlfuse has no such setting")
     for setting, why in command.unknown.items():
         name = setting.partition("=")[0]
-        if name in DIRECT or not WITHOUT_EFFECT.match(name):
-            job.leave_open(DIRECT.get(name, "trainer.task"), f"{setting}: {why}")
-        else:
+        if WITHOUT_EFFECT.match(name):
             job.note(why, setting)
+        else:
+            job.leave_unknown(DIRECT.get(name) or UNKNOWN.get(name, "trainer.task"), setting, why)
     for word, why in command.unread.items():
         job.leave_open("trainer.task", f"{word}: {why}")

@@ -122,13 +122,27 @@ DIRECT_ONLINE = {
     "vllm_tensor_parallel_size": "rollout.tensor_model_parallel_size",
     "mask_truncated_completions": "actor.mask_truncated_completions",
 }
+GRPO = {"loss_type", "scale_rewards", "importance_sampling_level", "delta", "multi_objective_aggregation"}
+"""Settings that only GRPO has, of those that generate."""
+ONLINE = {"reward_funcs", "num_generations", "max_completion_length"}
 REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
+UNKNOWN = {"dataset_name": "data.train_files", "reward_funcs": "reward.functions"}
+"""Settings without a value in the script -> key to decide."""
 READ = {
     *("gradient_accumulation_steps", "steps_per_generation", "generation_batch_size", "num_train_epochs", "max_steps"),
     *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "beta", "epsilon", "epsilon_high"),
     *("delta", "loss_type", "scale_rewards", "importance_sampling_level", "multi_objective_aggregation", "top_k"),
     *("use_bias_correction_kl", "use_vllm", "dataset_name", "dataset_train_split", "dataset_test_split"),
-    *("reward_funcs", "reward_model_name_or_path", "save_strategy", "save_steps", "eval_strategy", "eval_steps"),
+    *(
+        "reward_funcs",
+        "reward_model_name_or_path",
+        "reward_model_path",
+        "datasets",
+        "save_strategy",
+        "save_steps",
+        "eval_strategy",
+        "eval_steps",
+    ),
     *("report_to", "dtype", "torch_dtype", "bf16", "fp16", "deepspeed", "max_length", "completion_only_loss"),
     *("sapo_temperature_pos", "sapo_temperature_neg", "adam_beta1", "adam_beta2", "adam_epsilon", "project"),
     *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_cap"),
@@ -148,7 +162,7 @@ WITHOUT_EFFECT = re.compile(
     r"|gradient_checkpointing_kwargs|attn_implementation|torch_compile|vllm_(mode|server|group|enable|max|model|device)"
     r"|use_transformers|cache_|use_cache|pad_|remove_unused|overwrite_output|output|include_|disable_tqdm|debug|ds3_"
     r"|dataset_num_proc|local_rank|prediction_loss|load_best|metric_for|greater_is|activation_offloading|use_cpu"
-    r"|local_rollout|num_sample_generations|dataset_streaming|ignore_bias|packing$|eos_token|padding_free|cast_lm"
+    r"|local_rollout|num_sample_generations|dataset_streaming|ignore_bias|packing$|padding_free|cast_lm"
     r"|precompute_ref|config$|sft_model_path|auto_find|skip_memory|data_seed|num_ppo_epochs"
 )
 """Names of TRL that do not change what is trained."""
@@ -199,10 +213,10 @@ def read_words(command: Command, words: Sequence[Word]) -> None:
 
 
 def read_config(command: Command, content: DictConfig) -> Command:
-    """Read a config file of the TRL CLI, which does not name the program."""
+    """Read a config file of the TRL CLI, which does not name the program: its name or its settings may."""
     command.read_tree(content)
-    if {"reward_funcs", "num_generations", "max_completion_length"} & command.settings.keys():
-        command.program = "grpo"
+    programs = [name for name in TASKS if name in command.origin] or ["grpo"] * bool(GRPO & command.settings.keys())
+    command.program = programs[0] if len(programs) == 1 else ""
     command.processes = _processes(command.settings)
     return command
 
@@ -226,15 +240,11 @@ def translate(command: Command) -> Translation:
     """Translate a TRL command to the equivalent job."""
     job = Translation("TRL")
     if command.program not in DEFAULTS:
-        why = f"`{command.program}` is not in rlfuse" if command.program else "the file does not name the program"
-        remedy = "rlfuse translate -- trl PROGRAM --config FILE" if not command.program else "see the map of commands"
-        _leave_task_open(job, command.program, f"{why}; {remedy}")
+        why = f"{command.program} is not translated" if command.program else "the file does not name the program"
+        rows = [row.why for row in UNDECIDED["TRL"] if command.program in row.values]
+        remedy = [] if command.program else ["run `rlfuse translate -- trl PROGRAM --config FILE`"]
+        job.leave_open("trainer.task", "; ".join([why, *rows, *remedy]))
     return _Reader(job, command).job()
-
-
-def _leave_task_open(job: Translation, program: str, why: str) -> None:
-    rows = [row.why for row in UNDECIDED["TRL"] if program in row.values]
-    job.leave_open("trainer.task", "; ".join([why, *rows]))
 
 
 class _Reader:
@@ -243,7 +253,7 @@ class _Reader:
     def __init__(self, job: Translation, command: Command):
         self.job_, self.command, self.given = job, command, command.settings
         self.defaults = DEFAULTS.get(command.program, _SHARED)
-        self.is_online = TASKS.get(command.program, "rl") == "rl"
+        self.is_online = TASKS.get(command.program) == "rl" or bool(ONLINE & self.given.keys())
 
     def value(self, name: str) -> Any:
         return self.given.get(name, self.defaults.get(name))
@@ -256,7 +266,7 @@ class _Reader:
 
     def job(self) -> Translation:
         for name, key in (DIRECT | (DIRECT_ONLINE if self.is_online else {})).items():
-            if (name in self.given or name in self.defaults) and key in by_name():
+            if name in self.given or name in self.defaults:
                 self.set(key, self.value(name), name)
         self._task()
         self._batches()
@@ -279,9 +289,9 @@ class _Reader:
             one = losses[0] if isinstance(losses, list) and len(losses) == 1 else losses
             self.set("dpo.loss_type", one, "loss_type")
         if task not in (None, "rl"):
-            why = f"max_length={self.value('max_length')} is for prompt and response together; write two limits"
-            for key in ("data.max_prompt_length", "data.max_response_length"):
-                self.job_.leave_open(key, why)
+            half = self.value("max_length") // 2
+            for key, size in (("max_prompt_length", half), ("max_response_length", self.value("max_length") - half)):
+                self.job_.set(f"data.{key}", size, "", f"the sum is max_length={self.value('max_length')}")
         if task == "sft" and not self.given.get("completion_only_loss") and not self.given.get("assistant_only_loss"):
             self.job_.leave_open(
                 "trainer.task",
@@ -338,21 +348,16 @@ class _Reader:
     def _schedule(self) -> None:
         name, options = self.value("lr_scheduler_type"), self.given.get("lr_scheduler_kwargs") or {}
         options = yaml.safe_load(options) if isinstance(options, str) else options
-        if options and "actor.optim.min_lr_ratio" in by_name() and {*options} == {"min_lr_rate"}:
+        if {*options} == {"min_lr_rate"}:
             self.set("actor.optim.min_lr_ratio", options["min_lr_rate"], "lr_scheduler_kwargs")
         elif options:
             self.job_.leave_open("actor.optim.lr_scheduler_type", f"lr_scheduler_kwargs={options}: has no equal")
         self.set("actor.optim.lr_scheduler_type", SCHEDULES.get(name, name), "lr_scheduler_type")
-        betas = [float(self.given.get("adam_beta1", 0.9)), float(self.given.get("adam_beta2", 0.999))]
-        for key, value, names in (("betas", betas, ("adam_beta1", "adam_beta2")),
-                                  ("eps", self.given.get("adam_epsilon"), ("adam_epsilon",))):  # fmt: skip
-            if not {*names} & self.given.keys():
-                continue
-            if f"actor.optim.{key}" in by_name():
-                self.set(f"actor.optim.{key}", value, *names)
-            else:
-                for name in {*names} & self.given.keys():
-                    self.job_.decide(name, self.given[name])
+        if {"adam_beta1", "adam_beta2"} & self.given.keys():
+            betas = [float(self.given.get("adam_beta1", 0.9)), float(self.given.get("adam_beta2", 0.999))]
+            self.set("actor.optim.betas", betas, "adam_beta1", "adam_beta2")
+        if "adam_epsilon" in self.given:
+            self.set("actor.optim.eps", self.given["adam_epsilon"], "adam_epsilon")
         dtype = self.given.get("dtype") or self.given.get("torch_dtype")
         if self.given.get("fp16") or dtype in ("float16", "fp16"):
             self.job_.leave_open("model.dtype", "float16 is not supported")
@@ -365,7 +370,9 @@ class _Reader:
     def _data(self) -> None:
         name = self.given.get("dataset_name")
         split = self.given.get("dataset_train_split", "train")
-        if name is None:
+        if self.given.get("datasets"):
+            self.job_.leave_open("data.train_files", "rlfuse reads files: download the datasets and list them")
+        elif name is None:
             self.job_.leave_open("data.train_files", "the command names no dataset, the script may load one")
         elif str(name).startswith(("/", "./", "../", "~", "$")):
             self.set("data.train_files", [str(name)], "dataset_name")
@@ -375,6 +382,8 @@ class _Reader:
                 f"dataset_name={name}: rlfuse reads files; run `hf download {name} --repo-type dataset "
                 f"--local-dir data/{Path(str(name)).name}` and list those of the split {split}",
             )
+        if self.is_online:
+            self.job_.set("data.prompt_is_chat", False, "", "TRL's prompts are messages, or text that is used as it is")
         if self.is_online and "max_prompt_length" in self.given:
             self.job_.set("data.truncation", "left", "max_prompt_length", "as TRL truncates prompts")
         if self.value("eval_strategy") != "no":
@@ -441,14 +450,24 @@ class _Reader:
                 why = "use_bias_correction_kl=true, TRL's default: the KL is not weighted by the importance ratio"
                 self.job_.leave_open("actor.use_kl_loss", why)
         if self.given.get("use_vllm") and self.value("vllm_importance_sampling_correction"):
-            cap = self.given.get("vllm_importance_sampling_cap") or self.value("vllm_importance_sampling_clip_max")
-            mode = self.value("vllm_importance_sampling_mode")
-            truncates = mode == "token_truncate"
-            why = f"{mode} of TRL: rlfuse truncates the weight of each token; null disables the correction"
-            self.set("algorithm.rollout_is_threshold", cap if truncates else Open(why), "use_vllm",
-                     "vllm_importance_sampling_mode")  # fmt: skip
+            self._correction()
         if n == 1:
             self.job_.leave_open("rollout.n", "num_generations=1: a group needs two responses")
+
+    def _correction(self) -> None:
+        """Set the correction of the mismatch between vLLM and trainer."""
+        names = ("use_vllm", "vllm_importance_sampling_mode")
+        level, _, kind = self.value("vllm_importance_sampling_mode").partition("_")
+        lower = self.given.get("vllm_importance_sampling_clip_min")
+        cap = self.given.get("vllm_importance_sampling_cap") or self.value("vllm_importance_sampling_clip_max")
+        self.set("algorithm.rollout_correction.rollout_is", level, *names)
+        self.set("algorithm.rollout_correction.rollout_is_threshold", cap, "vllm_importance_sampling_cap",
+                 "vllm_importance_sampling_clip_max")  # fmt: skip
+        if kind == "mask":  # with a lower bound, weights out of bounds become 0
+            self.set("algorithm.rollout_correction.rollout_is_threshold_lower", lower or 1e-30, *names)
+        elif lower is not None:
+            why = f"vllm_importance_sampling_clip_min={lower}: weights below the lower bound become 0, not the bound"
+            self.job_.leave_open("algorithm.rollout_correction.rollout_is", why)
 
     def _has_several_updates(self) -> bool:
         job = self.job_.settings
@@ -472,7 +491,7 @@ class _Reader:
         self.set("actor.clip_ratio_low", low, "epsilon")
         self.set("actor.clip_ratio_high", high, "epsilon_high", "epsilon")
         self.set("actor.clip_ratio_c", self.value("delta"), "delta")
-        for side in ("pos", "neg") if mode == "sapo" and "actor.tau_pos" in by_name() else ():
+        for side in ("pos", "neg") if mode == "sapo" else ():
             self.set(f"actor.tau_{side}", self.value(f"sapo_temperature_{side}"), f"sapo_temperature_{side}")
 
     def _logging(self) -> None:
@@ -490,7 +509,7 @@ class _Reader:
         """Report all settings that are not translated."""
         direct = DIRECT | (DIRECT_ONLINE if self.is_online else {})
         for name, value in self.given.items():
-            if name in READ or (name in direct and direct[name] in by_name()):
+            if name in READ or name in direct:
                 continue
             if self.job_.has_row(name):
                 self.job_.decide(name, value)
@@ -499,8 +518,11 @@ class _Reader:
             else:
                 self.job_.leave_open("trainer.task", f"{name}={as_typed(value)}: rlfuse has no such setting")
         for setting, why in self.command.unknown.items():
-            key = direct.get(setting.partition("=")[0], "trainer.task")
-            self.job_.leave_open(key if key in by_name() else "trainer.task", f"{setting}: {why}")
+            name = setting.partition("=")[0]
+            if WITHOUT_EFFECT.match(name) and name not in direct:
+                self.job_.note(why, setting)
+            else:
+                self.job_.leave_unknown(direct.get(name) or UNKNOWN.get(name, "trainer.task"), setting, why)
         for word, why in self.command.unread.items():
             self.job_.leave_open("trainer.task", f"{word}: {why}")
         if "model.path" not in self.job_.settings and "model.path" not in self.job_.undecided:

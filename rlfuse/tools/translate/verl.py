@@ -43,8 +43,8 @@ OVERLONG = (
     "reward_model.reward_kwargs.overlong_buffer_cfg",
     "reward.reward_kwargs.overlong_buffer_cfg",
 )
-ROLLOUT_IS = ("algorithm.rollout_correction.rollout_is", "algorithm.rollout_is")
-BYPASS = tuple(f"algorithm.rollout_correction.{name}" for name in ("bypass_mode", "bypass_old_logprob_for_rollout"))
+CORRECTION = "algorithm.rollout_correction"
+BYPASS = tuple(f"{CORRECTION}.{name}" for name in ("bypass_mode", "bypass_old_logprob_for_rollout"))
 REWARD = ("custom_reward_function", "reward.custom_reward_function")
 NO_RESUME = "verl checkpoints can't be resumed in rlfuse"
 VALIDATION = "actor_rollout_ref.rollout.val_kwargs"
@@ -84,14 +84,24 @@ def clip_range(value: Any, given: Given) -> Outcome:
     return f"no effect in verl, which uses {' and '.join(hidden)} (0.2 unless set); set those"
 
 
-def importance(value: Any, given: Given) -> Outcome:
-    """Convert rollout_is, which enables the threshold in verl."""
-    if value in (None, False, "null"):
-        return ""
-    if value not in (True, "token"):
-        return {"algorithm.rollout_is_threshold": Open("rlfuse weights each token by itself")}
-    thresholds = (given[f"{name}_threshold"] for name in ROLLOUT_IS if f"{name}_threshold" in given)
-    return {"algorithm.rollout_is_threshold": next(thresholds, 2.0)}
+def truncation(value: Any, given: Given) -> Outcome:
+    """Convert tis_imp_ratio_cap, the threshold of truncated importance weights per token; -1 disables them."""
+    on = value is not None and value > 0
+    return {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": value} if on else ""
+
+
+def bounds(key: str) -> Callable[[Any, Given], Outcome]:
+    """Return a conversion of a threshold, which in verl may be text with a lower and an upper bound, as `0.5_2.0`."""
+
+    def convert(value: Any, given: Given) -> Outcome:
+        lower, _, upper = str(value).rpartition("_")
+        try:
+            found = {key: value if value is None else float(upper)}
+            return found | ({f"{key}_lower": float(lower)} if lower else {})
+        except ValueError:
+            return {key: Open(f"rlfuse has one bound, or a lower and an upper one: {key} and {key}_lower")}
+
+    return convert
 
 
 def custom_reward(value: Any, given: Given) -> Outcome:
@@ -189,14 +199,17 @@ def renamed(key: str, off: Any = None, to: Any = None) -> Callable[[Any, Given],
     return lambda value, _: "" if value in (None, off) else {key: value if to is None else to}
 
 
+OPTIMIZED = {"actor_rollout_ref.actor": "actor", "critic": "critic"}
+"""Groups of verl with an optimizer -> those of rlfuse."""
 _ULYSSES = renamed("training.ulysses_sequence_parallel_size", off=1)
 CONVERSIONS: dict[str, Callable[[Any, Given], Outcome]] = {
     "actor_rollout_ref.actor.ppo_micro_batch_size": per_rank,
     "actor_rollout_ref.actor.clip_ratio": clip_range,
-    "actor_rollout_ref.actor.optim.total_training_steps": ignored,
-    "actor_rollout_ref.actor.optim.warmup_style": renamed("actor.optim.lr_scheduler_type"),
-    **dict.fromkeys(ROLLOUT_IS, importance),
-    "algorithm.rollout_correction.rollout_is_threshold": ignored,
+    **{f"{group}.optim.total_training_steps": ignored for group in OPTIMIZED},
+    **{f"{group}.optim.warmup_style": renamed(f"{ours}.optim.lr_scheduler_type") for group, ours in OPTIMIZED.items()},
+    **{f"{group}.optim.min_lr_ratio": renamed(f"{ours}.optim.min_lr_ratio") for group, ours in OPTIMIZED.items()},
+    "actor_rollout_ref.actor.tis_imp_ratio_cap": truncation,
+    **{key: bounds(key) for key in (f"{CORRECTION}.rollout_is_threshold", f"{CORRECTION}.rollout_rs_threshold")},
     **dict.fromkeys(BYPASS, renamed("algorithm.old_log_probs", off=False, to="engine")),
     **{f"{group}.{leaf}": custom_reward for group in REWARD for leaf in ("path", "name", "reward_kwargs")},
     **dict.fromkeys(("reward_model.enable", "reward_model.model.path"), reward_model),
@@ -286,9 +299,9 @@ def _leave_unknown_open(job: Translation, command: Command) -> None:
         name = setting.partition("=")[0]
         found = None if name in known else counterpart(name, known)
         key = found.keys[0] if found is not None and found.keys else name
-        if key in known and (affects_training(key) or key in ("trainer.nnodes", "trainer.n_gpus_per_node")):
-            job.leave_open(key, f"{setting}: {why}")
-        elif key in known or found is not None or WITHOUT_EFFECT.search(name):
+        if key in known:
+            job.leave_unknown(key, setting, why)
+        elif found is not None or WITHOUT_EFFECT.search(name):
             job.note(why, setting)
         else:
             job.leave_open("trainer.task", f"{setting}: {why}")

@@ -140,8 +140,9 @@ def translate(command: Command) -> Translation:
 
     if command.program != PROGRAM:
         job.leave_open("trainer.task", f"{command.program}: only {PROGRAM} is translated")
+    has_critic = value("advantage_estimator") == "gae"
     for name, key in DIRECT.items():
-        if name in given or name in DEFAULTS:
+        if (name in given or name in DEFAULTS) and (has_critic or not key.startswith("critic.")):
             put(key, value(name), name)
     _batch(value, put)
     _optimizer(job, given, value, put)

@@ -306,17 +306,19 @@ class _Reader:
         batch = (
             self.given.get("generation_batch_size") or each * (self.given.get("steps_per_generation") or 0) or update
         )
-        rows = self.value("num_generations") if self.is_online and self.value("num_generations") else 1
+        online = self.is_online
+        rows = self.value("num_generations") if online and self.value("num_generations") else 1
         names = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
                  "generation_batch_size")  # fmt: skip
-        for key, size in (("data.train_batch_size", batch), ("actor.ppo_mini_batch_size", min(update, batch))):
+        sizes = {"data.train_batch_size": batch} | ({"actor.ppo_mini_batch_size": min(update, batch)} if online else {})
+        for key, size in sizes.items():
             whole = size // rows if size % rows == 0 else Open(f"{size} samples are not whole groups of {rows}")
             self.set(key, whole, *names)
         if self.command.processes is None:
             self.job_.leave_open(
                 "trainer.n_gpus_per_node",
                 "TRL starts a process per GPU of the machine; with more than one, also multiply data.train_batch_size "
-                "and actor.ppo_mini_batch_size by their number",
+                "(and actor.ppo_mini_batch_size) by their number",
             )
         else:
             self.job_.set("trainer.n_gpus_per_node", self.command.processes, "", "the number of processes")

@@ -89,7 +89,9 @@ def read_command(argv: list[str]) -> Command:
     file = job_file.read(line.files[0]) if line.files else None
     swept = [*file.swept] if file and "--multirun" in line.options else []
     layers = order_layers(valid, swept, file, custom, folders)
-    problems = [*(file.problems if file else []), *wrong, *layers.problems]
+    decided = {parse_override(word).name for word in valid} | layers.decided
+    undecided = [problem for key, problem in file.undecided.items() if key not in decided] if file else []
+    problems = [*(file.problems if file else []), *wrong, *layers.problems, *undecided]
     extra = [f"hydra.searchpath=['file://{line.folder}']"] if line.folder else []
     if problems:
         single = order_layers([word for word in valid if not _sweeps(word)], (), file, custom, folders)
@@ -208,8 +210,9 @@ def to_config(job: DictConfig, get_facts: Callable[[Config], Facts] = read_facts
     try:
         _check_references(job)
         missing = OmegaConf.missing_keys(job)
-        for name in missing & by_name().keys():  # `check` reports them together with all others
-            OmegaConf.update(job, name, [] if by_name()[name].type.startswith("list") else "")
+        for name in missing & by_name().keys():  # reported together with all others
+            key = by_name()[name]
+            OmegaConf.update(job, name, ([] if key.type.startswith("list") else "") if key.required else key.default)
         config = OmegaConf.to_object(job) if missing <= by_name().keys() else None
     except RecursionError:
         raise ConfigError(["references (${key}) of the job are nested too deeply; write the values instead"]) from None
@@ -220,7 +223,8 @@ def to_config(job: DictConfig, get_facts: Callable[[Config], Facts] = read_facts
     if not isinstance(config, Config):
         raise ConfigError([f"the composed job is a {type(config).__name__}; conf/config.yaml must begin with `schema`"])
     remember(dataclasses.asdict(config))
-    problems = _wrong_types(config) or check(config, get_facts(config))
+    problems = [f"{name}=???: has no value; set one" for name in missing if not by_name()[name].required]
+    problems += _wrong_types(config) or check(config, get_facts(config))
     if problems:
         raise ConfigError(problems)
     return config

@@ -6,6 +6,7 @@ reported with their line. Hydra merges the content last, as the only entry of th
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from typing import Any
 
 import yaml
 from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
+from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlfuse.config.declare import as_typed
@@ -42,6 +43,8 @@ class JobFile:
     settings: dict[str, tuple[str, Any]]
     problems: list[str]
     notes: list[str]
+    undecided: dict[str, str]
+    """Key -> the error if nothing else decides it: its value is `???`, which Hydra would replace by the default."""
 
     @property
     def swept(self) -> dict[str, Any]:
@@ -75,9 +78,13 @@ def read(path: Path) -> JobFile:
         raise ConfigError([f"{path}: has {len(settings):,} settings, but at most {MAX_SETTINGS:,} are allowed"])
     lines = lines_of(text)
     renames = rename({name: as_typed(value) for name, value in settings})
-    valid = {}
+    valid, undecided = {}, {}
     for name, value in settings:
         key, place = renames.names.get(name, name), f"{path}:{lines.get(name, 1)}"
+        if value == MISSING and key in by_name():
+            undecided[key] = f"{place}: {key}={MISSING}: {_reason(text, lines.get(name, 1))}"
+            _remove(content, name)
+            continue
         given = as_typed(value) if key in groups() and value != {} else None
         problem = renames.problems.get(name) or explain_name(key, given)
         problem = problem or explain_form(key, value) or explain_type(key, value)
@@ -96,7 +103,17 @@ def read(path: Path) -> JobFile:
         del nested["hydra"]
     if isinstance(nested.setdefault("trainer", {}), dict):
         nested["trainer"].setdefault("job_name", path.stem)
-    return JobFile(nested, presets, valid, problems, notes)
+    return JobFile(nested, presets, valid, problems, notes, undecided)
+
+
+def _reason(text: str, line: int) -> str:
+    """Return why the setting on `line` is undecided: its comment, on the line or above it."""
+    *above, given = text.splitlines()[:line]
+    comments = list(itertools.takewhile(lambda each: each.lstrip().startswith("#"), reversed(above)))
+    beside = given.partition(MISSING)[2].strip()
+    words = [beside] if beside.startswith("#") else reversed(comments)
+    reason = " ".join(word.strip().lstrip("#").strip() for word in words)
+    return f"is undecided ({reason}); write a value" if reason else "is undecided; write a value"
 
 
 def _remove(content: dict[str, Any], name: str) -> None:

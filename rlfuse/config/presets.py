@@ -44,6 +44,8 @@ class Layers:
     overrides: list[str]
     problems: list[str]
     notes: list[str]
+    decided: frozenset[str]
+    """Keys that the presets of the command line set."""
 
 
 def order_layers(
@@ -60,10 +62,11 @@ def order_layers(
     problems = [*_conflicts(typed, given, folders), *_conflicts(below, given | settings.keys(), folders)]
     problems += _fixed_in_sweep(typed, given, folders)
     notes = [*_overridden(settings, typed, given, folders)]
+    decided = frozenset(key for group in typed for name in typed[group] for key in contents(group, name, folders))
     layer, kept = (typed, given) if EXPERIMENT in typed else ({**below, **typed}, given | settings.keys())
     notes += _overridden(_settings_of_experiment(layer, folders), _without_experiment(layer), kept, folders)
     if file is None:
-        return Layers(_ordered(words, typed, has_file=False), problems, notes)
+        return Layers(_ordered(words, typed, has_file=False), problems, notes, decided)
     problems += [each for name in typed.get(EXPERIMENT, []) for each in _low_overrides(name, folders)]
     inside = [group for group in below if group in (*custom, "algorithm", "fusion")]
     params = file.swept
@@ -73,7 +76,8 @@ def order_layers(
         params[name] = ",".join(map(str, values)) if isinstance(values, list) else values
     file.register([_entry(group, below[group][0], custom) for group in inside])
     first = [f"{group}={below[group][0]}" for group in below if group not in inside]
-    return Layers([*first, f"job_file={job_file.NAME}", *_ordered(words, typed, has_file=True)], problems, notes)
+    overrides = [*first, f"job_file={job_file.NAME}", *_ordered(words, typed, has_file=True)]
+    return Layers(overrides, problems, notes, decided)
 
 
 def _ordered(words: list[str], groups: Collection[str], has_file: bool) -> list[str]:

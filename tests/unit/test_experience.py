@@ -98,8 +98,8 @@ def test_mismatch_is_measured_and_corrected_with_a_cap():
     assert metrics["training/rollout_log_probs_diff_max"] == pytest.approx(0.5)
     np.testing.assert_allclose(batch[0].samples[0].tensors["is_weights"], 1.2, atol=1e-6)  # e^0.5 is above the cap
     assert experience.actor_tensors == ("old_log_probs", "advantages", "is_weights")
-    assert metrics["training/rollout_is_weight_mean"] == pytest.approx(1.2)
-    assert metrics["training/rollout_rs_masked_fraction"] == 0.0
+    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1.2)
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_tokens_out_of_bounds_lose_their_loss_and_are_counted(changes):
     batch[0].samples[0].response.log_probs[:] -= 1.0  # a ratio of e in all three tokens
     metrics = worked_out(experience, batch)
     assert [sample.tensors["is_weights"].tolist() for group in batch for sample in group.samples] == [[0] * 3, [1] * 2]
-    assert metrics["training/rollout_rs_masked_fraction"] == pytest.approx(3 / 5)
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(3 / 5)
 
 
 def test_engine_log_probs_as_old_ones_need_no_pass_of_the_trainer():

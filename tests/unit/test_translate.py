@@ -1,5 +1,9 @@
-"""`rlfuse translate`: verl commands become equivalent job files, and no setting is lost."""
+"""`rlfuse translate`: commands become equivalent job files, no setting is lost, and none trains something else.
 
+`public_commands.yaml` has public commands with their sources, and the jobs that they must become.
+"""
+
+import dataclasses
 import io
 import json
 import sys
@@ -9,16 +13,22 @@ import pytest
 import yaml
 
 from rlfuse import cli
-from rlfuse.config.compose import compose_job, to_config
+from rlfuse.config.compose import compose_job, read_command, to_config
 from rlfuse.config.documentation import by_name
 from rlfuse.config.facts import Facts
+from rlfuse.config.keys import is_free
 from rlfuse.config.other_frameworks import counterpart
 from rlfuse.errors import ConfigError
-from rlfuse.tools.translate.command import as_text, main, read, translate
-from rlfuse.tools.translate.conversions import CONVERSIONS, DEFAULTS
+from rlfuse.tools.translate import trl
+from rlfuse.tools.translate.command import main, read, translate
+from rlfuse.tools.translate.job import affects_training
 from rlfuse.tools.translate.shell import Script
+from rlfuse.tools.translate.undecided import UNDECIDED
+from rlfuse.tools.translate.verl import CONVERSIONS, DEFAULTS
 
 VERLS = json.loads((Path(__file__).parent / "verl_keys.json").read_text())
+PUBLIC = yaml.safe_load((Path(__file__).parent / "public_commands.yaml").read_text())
+CORRECTION = "algorithm.rollout_correction"
 KNOWN = frozenset(by_name())
 CORRECTION = "algorithm.rollout_correction"
 
@@ -108,12 +118,88 @@ python3 -m verl.trainer.main_ppo --config-name='ppo_trainer.yaml' \
 """
 
 
-def of(text, folder, name="run.sh"):
-    """Return the job file and its checked job."""
+def of(text, folder, name="run.sh", decided=()):
+    """Return the job file and its checked job. `decided`: settings for the keys that are left open."""
     (folder / name).write_text(text)
-    printed = as_text(translate(read([str(folder / name)])), name)
+    printed = translate(read([str(folder / name)])).as_text(name)
     (folder / "job.yaml").write_text(printed)
-    return printed, to_config(compose_job([str(folder / "job.yaml")]), lambda _: Facts())
+    return printed, to_config(compose_job([str(folder / "job.yaml"), *decided]), lambda _: Facts())
+
+
+def means(job):
+    """Return the keys of a translation that change what is trained, with `???` for those left open."""
+    settings = job.settings | dict.fromkeys(job.undecided, "???")
+    return {key: value for key, value in settings.items() if is_free(key) or value == "???" or affects_training(key)}
+
+
+@pytest.mark.parametrize("given", PUBLIC, ids=[given["name"] for given in PUBLIC])
+def test_a_public_command_becomes_the_job_that_it_means(given, tmp_path):
+    file = tmp_path / ("config.yaml" if given.get("form") == "yaml" else "run.sh")
+    file.write_text(given["command"])
+    job = translate(read([str(file)]))
+    assert means(job) == given["job"]
+    printed = tmp_path / "job.yaml"
+    printed.write_text(job.as_text(file.name))
+    if not job.undecided:
+        return to_config(compose_job([str(printed)]), lambda _: Facts())
+    with pytest.raises(ConfigError) as refused:
+        read_command([str(printed)])
+    for key, reasons in job.undecided.items():
+        (line,) = [line for line in refused.value.problems if f": {key}=???: is undecided (" in line]
+        assert all(reason in line for reason in reasons) and line.endswith("write a value")
+
+
+def test_sources_of_public_commands_are_complete():
+    for framework in ("verl", "TRL", "OpenRLHF"):
+        assert sum(given["name"].startswith(framework) for given in PUBLIC) >= (10 if framework != "OpenRLHF" else 5)
+    for source in (given["source"] for given in PUBLIC):
+        assert {*source} == {"repo", "path", "commit"} and len(source["commit"]) == 40, source
+
+
+def test_an_undecided_job_is_refused_until_it_is_decided(tmp_path, capsys):
+    words = ["algorithm.adv_estimator=grpo_passk", "data.train_files=gsm8k.parquet", "actor_rollout_ref.model.path=m"]
+    (tmp_path / "job.yaml").write_text(translate(read(["--", "verl.trainer.main_ppo", *words])).as_text("words"))
+    assert cli.main(["train", str(tmp_path / "job.yaml")]) == 2
+    line = next(line for line in capsys.readouterr().err.splitlines() if "adv_estimator" in line)
+    assert "job.yaml:" in line and "grpo_passk is not in rlfuse, which has gae, grpo" in line
+    assert "advantage only for the best response of a group" in line and line.endswith("write a value")
+    for decision in ("algorithm.adv_estimator=grpo", "algorithm=grpo"):
+        assert compose_job([str(tmp_path / "job.yaml"), decision]).algorithm.adv_estimator == "grpo"
+
+
+@pytest.mark.parametrize(("framework", "row"), [(name, row) for name, rows in UNDECIDED.items() for row in rows])
+def test_what_has_an_equal_is_not_listed_as_undecided(framework, row):
+    found = counterpart(row.name, KNOWN) if framework == "verl" else None
+    assert row.why and (row.key in KNOWN or row.values)
+    assert not row.values or not {*row.values} & {*by_name()[row.name].names}, "the registry has these values"
+    assert row.values or (row.name not in KNOWN and not (found and found.is_same)), "this is a key"
+
+
+def test_defaults_of_trl_are_those_of_the_installed_version():
+    configs = pytest.importorskip("trl")
+    for program, name in (("grpo", "GRPO"), ("rloo", "RLOO"), ("sft", "SFT"), ("dpo", "DPO"), ("reward", "Reward")):
+        fields = {each.name: each for each in dataclasses.fields(getattr(configs, f"{name}Config"))}
+        for setting, value in trl.DEFAULTS[program].items():
+            default = fields[setting].default
+            default = fields[setting].default_factory() if default is dataclasses.MISSING else default
+            assert default == value, (program, setting)
+
+
+WANDB = "python3 -m verl.trainer.main_ppo data.train_files=gsm8k actor_rollout_ref.model.path=m trainer.nnodes=1"
+
+
+@pytest.mark.parametrize(
+    ("script", "mode"),
+    [
+        (WANDB, "online"),
+        (f"WANDB_MODE=offline {WANDB}", "offline"),
+        (f"export WANDB_MODE=disabled\n{WANDB}", "disabled"),
+        (f"{WANDB} trainer.logger=[console]", None),
+    ],
+)
+def test_wandb_uploads_where_the_original_does(script, mode, tmp_path):
+    (tmp_path / "run.sh").write_text(script)
+    assert translate(read([str(tmp_path / "run.sh")])).settings.get("trainer.wandb_mode") == mode
 
 
 @pytest.mark.slow
@@ -135,24 +221,24 @@ def test_verls_grpo_example_becomes_a_valid_job(tmp_path, monkeypatch, capsys):
 
 def test_verls_ppo_example_lists_manual_decisions(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    printed, job = of(PPO, tmp_path)
+    decisions = {"trainer.total_training_steps": 5, "reward.model_path": "r", "trainer.task": "rl"}
+    printed, job = of(PPO, tmp_path, decided=[f"{key}={value}" for key, value in decisions.items()])
     assert job.data.train_files == ["/home/me/data/gsm8k/train.parquet", "/home/me/data/math/train.parquet"]
     assert (job.data.max_prompt_length, job.trainer.nnodes, job.trainer.val_before_train) == (1024, 2, False)
     assert job.uses_critic and job.critic.path == job.model.path == "/home/me/models/Qwen2.5-3B-Instruct"
     assert job.rollout.engine_kwargs == {"enforce_eager": False} and job.trainer.logger == ["console", "wandb"]
     assert (job.trainer.default_local_dir, job.run_folder.name) == ("checkpoints", "b")
-    assert job.training.ulysses_sequence_parallel_size == 2 and job.actor.optim.lr_warmup_steps_ratio == 0.1
+    assert job.training.ulysses_sequence_parallel_size == 2 and job.rollout.name == "vllm"
+    assert (job.actor.optim.lr_warmup_steps_ratio, job.critic.optim.lr_warmup_steps_ratio) == (0.1, 0.05)
     assert (job.algorithm.kl_ctrl.type, job.algorithm.kl_ctrl.target_kl) == ("adaptive", 0.1)
-    decide = " ".join(printed.partition("# To decide manually:")[2].replace("#", "").split())
+    text = " ".join(printed.replace("#", "").split())
     for part in (
-        "critic.optim.lr_warmup_steps_ratio=0.05: actor.optim.lr_warmup_steps_ratio in rlfuse: one setting for",
-        "reward_model.model.path=$REWARD_MODEL: $REWARD_MODEL is not set in the script; write the value",
-        "trainer.total_training_steps=$steps: $steps is not set in the script",
-        "rollout.name=sglang: rollout.name must be one of vllm",
+        "reward_model.model.path=$REWARD_MODEL: $REWARD_MODEL is not set in the script model_path: ???",
+        "total_training_steps: ??? trainer.total_training_steps=$steps: $steps is not set in the script",
         "critic.ppo_micro_batch_size_per_gpu=32: actor.ppo_micro_batch_size_per_gpu in rlfuse: one setting for",
-        "--config-name=ppo_trainer.yaml: is not a setting",
+        "--config-name=ppo_trainer.yaml: has verl's defaults",
     ):
-        assert part in decide
+        assert part in text, part
 
 
 def test_words_stdin_and_yaml_give_the_same(tmp_path, monkeypatch, capsys):
@@ -174,8 +260,11 @@ def test_words_stdin_and_yaml_give_the_same(tmp_path, monkeypatch, capsys):
     (tmp_path / "a.yaml").write_text("defaults: [ppo_trainer]\n" + tree + "trainer: {project_name: '${absent}'}\n")
     main([str(tmp_path / "a.yaml")])
     printed = capsys.readouterr().out
-    assert "defaults: the listed files are not read" in printed and "again=3: no equivalent in rlfuse" in printed
+    assert "defaults: the listed files are not read" in printed and "again=3: rlfuse has no such setting" in printed
     assert "trainer.project_name=${absent}: the value of ${...} is not in the file" in printed
+
+
+ROWS = {row.name for row in UNDECIDED["verl"]}
 
 
 @pytest.mark.slow
@@ -185,7 +274,7 @@ def test_every_verl_key_is_translated_or_listed(tmp_path):
     settled = {name for name, value in given.items() if value in (False, {}, [])} | set(CONVERSIONS) | KNOWN
     for name in given:
         found = counterpart(name, KNOWN)
-        assert name in printed or name in settled or (found and found.keys), name
+        assert name in printed or name in settled or name in ROWS or (found and found.keys), name
     assert (job.trainer.save_freq, job.trainer.total_epochs, job.rollout.tensor_model_parallel_size) == (5, 30, 2)
     assert set(CONVERSIONS) & set(VERLS), "conversions are of verl's names"
 
@@ -234,19 +323,16 @@ def test_different_defaults_are_written_or_explained():
     [
         ({"actor_rollout_ref.rollout.do_sample": False}, {}),
         ({f"{CORRECTION}.rollout_is": "sequence"}, {f"{CORRECTION}.rollout_is": "sequence"}),
-        ({"algorithm.rollout_is": True}, {"algorithm.rollout_correction.rollout_is": "token"}),
+        ({"algorithm.rollout_is": True}, {f"{CORRECTION}.rollout_is": "token"}),
         (
             {"actor_rollout_ref.actor.tis_imp_ratio_cap": 3},
             {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": 3},
         ),
         (
-            {"algorithm.rollout_correction.rollout_is_threshold": "0.5_5.0"},
-            {
-                "algorithm.rollout_correction.rollout_is_threshold": 5.0,
-                "algorithm.rollout_correction.rollout_is_threshold_lower": 0.5,
-            },
+            {f"{CORRECTION}.rollout_is_threshold": "0.5_5.0"},
+            {f"{CORRECTION}.rollout_is_threshold": 5.0, f"{CORRECTION}.rollout_is_threshold_lower": 0.5},
         ),
-        ({"algorithm.rollout_correction.rollout_rs_threshold": "0.5_2.0,0.1"}, {}),
+        ({f"{CORRECTION}.rollout_rs_threshold": "0.5_2.0,0.1"}, {}),
         ({"actor_rollout_ref.actor.policy_loss.ppo_kl_coef": 1.0}, {"actor.ppo_kl_coef": 1.0}),
         ({"algorithm.rollout_correction.bypass_mode": True}, {"algorithm.old_log_probs": "engine"}),
         ({"algorithm.kl_penalty": "mse"}, {"algorithm.kl_penalty": "mse"}),
@@ -255,7 +341,9 @@ def test_different_defaults_are_written_or_explained():
             {"algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.target_kl": 0.2},
         ),
         ({"algorithm.adv_estimator": "remax"}, {"algorithm.adv_estimator": "remax"}),
+        ({"algorithm.adv_estimator": "grpo_vectorized"}, {"algorithm.adv_estimator": "grpo"}),
         ({"algorithm.adv_estimator": "grpo_passk"}, {}),
+        ({"actor_rollout_ref.rollout.name": "sglang"}, {"rollout.name": "vllm"}),
         ({"actor_rollout_ref.actor.optim.lr_warmup_steps": -1}, {"actor.optim.lr_warmup_steps": -1}),
         (
             {"trainer.total_training_steps": 50, "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": 0.1},
@@ -284,7 +372,27 @@ def test_different_defaults_are_written_or_explained():
         ),
         ({"reward_model.overlong_buffer.enable": False, "reward_model.overlong_buffer.len": 9},
          {"reward.overlong_buffer.len": 0}),
-        ({"critic.optim.weight_decay": 0.01}, {}),
+        (
+            {"custom_reward_function.path": "pkg://a.b", "custom_reward_function.reward_kwargs": {"c": [1]}},
+            {"reward.functions": [{"path": "a.b:compute_score", "kwargs": {"c": [1]}}]},
+        ),
+        (
+            {
+                "critic.optim.weight_decay": 0.02,
+                "critic.optim.betas": [0.9, 0.95],
+                "critic.optim.min_lr_ratio": None,
+                "critic.optim.warmup_style": "cosine",
+                "actor_rollout_ref.actor.optim.min_lr_ratio": 0.1,
+                "actor_rollout_ref.actor.optim.override_optimizer_config.eps": 1e-6,
+            },
+            {
+                "critic.optim.weight_decay": 0.02,
+                "critic.optim.betas": [0.9, 0.95],
+                "critic.optim.lr_scheduler_type": "cosine",
+                "actor.optim.min_lr_ratio": 0.1,
+                "actor.optim.eps": 1e-6,
+            },
+        ),
         ({"actor_rollout_ref.rollout.val_kwargs.temperature": 0.6}, {"rollout.val_kwargs.temperature": 0.6}),
         (
             {
@@ -299,18 +407,90 @@ def test_values_are_converted_where_they_can_be(given, set_to):
     command = read(["--", "data.shuffle=true"])
     command.settings = given
     job = translate(command)
-    left_open = {"reward.functions", *DEFAULTS} - set_to.keys()
+    left_open = {"reward.functions", "trainer.wandb_mode", *DEFAULTS} - set_to.keys()
     assert {key: value for key, value in job.settings.items() if key not in left_open} == set_to
 
 
-def test_conflicting_values_are_listed_for_manual_decision():
-    command = read(["--", "data.max_prompt_length=9", "actor_rollout_ref.rollout.prompt_length=8"])
-    assert translate(command).to_decide == [
+@pytest.mark.parametrize(
+    ("words", "key", "why"),
+    [
+        (["data.max_prompt_length=9", "actor_rollout_ref.rollout.prompt_length=8"], "data.max_prompt_length",
+         "actor_rollout_ref.rollout.prompt_length=8: 9 by data.max_prompt_length; rlfuse has one setting for both"),
+        (["actor_rollout_ref.model.lora_rank=32"], "model.path", "lora_rank=32: LoRA is not supported"),
+        (["actor_rollout_ref.rollout.multi_turn.enable=True"], "rollout.name", "single-turn, without tools"),
+        (["actor_rollout_ref.rollout.thinking_budget=9"], "trainer.task", "rlfuse has no such setting"),
+        (["data.custom_cls.path=a.py"], "data.train_files", "rows are read by rlfuse"),
+        (["data.train_files=[a/geo3k/train.parquet]"], "reward.functions", "verl scores by data_source"),
+        (["trainer.val_only=True"], "trainer.task", "use `rlfuse eval`"),
+        (["algorithm.adv_estimator=gae"], "critic.path", "the command does not set it"),
+        (["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc",
+          "reward_model.overlong_buffer.enable=True"], "algorithm.filter_groups.enable", "with the overlong penalty"),
+        (["actor_rollout_ref.actor.optim.optimizer=Muon"], "actor.optim.lr", "rlfuse trains with AdamW"),
+    ],
+)  # fmt: skip
+def test_what_rlfuse_would_train_differently_is_left_open(words, key, why):
+    assert why in str(translate(read(["--", "verl.trainer.main_ppo", *words])).undecided[key])
+
+
+TRL = "trl grpo --model_name_or_path m --dataset_name ./d --reward_funcs a.b.c --num_processes 2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "set_to", "undecided"),
+    [
+        ("", {"reward.functions": ["a.b:c"], "data.train_batch_size": 2, "data.prompt_is_chat": False}, {}),
+        ("--beta 0.1 --no_use_bias_correction_kl", {"actor.use_kl_loss": True, "actor.kl_loss_coef": 0.1}, {}),
+        ("--beta 0.1", {"actor.kl_loss_coef": 0.1}, {"actor.use_kl_loss": "weighted by the importance ratio"}),
+        ("--scale_rewards none", {"algorithm.norm_adv_by_std_in_grpo": False}, {}),
+        ("--scale_rewards batch", {}, {"algorithm.norm_adv_by_std_in_grpo": "standard deviation of their group"}),
+        ("--loss_type dr_grpo", {"actor.loss_agg_mode": "seq-mean-token-sum-norm"}, {}),
+        ("--loss_type sapo --sapo_temperature_neg 2", {"actor.loss_mode": "sapo", "actor.tau_neg": 2.0}, {}),
         (
-            "actor_rollout_ref.rollout.prompt_length=8",
-            "data.max_prompt_length is already 9, set by data.max_prompt_length",
-        )
-    ]
+            "--loss_type cispo --epsilon_high 5",
+            {"actor.loss_mode": "cispo", "actor.clip_ratio_low": 1.0, "actor.clip_ratio_high": 4.0},
+            {},
+        ),
+        ("--loss_type bnpo", {}, {"actor.loss_agg_mode": "over the tokens of one micro-batch"}),
+        ("--loss_type vespo", {}, {"actor.loss_mode": "vespo is not in rlfuse"}),
+        ("--num_iterations 3 --delta 4", {"actor.ppo_epochs": 3, "actor.clip_ratio_c": 4.0}, {}),
+        (
+            "--steps_per_generation 8 --gradient_accumulation_steps 4 --max_steps 100",
+            {"data.train_batch_size": 16, "actor.ppo_mini_batch_size": 8, "trainer.total_training_steps": 50},
+            {},
+        ),
+        ("--num_generations 3", {}, {"data.train_batch_size": "16 samples are not whole groups of 3"}),
+        ("--use_peft", {}, {"model.path": "LoRA is not supported"}),
+        ("--use_vllm --vllm_importance_sampling_mode token_truncate --vllm_importance_sampling_cap 2",
+         {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": 2.0}, {}),
+        ("--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs '{\"min_lr_rate\": 0.1}'",
+         {"actor.optim.lr_scheduler_type": "cosine", "actor.optim.min_lr_ratio": 0.1}, {}),
+        ("--adam_beta2 0.95", {"actor.optim.betas": [0.9, 0.95]}, {}),
+        ("--lr_scheduler_type polynomial", {}, {"actor.optim.lr_scheduler_type": "polynomial is not in rlfuse"}),
+        ("--repetition_penalty 1.1", {}, {"rollout.temperature": "no such sampling parameter"}),
+        ("--some_new_flag 3", {}, {"trainer.task": "rlfuse has no such setting"}),
+        ("--report_to wandb", {"trainer.logger": ["console", "wandb"], "trainer.wandb_mode": "online"}, {}),
+    ],
+)  # fmt: skip
+def test_trls_flags_become_keys(flags, set_to, undecided, tmp_path):
+    (tmp_path / "run.sh").write_text(f"{TRL} {flags}")
+    job = translate(read([str(tmp_path / "run.sh")]))
+    assert {key: job.settings.get(key) for key in set_to} == set_to
+    assert job.undecided.keys() == undecided.keys()
+    for key, why in undecided.items():
+        assert why in str(job.undecided[key])
+
+
+def test_a_config_file_of_trl_is_read_with_its_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text("model_name_or_path: m\ndataset_name: ./d\nlearning_rate: 1e-4\n")
+    job = translate(
+        read(["--", *["trl", "reward", "--config", "c.yaml", "--learning_rate", "3e-4", "--num_processes", "1"]])
+    )
+    assert job.settings["trainer.task"] == "reward_model" and job.settings["actor.optim.lr"] == 3e-4
+    assert not job.undecided
+    job = translate(read(["--", *["trl", "reward", "--config", "absent.yaml", "--model_name_or_path", "m"]]))
+    assert "settings are unknown" in str(job.undecided["trainer.task"])
+    assert "does not name the program" in str(translate(read(["c.yaml"])).undecided["trainer.task"])
 
 
 @pytest.mark.parametrize(
@@ -319,8 +499,8 @@ def test_conflicting_values_are_listed_for_manual_decision():
         (["a=1"], "put the words of a command line after --"),
         (["absent.sh"], "the file does not exist"),
         (["--", "nothing"], "no settings found"),
-        (["two.sh"], "has 2 commands that start verl"),
-        (["none.sh"], "has no command that starts verl"),
+        (["two.sh"], "has 2 commands that start training"),
+        (["none.sh"], "has no command that starts training"),
         (["bad.yaml"], "is not valid YAML"),
         (["list.yaml"], "it has no keys"),
     ],
@@ -345,9 +525,9 @@ LIST+=('three#3')
 N=$((2 * (3 + 4) - 1))
 UNKNOWN=$(date +%s)
 for i in 1 2; do INSIDE=$i; done
-run $A "$A" '$A' $B ${LIST[@]} "${LIST[@]}" $N "$UNKNOWN" $INSIDE $EMPTY "$@" \
+run $A "$A" '$A' $B ${LIST[@]} "${LIST[@]}" $N $PWD/f "$(pwd)" "$UNKNOWN" $INSIDE $EMPTY "$@" \
    # in between \
-   last=a\ b`pwd`; other
+   last=a\ b`date`; other
 """
 
 
@@ -355,9 +535,9 @@ def test_a_script_is_read_as_a_shell_would_and_never_run():
     (words,) = [words for words in Script().commands(SHELL) if words[0].text == "run"]
     assert [word.text for word in words[1:]] == [
         *("x", "y", "x y", "$A", "${oc.env:HOME}/q", "one", "two", "x", "y", "three#3", "one", "two x y", "three#3"),
-        *("13", "$(date +%s)", "$INSIDE", "$EMPTY", "last=a b`pwd`"),
+        *("13", "f", ".", "$(date +%s)", "$INSIDE", "$EMPTY", "last=a b`date`"),
     ]
-    assert [word.unknown for word in words[-4:]] == [("$(date +%s)",), ("$INSIDE",), ("$EMPTY",), ("`pwd`",)]
+    assert [word.unknown for word in words[-4:]] == [("$(date +%s)",), ("$INSIDE",), ("$EMPTY",), ("`date`",)]
     for text in ("$((1/0))", "$((9**9**9))", "${A%b}", "'open", '"open', "${open", "$(open", "a=(1", "`a", "\\", "$"):
         assert next(Script().commands(f"run {text}"))[0].text == "run"
 
@@ -385,7 +565,6 @@ def test_odd_scripts_are_read_as_a_shell_would(tmp_path):
     assert job.settings["data.train_batch_size"] == 64 and "data.train_files" not in job.settings
     assert job.settings["trainer.experiment_name"] == "one two", "a continued line in quotes is one"
     assert "trainer.total_training_steps" not in job.settings, "verl puts the run's own number there"
-    assert [of for of, _ in job.to_decide] == [
-        "data.max_response_length=$LENGTH", "trainer.total_epochs=$EPOCHS", "trainer.project_name=`date +%F`"
-    ]  # fmt: skip
+    assert {"data.max_response_length", "trainer.total_epochs"} <= job.undecided.keys()
+    assert "trainer.project_name=`date +%F`" in str(job.notes)
     assert "trainer.total_epochs" not in job.settings, "an unknown value is not replaced by the default"

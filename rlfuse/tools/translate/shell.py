@@ -16,6 +16,8 @@ CLOSING = {"(": ")", "{": "}"}
 BLOCK_START, BLOCK_END = {"if", "for", "while", "until", "case", "select"}, {"fi", "done", "esac"}
 SKIPPED = {"then", "else", "elif", "do", "!", "{", "}", "time", "exec"}
 DECLARATIONS = {"export", "declare", "readonly", "local", "typeset"}
+HERE = "\0"
+"""The working folder ($PWD, `pwd`) within a word, which makes paths relative."""
 CONDITIONAL = "&&"
 """First word of a command that runs depending on the exit status of the previous one."""
 HEREDOC = re.compile(r"<<(-?)\s*(?:'([^'\n]*)'|\"([^\"\n]*)\"|\\?([\w.]+))(.*)\n")
@@ -50,6 +52,7 @@ class Script:
     depth: int = 0
 
     def commands(self, text: str) -> Iterator[list[Word]]:
+        """Yield the words of each command; `values` then has the variables that it sees."""
         for raw in _split(text):
             if words := self._evaluate(raw):
                 yield words
@@ -62,7 +65,7 @@ class Script:
         while raw and (found := ASSIGNMENT.fullmatch(raw[0])):
             self._assign(found[1], bool(found[2]), found[3], is_conditional or self.depth > 0)
             raw = raw[1:]
-        return [word for each in raw for word in self.expand(each)]
+        return [_relative(word) for each in raw for word in self.expand(each)]
 
     def _assign(self, name: str, more: bool, raw: str, is_conditional: bool) -> None:
         if raw.startswith("(") and raw.endswith(")"):
@@ -110,13 +113,13 @@ class Script:
     def _substitute(self, raw: str, at: int) -> tuple[list[Word], int]:
         if raw[at] == "`":
             end = raw.find("`", at + 1) % (len(raw) + 1) + 1
-            return [_unknown(raw[at:end])], end
+            return [_output(raw[at + 1 : end - 1], raw[at:end])], end
         if raw.startswith("$((", at):
             end = _closing(raw, at + 1)
             return [self._number(raw[at + 3 : end - 2], raw[at:end])], end
         if raw.startswith("$(", at):
             end = _closing(raw, at + 1)
-            return [_unknown(raw[at:end])], end
+            return [_output(raw[at + 2 : end - 1], raw[at:end])], end
         if raw.startswith("${", at):
             end = _closing(raw, at + 1)
             return self._variable(raw[at + 2 : end - 1], raw[at:end]), end
@@ -134,7 +137,7 @@ class Script:
             return []  # arguments of the script
         if default is not None:
             return self.expand(default, splits=False)
-        return [Word("${oc.env:HOME}") if name == "HOME" else _unknown(name)]
+        return [Word({"HOME": "${oc.env:HOME}", "PWD": HERE}[name]) if name in ("HOME", "PWD") else _unknown(name)]
 
     def _number(self, inside: str, shown: str) -> Word:
         def value(found: re.Match[str]) -> str:
@@ -145,6 +148,14 @@ class Script:
             return Word(str(_calculate(ast.parse(known.strip(), mode="eval").body)))
         except (SyntaxError, ValueError, KeyError, ZeroDivisionError, RecursionError):
             return _unknown(shown)
+
+
+def _output(command: str, shown: str) -> Word:
+    return Word(HERE) if command.strip() == "pwd" else _unknown(shown)
+
+
+def _relative(word: Word) -> Word:
+    return Word(word.text.replace(f"{HERE}/", "").replace(HERE, "."), word.unknown) if HERE in word.text else word
 
 
 def _unknown(shown: str) -> Word:

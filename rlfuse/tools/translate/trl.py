@@ -1,0 +1,531 @@
+"""Translate commands and config files of TRL 1.16 and its example scripts. Pure, except for reading `--config`.
+
+TRL counts completions per device and optimizer steps; rlfuse counts prompts and training steps, each of which generates
+one batch. `DEFAULTS` has every setting whose default differs from rlfuse's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from rlfuse.config.declare import as_typed
+from rlfuse.config.documentation import by_name
+from rlfuse.errors import ConfigError
+from rlfuse.parsing import parse_yaml
+from rlfuse.tools.translate.arguments import Command
+from rlfuse.tools.translate.job import Open, Translation
+from rlfuse.tools.translate.shell import Word
+from rlfuse.tools.translate.undecided import UNDECIDED
+
+_SHARED: dict[str, Any] = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "num_train_epochs": 3.0,
+    "max_steps": -1,
+    "learning_rate": 1e-6,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 0,
+    "weight_decay": 0.0,
+    "max_grad_norm": 1.0,
+    "gradient_checkpointing": True,
+    "save_strategy": "steps",
+    "save_steps": 500,
+    "save_total_limit": None,
+    "eval_strategy": "no",
+    "report_to": "none",
+    "seed": 42,
+}
+_ONLINE = {
+    "num_generations": 8,
+    "max_completion_length": 512,
+    "num_iterations": 1,
+    "epsilon": 0.2,
+    "epsilon_high": None,
+    "temperature": 1.0,
+    "beta": 0.0,
+}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "grpo": _SHARED
+    | _ONLINE
+    | {
+        "loss_type": "dapo",
+        "scale_rewards": "group",
+        "importance_sampling_level": "token",
+        "multi_objective_aggregation": "sum_then_normalize",
+        "delta": None,
+        "use_bias_correction_kl": True,
+        "vllm_importance_sampling_correction": True,
+        "vllm_importance_sampling_mode": "sequence_mask",
+        "vllm_importance_sampling_clip_max": 3.0,
+        "sapo_temperature_pos": 1.0,
+        "sapo_temperature_neg": 1.05,
+    },
+    "rloo": _SHARED | _ONLINE | {"num_generations": 2, "beta": 0.05},
+    "sft": _SHARED | {"learning_rate": 2e-5, "max_length": 1024, "loss_type": "nll"},
+    "dpo": _SHARED | {"beta": 0.1, "max_length": 1024, "loss_type": ["sigmoid"]},
+    "reward": _SHARED | {"learning_rate": 1e-4, "max_length": 1024},
+}
+"""Program -> TRL's defaults of the settings that the translation reads."""
+
+TASKS = {"grpo": "rl", "rloo": "rl", "sft": "sft", "dpo": "dpo", "reward": "reward_model"}
+LOSSES = {
+    "grpo": ("vanilla", "seq-mean-token-mean"),
+    "dapo": ("vanilla", "token-mean"),
+    "dr_grpo": ("vanilla", "seq-mean-token-sum-norm"),
+    "cispo": ("cispo", "token-mean"),
+    "sapo": ("sapo", "seq-mean-token-mean"),
+    "bnpo": ("vanilla", "bnpo"),
+    "luspo": ("luspo", "seq-mean-token-sum"),
+    "vespo": ("vespo", "token-mean"),
+}
+"""loss_type -> (actor.loss_mode, actor.loss_agg_mode)."""
+SCHEDULES = {
+    "constant_with_warmup": "constant",
+    "cosine_with_min_lr": "cosine",
+    "warmup_stable_decay": "wsd",
+}
+DIRECT = {
+    "learning_rate": "actor.optim.lr",
+    "weight_decay": "actor.optim.weight_decay",
+    "max_grad_norm": "actor.grad_clip",
+    "per_device_train_batch_size": "actor.ppo_micro_batch_size_per_gpu",
+    "gradient_checkpointing": "model.enable_gradient_checkpointing",
+    "model_name_or_path": "model.path",
+    "trust_remote_code": "model.trust_remote_code",
+    "save_total_limit": "trainer.max_ckpt_to_keep",
+    "output_dir": "trainer.default_local_dir",
+    "run_name": "trainer.experiment_name",
+    "seed": "data.seed",
+    "full_determinism": "trainer.deterministic",
+}
+"""Settings that only have another name."""
+DIRECT_ONLINE = {
+    "num_generations": "rollout.n",
+    "num_generations_eval": "rollout.val_kwargs.n",
+    "num_iterations": "actor.ppo_epochs",
+    "max_completion_length": "data.max_response_length",
+    "max_prompt_length": "data.max_prompt_length",
+    "temperature": "rollout.temperature",
+    "top_p": "rollout.top_p",
+    "min_p": "rollout.min_p",
+    "entropy_coef": "actor.entropy_coeff",
+    "reward_weights": "reward.weights",
+    "shuffle_dataset": "data.shuffle",
+    "chat_template_kwargs": "data.apply_chat_template_kwargs",
+    "vllm_gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "vllm_tensor_parallel_size": "rollout.tensor_model_parallel_size",
+    "mask_truncated_completions": "actor.mask_truncated_completions",
+}
+GRPO = {"loss_type", "scale_rewards", "importance_sampling_level", "delta", "multi_objective_aggregation"}
+"""Settings that only GRPO has, of those that generate."""
+ONLINE = {"reward_funcs", "num_generations", "max_completion_length"}
+REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
+UNKNOWN = {"dataset_name": "data.train_files", "reward_funcs": "reward.functions"}
+"""Settings without a value in the script -> key to decide."""
+READ = {
+    *("gradient_accumulation_steps", "steps_per_generation", "generation_batch_size", "num_train_epochs", "max_steps"),
+    *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "beta", "epsilon", "epsilon_high"),
+    *("delta", "loss_type", "scale_rewards", "importance_sampling_level", "multi_objective_aggregation", "top_k"),
+    *("use_bias_correction_kl", "use_vllm", "dataset_name", "dataset_train_split", "dataset_test_split"),
+    *(
+        "reward_funcs",
+        "reward_model_name_or_path",
+        "reward_model_path",
+        "datasets",
+        "save_strategy",
+        "save_steps",
+        "eval_strategy",
+        "eval_steps",
+    ),
+    *("report_to", "dtype", "torch_dtype", "bf16", "fp16", "deepspeed", "max_length", "completion_only_loss"),
+    *("sapo_temperature_pos", "sapo_temperature_neg", "adam_beta1", "adam_beta2", "adam_epsilon", "project"),
+    *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_cap"),
+    *(
+        "vllm_importance_sampling_clip_max",
+        "assistant_only_loss",
+        "accelerate_config",
+        "config_file",
+        "num_processes",
+        "nproc_per_node",
+    ),
+}
+"""Settings that the functions below read together."""
+WITHOUT_EFFECT = re.compile(
+    r"log_|logging_|hub_|push_to_hub|trackio|wandb_|lora_|use_peft$|eval_|per_device_eval|do_|save_|dataloader|ddp_|fsdp"
+    r"|num_(machines|processes|completions)|main_process|machine_rank|rdzv|nnodes|bf16_|fp16_|tf32|use_liger|liger_"
+    r"|gradient_checkpointing_kwargs|attn_implementation|torch_compile|vllm_(mode|server|group|enable|max|model|device)"
+    r"|use_transformers|cache_|use_cache|pad_|remove_unused|overwrite_output|output|include_|disable_tqdm|debug|ds3_"
+    r"|dataset_num_proc|local_rank|prediction_loss|load_best|metric_for|greater_is|activation_offloading|use_cpu"
+    r"|local_rollout|num_sample_generations|dataset_streaming|ignore_bias|packing$|padding_free|cast_lm"
+    r"|precompute_ref|config$|sft_model_path|auto_find|skip_memory|data_seed|num_ppo_epochs"
+)
+"""Names of TRL that do not change what is trained."""
+PROGRAM = re.compile(r"(?:^|/)(?:trl|examples|scripts)\S*/(\w+)\.py$")
+CONFIGS = re.compile(r"(?:^|/)(?:deepspeed_)?(zero[123]|fsdp[12]|multi_gpu|single_gpu)(?:\.yaml)?$")
+
+
+def program_at(words: Sequence[Word]) -> int | None:
+    """Return the index of the word that names TRL's program or script, or None."""
+    for at, word in enumerate(words):
+        if word.text == "trl" and at + 1 < len(words) and re.fullmatch(r"[a-z_]+", words[at + 1].text):
+            return None if words[at + 1].text in ("env", "vllm") else at + 1
+        flags = [each.text.partition("=")[0] for each in words[at + 1 :]]
+        if word.text.endswith(".py") and {"--model_name_or_path", "--config"} & {*flags}:
+            return at
+    return None
+
+
+def read_words(command: Command, words: Sequence[Word]) -> None:
+    """Read a command line of the TRL CLI, or one that launches a script."""
+    at = program_at(words)
+    name = words[at].text
+    script = PROGRAM.search(name)
+    launcher = Command("TRL", command.origin)
+    launcher.read_flags([Word(word.text.replace("--nproc-per", "--nproc_per")) for word in words[:at]
+                         if word.text.startswith("-") or not word.text.isalpha()])  # fmt: skip
+    is_cli = not name.endswith(".py")
+    command.program = name if is_cli else _program_of(script[1] if script else Path(name).stem)
+    command.read_flags(words[at + 1 :])
+    file = command.settings.pop("config", None)
+    if file is not None:
+        path = Path(str(file)).expanduser()
+        if path.is_file():
+            content = parse_yaml(path.read_text(encoding="utf-8"), OmegaConf.create)
+            inside = Command("TRL", command.origin)
+            inside.read_tree(content if isinstance(content, DictConfig) else OmegaConf.create({}))
+            command.settings = inside.settings | command.settings
+            command.unknown |= inside.unknown
+        else:
+            command.unread[f"--config {file}"] = "the file does not exist here, so that its settings are unknown"
+    command.processes = _processes(launcher.settings | command.settings)
+    if (
+        command.processes is None
+        and not is_cli
+        and not {"accelerate", "torchrun", "deepspeed"} & {word.text for word in words[:at]}
+    ):
+        command.processes = 1  # python script.py
+
+
+def read_config(command: Command, content: DictConfig) -> Command:
+    """Read a config file of the TRL CLI, which does not name the program: its name or its settings may."""
+    command.read_tree(content)
+    programs = [name for name in TASKS if name in command.origin] or ["grpo"] * bool(GRPO & command.settings.keys())
+    command.program = programs[0] if len(programs) == 1 else ""
+    command.processes = _processes(command.settings)
+    return command
+
+
+def _program_of(script: str) -> str:
+    for begin, program in (("gspo", "grpo"), ("rloo", "rloo"), ("reward", "reward")):
+        if script.startswith(begin):
+            return program
+    return next((name for name in TASKS if script.startswith(name)), script)
+
+
+def _processes(given: dict[str, Any]) -> int | None:
+    for name in ("num_processes", "nproc_per_node"):
+        if isinstance(given.get(name), int):
+            return given[name] * (given.get("nnodes", 1) if name == "nproc_per_node" else 1)
+    found = CONFIGS.search(str(given.get("config_file") or given.get("accelerate_config") or ""))
+    return None if found is None else 1 if found[1] == "single_gpu" else 8
+
+
+def translate(command: Command) -> Translation:
+    """Translate a TRL command to the equivalent job."""
+    job = Translation("TRL")
+    if command.program not in DEFAULTS:
+        why = f"{command.program} is not translated" if command.program else "the file does not name the program"
+        rows = [row.why for row in UNDECIDED["TRL"] if command.program in row.values]
+        remedy = [] if command.program else ["run `rlfuse translate -- trl PROGRAM --config FILE`"]
+        job.leave_open("trainer.task", "; ".join([why, *rows, *remedy]))
+    return _Reader(job, command).job()
+
+
+class _Reader:
+    """Translates the settings of one command."""
+
+    def __init__(self, job: Translation, command: Command):
+        self.job_, self.command, self.given = job, command, command.settings
+        self.defaults = DEFAULTS.get(command.program, _SHARED)
+        self.is_online = TASKS.get(command.program) == "rl" or bool(ONLINE & self.given.keys())
+
+    def value(self, name: str) -> Any:
+        return self.given.get(name, self.defaults.get(name))
+
+    def set(self, key: str, value: Any, *names: str) -> None:
+        """Set a key from settings, with a comment that says which, or that they are TRL's default."""
+        given = [f"{name}={as_typed(self.given[name])}" for name in names if name in self.given]
+        shown = ", ".join(given) or "TRL's default"
+        self.job_.set(key, value, shown, shown)
+
+    def job(self) -> Translation:
+        for name, key in (DIRECT | (DIRECT_ONLINE if self.is_online else {})).items():
+            if name in self.given or name in self.defaults:
+                self.set(key, self.value(name), name)
+        self._task()
+        self._batches()
+        self._schedule()
+        self._data()
+        self._logging()
+        if self.is_online:
+            self._rewards()
+            self._objective()
+        self._others()
+        return self.job_
+
+    def _task(self) -> None:
+        task = TASKS.get(self.command.program)
+        if task is not None and task != "rl":
+            self.job_.set("trainer.task", task, f"trl {self.command.program}", f"trl {self.command.program}")
+        if self.command.program == "dpo":
+            losses = self.value("loss_type")
+            self.set("dpo.beta", self.value("beta"), "beta")
+            one = losses[0] if isinstance(losses, list) and len(losses) == 1 else losses
+            self.set("dpo.loss_type", one, "loss_type")
+        if task not in (None, "rl"):
+            half = self.value("max_length") // 2
+            for key, size in (("max_prompt_length", half), ("max_response_length", self.value("max_length") - half)):
+                self.job_.set(f"data.{key}", size, "", f"the sum is max_length={self.value('max_length')}")
+        if task == "sft" and not self.given.get("completion_only_loss") and not self.given.get("assistant_only_loss"):
+            self.job_.leave_open(
+                "trainer.task",
+                "without completion_only_loss and assistant_only_loss TRL also trains on the prompts of conversations "
+                "and on plain text; rlfuse trains on responses",
+            )
+
+    def _batches(self) -> None:
+        """Set batch sizes in prompts (or rows), and lengths in training steps."""
+        each = self.value("per_device_train_batch_size") * (self.command.processes or 1)
+        update = each * self.value("gradient_accumulation_steps")
+        batch = (
+            self.given.get("generation_batch_size") or each * (self.given.get("steps_per_generation") or 0) or update
+        )
+        online = self.is_online
+        rows = self.value("num_generations") if online and self.value("num_generations") else 1
+        names = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
+                 "generation_batch_size")  # fmt: skip
+        sizes = {"data.train_batch_size": batch} | ({"actor.ppo_mini_batch_size": min(update, batch)} if online else {})
+        for key, size in sizes.items():
+            whole = size // rows if size % rows == 0 else Open(f"{size} samples are not whole groups of {rows}")
+            self.set(key, whole, *names)
+        if self.command.processes is None:
+            self.job_.leave_open(
+                "trainer.n_gpus_per_node",
+                "TRL starts a process per GPU of the machine; with more than one, also multiply data.train_batch_size "
+                "(and actor.ppo_mini_batch_size) by their number",
+            )
+        else:
+            self.job_.set("trainer.n_gpus_per_node", self.command.processes, "", "the number of processes")
+        updates = batch * (self.value("num_iterations") or 1) / update
+        self._lengths(max(updates, 1))
+
+    def _lengths(self, updates: float) -> None:
+        """Set lengths that TRL counts in optimizer steps. `updates`: optimizer steps per training step."""
+        steps, epochs = self.value("max_steps"), self.value("num_train_epochs")
+        if steps > 0:
+            self.set("trainer.total_training_steps", max(1, round(steps / updates)), "max_steps")
+        elif float(epochs).is_integer():
+            self.set("trainer.total_epochs", int(epochs), "num_train_epochs")
+        else:
+            self.set("trainer.total_epochs", Open("a part of an epoch; write total_training_steps"), "num_train_epochs")
+        warmup, ratio = self.value("warmup_steps"), self.given.get("warmup_ratio")
+        if ratio is None and isinstance(warmup, float) and warmup < 1:
+            ratio = warmup
+        if ratio:
+            self.set("actor.optim.lr_warmup_steps_ratio", ratio, "warmup_ratio", "warmup_steps")
+        elif warmup:
+            self.set("actor.optim.lr_warmup_steps", max(1, round(warmup / updates)), "warmup_steps")
+        is_saved = self.value("save_strategy") == "steps" and self.value("save_steps") >= 1
+        saved = max(1, round(self.value("save_steps") / updates)) if is_saved else -1
+        self.set("trainer.save_freq", saved, "save_strategy", "save_steps")
+        every = self.given.get("eval_steps") if self.value("eval_strategy") == "steps" else None
+        self.set("trainer.test_freq", max(1, round(every / updates)) if every else -1, "eval_strategy", "eval_steps")
+
+    def _schedule(self) -> None:
+        name, options = self.value("lr_scheduler_type"), self.given.get("lr_scheduler_kwargs") or {}
+        options = yaml.safe_load(options) if isinstance(options, str) else options
+        if {*options} == {"min_lr_rate"}:
+            self.set("actor.optim.min_lr_ratio", options["min_lr_rate"], "lr_scheduler_kwargs")
+        elif options:
+            self.job_.leave_open("actor.optim.lr_scheduler_type", f"lr_scheduler_kwargs={options}: has no equal")
+        self.set("actor.optim.lr_scheduler_type", SCHEDULES.get(name, name), "lr_scheduler_type")
+        if {"adam_beta1", "adam_beta2"} & self.given.keys():
+            betas = [float(self.given.get("adam_beta1", 0.9)), float(self.given.get("adam_beta2", 0.999))]
+            self.set("actor.optim.betas", betas, "adam_beta1", "adam_beta2")
+        if "adam_epsilon" in self.given:
+            self.set("actor.optim.eps", self.given["adam_epsilon"], "adam_epsilon")
+        dtype = self.given.get("dtype") or self.given.get("torch_dtype")
+        if self.given.get("fp16") or dtype in ("float16", "fp16"):
+            self.job_.leave_open("model.dtype", "float16 is not supported")
+        elif self.given.get("bf16") is False and dtype in (None, "float32"):
+            self.set("model.dtype", "float32", "bf16", "dtype", "torch_dtype")
+        stage = re.search(r"zero_?([123])", str(self.given.get("deepspeed")))
+        if stage:
+            self.set("actor.zero_stage", int(stage[1]), "deepspeed")
+
+    def _data(self) -> None:
+        name = self.given.get("dataset_name")
+        split = self.given.get("dataset_train_split", "train")
+        if self.given.get("datasets"):
+            self.job_.leave_open("data.train_files", "rlfuse reads files: download the datasets and list them")
+        elif name is None:
+            self.job_.leave_open("data.train_files", "the command names no dataset, the script may load one")
+        elif str(name).startswith(("/", "./", "../", "~", "$")):
+            self.set("data.train_files", [str(name)], "dataset_name")
+        else:
+            self.job_.leave_open(
+                "data.train_files",
+                f"dataset_name={name}: rlfuse reads files; run `hf download {name} --repo-type dataset "
+                f"--local-dir data/{Path(str(name)).name}` and list those of the split {split}",
+            )
+        if self.is_online:
+            self.job_.set("data.prompt_is_chat", False, "", "TRL's prompts are messages, or text that is used as it is")
+        if self.is_online and "max_prompt_length" in self.given:
+            self.job_.set("data.truncation", "left", "max_prompt_length", "as TRL truncates prompts")
+        if self.value("eval_strategy") != "no":
+            test = self.given.get("dataset_test_split", "test")
+            self.job_.note(
+                f"set data.val_files to files of the split {test}", f"eval_strategy={self.value('eval_strategy')}"
+            )
+
+    def _rewards(self) -> None:
+        names = self.given.get("reward_funcs") or []
+        names = [names] if isinstance(names, str) else list(names)
+        model = self.given.get("reward_model_name_or_path") or self.given.get("reward_model_path")
+        functions: list[Any] = ["reward_model"] if model and names else []
+        for name in names:
+            if name in REWARDS:
+                functions.append(f"trl.rewards:{name}")
+            elif "." in str(name):
+                module, _, function = name.rpartition(".")
+                functions.append(f"{module}:{function}")
+            else:
+                self.job_.leave_open("reward.functions", f"reward_funcs={name}: is defined in the script")
+        if model:
+            self.set("reward.model_path", model, "reward_model_name_or_path", "reward_model_path")
+        if functions:
+            self.set("reward.functions", functions, "reward_funcs")
+        elif not model and not names:
+            self.job_.leave_open("reward.functions", "the command names no reward, the script may define one")
+
+    def _objective(self) -> None:
+        """Set advantage estimator, loss and KL."""
+        low, high, n = self.value("epsilon"), self.value("epsilon_high"), self.value("num_generations")
+        beta = self.value("beta")
+        if self.given.get("top_k"):
+            self.set("rollout.top_k", self.given["top_k"], "top_k")
+        if self.command.program == "rloo":
+            self.set("algorithm.adv_estimator", "rloo")
+            self.set("actor.loss_agg_mode", "seq-mean-token-sum")
+            self.set("algorithm.use_kl_in_reward", beta > 0, "beta")
+            self.set("algorithm.kl_ctrl.kl_coef", beta, "beta")
+            self.set("actor.clip_ratio_low", low, "epsilon")
+            self.set("actor.clip_ratio_high", low if high is None else high, "epsilon_high", "epsilon")
+            self.set("actor.clip_ratio_c", None)
+            if self.value("num_iterations") > 1 or self._has_several_updates():
+                why = (
+                    "with several updates per batch, TRL clips the ratio of the whole sequence, a product of its tokens"
+                )
+                self.job_.leave_open("actor.loss_mode", why)
+            return
+        if self.command.program != "grpo":
+            return
+        several = self.value("multi_objective_aggregation") == "normalize_then_sum"
+        self.set("algorithm.adv_estimator", "gdpo" if several else "grpo", "multi_objective_aggregation")
+        scale = self.value("scale_rewards")
+        scaled = {"group": True, True: True, "none": False, False: False}
+        by_std = scaled.get(
+            scale, Open("advantages are divided by the standard deviation of their group, or not at all")
+        )
+        self.set("algorithm.norm_adv_by_std_in_grpo", by_std, "scale_rewards")
+        self._loss(low, low if high is None else high)
+        self.set("actor.use_kl_loss", beta > 0, "beta")
+        if beta > 0:
+            self.set("actor.kl_loss_coef", beta, "beta")
+            if self.value("use_bias_correction_kl"):
+                why = "use_bias_correction_kl=true, TRL's default: the KL is not weighted by the importance ratio"
+                self.job_.leave_open("actor.use_kl_loss", why)
+        if self.given.get("use_vllm") and self.value("vllm_importance_sampling_correction"):
+            self._correction()
+        if n == 1:
+            self.job_.leave_open("rollout.n", "num_generations=1: a group needs two responses")
+
+    def _correction(self) -> None:
+        """Set the correction of the mismatch between vLLM and trainer."""
+        names = ("use_vllm", "vllm_importance_sampling_mode")
+        level, _, kind = self.value("vllm_importance_sampling_mode").partition("_")
+        lower = self.given.get("vllm_importance_sampling_clip_min")
+        cap = self.given.get("vllm_importance_sampling_cap") or self.value("vllm_importance_sampling_clip_max")
+        self.set("algorithm.rollout_correction.rollout_is", level, *names)
+        self.set("algorithm.rollout_correction.rollout_is_threshold", cap, "vllm_importance_sampling_cap",
+                 "vllm_importance_sampling_clip_max")  # fmt: skip
+        if kind == "mask":  # with a lower bound, weights out of bounds become 0
+            self.set("algorithm.rollout_correction.rollout_is_threshold_lower", lower or 1e-30, *names)
+        elif lower is not None:
+            why = f"vllm_importance_sampling_clip_min={lower}: weights below the lower bound become 0, not the bound"
+            self.job_.leave_open("algorithm.rollout_correction.rollout_is", why)
+
+    def _has_several_updates(self) -> bool:
+        job = self.job_.settings
+        return job.get("data.train_batch_size") != job.get("actor.ppo_mini_batch_size")
+
+    def _loss(self, low: float, high: float) -> None:
+        name, level = self.value("loss_type"), self.value("importance_sampling_level")
+        mode, aggregation = LOSSES.get(name, (name, "token-mean"))
+        if level == "sequence" and name == "grpo":
+            mode = "gspo"
+        elif level == "sequence":
+            why = f"importance_sampling_level=sequence: {name} sums the ratio of the sequence once per token or once"
+            self.job_.leave_open("actor.loss_agg_mode", why)
+        self.set("actor.loss_mode", mode, "loss_type", "importance_sampling_level")
+        self.set("actor.loss_agg_mode", aggregation, "loss_type")
+        if mode == "cispo":  # TRL's bound is that of the ratio itself, and there is no lower one
+            self.set("actor.clip_ratio_low", 1.0)
+            self.set("actor.clip_ratio_high", high - 1 if high > 1 else Open("the ratio would be cut below 1"),
+                     "epsilon_high", "epsilon")  # fmt: skip
+            return
+        self.set("actor.clip_ratio_low", low, "epsilon")
+        self.set("actor.clip_ratio_high", high, "epsilon_high", "epsilon")
+        self.set("actor.clip_ratio_c", self.value("delta"), "delta")
+        for side in ("pos", "neg") if mode == "sapo" else ():
+            self.set(f"actor.tau_{side}", self.value(f"sapo_temperature_{side}"), f"sapo_temperature_{side}")
+
+    def _logging(self) -> None:
+        names = self.value("report_to")
+        names = [names] if isinstance(names, str) else list(names or [])
+        names = ["wandb"] if names == ["all"] else names
+        known = [name for name in names if name in by_name()["trainer.logger"].names]
+        self.set("trainer.logger", ["console", *known], "report_to")
+        if "wandb" in known:
+            self.job_.set_wandb_mode(self.command.environment)
+        if project := self.command.environment.get("WANDB_PROJECT") or self.given.get("project"):
+            self.job_.set("trainer.project_name", project, f"WANDB_PROJECT={project}", "WANDB_PROJECT")
+
+    def _others(self) -> None:
+        """Report all settings that are not translated."""
+        direct = DIRECT | (DIRECT_ONLINE if self.is_online else {})
+        for name, value in self.given.items():
+            if name in READ or name in direct:
+                continue
+            if self.job_.has_row(name):
+                self.job_.decide(name, value)
+            elif WITHOUT_EFFECT.match(name) or value in (None, False):
+                self.job_.note("no effect on what is trained", f"{name}={as_typed(value)}")
+            else:
+                self.job_.leave_open("trainer.task", f"{name}={as_typed(value)}: rlfuse has no such setting")
+        for setting, why in self.command.unknown.items():
+            name = setting.partition("=")[0]
+            if WITHOUT_EFFECT.match(name) and name not in direct:
+                self.job_.note(why, setting)
+            else:
+                self.job_.leave_unknown(direct.get(name) or UNKNOWN.get(name, "trainer.task"), setting, why)
+        for word, why in self.command.unread.items():
+            self.job_.leave_open("trainer.task", f"{word}: {why}")
+        if "model.path" not in self.job_.settings and "model.path" not in self.job_.undecided:
+            raise ConfigError([f"{self.command.origin}: sets no --model_name_or_path; add it to the command"])

@@ -25,7 +25,7 @@ def write_error(error: Exception) -> None:
         Path(file).write_bytes(pickle.dumps([_packed(each) for each in _chain(error)]))
 
 
-def read_error(file: Path) -> Exception | None:
+def read_error(file: Path) -> BaseException | None:
     """Return the error with its causes; None if the job wrote none."""
     if not file.is_file() or not (packed := file.read_bytes()):
         return None

@@ -116,6 +116,11 @@ def test_secrets_of_the_environment_are_not_written(monkeypatch):
             "trianer.save_freq=1: unknown key; did you mean",
         ),
         ({"trainer": {"save_freq": object()}}, ConfigError, "trainer.save_freq: got object; a setting is a number"),
+        (
+            {"trainer": {"metrics": [len]}},
+            ConfigError,
+            "trainer.metrics: got builtin.* path/file.py:name",
+        ),
         ({"actor": {"optim": {"lr": "fast"}}}, ConfigError, "actor.optim.lr=fast"),
         ({"reward": 3}, RewardError, "reward: got int; pass a function"),
         ({"reward": lambda x: x}, RewardError, "reward function <lambda>"),

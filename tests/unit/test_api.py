@@ -128,6 +128,12 @@ def test_secrets_of_the_environment_are_not_written(monkeypatch):
         ({"dataset": []}, DataError, "train: has no rows"),
         ({"dataset": [1]}, DataError, "train, row 0: a row must be a dictionary, not int"),
         ({"dataset": [{"prompt": b"x"}]}, DataError, "train, row 0: a value of type bytes can't be written as JSON"),
+        (
+            {"dataset": [{"prompt": "a"}, {"prompt": float("nan")}]},
+            DataError,
+            "train, row 1: Out of range float",
+        ),
+        ({"dataset": [{"prompt": "\ud800"}]}, DataError, "train, row 0: 'utf-8' codec can't encode"),
         ({"dataset": {"train": ROWS, "test": ROWS}}, DataError, r"has several splits \(train, test\); pass one"),
         ({"model": rlfuse.Run(Path("nowhere"))}, RunError, "nowhere has no checkpoint"),
     ],

@@ -1,7 +1,7 @@
 """Pass the error of a job to the program that started it: pickled with its causes, in the file that VARIABLE names.
 
-An error whose class the program can't import becomes a RuntimeError with its type and message. Errors other than
-`RlfuseError`s get the traceback of the job as a note.
+An error whose class the program can't import becomes a RuntimeError. Such errors have the traceback of the job as their
+message, and others that are no `RlfuseError`s as a note.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import traceback
 from itertools import pairwise
 from pathlib import Path
 
+from rlfuse.config.secrets import hidden_text
 from rlfuse.errors import RlfuseError
 
 VARIABLE = "RLFUSE_ERROR_FILE"
@@ -24,7 +25,7 @@ def write_error(error: Exception) -> None:
         Path(file).write_bytes(pickle.dumps([_packed(each) for each in _chain(error)]))
 
 
-def read_error(file: Path) -> Exception | None:
+def read_error(file: Path) -> BaseException | None:
     """Return the error with its causes; None if the job wrote none."""
     if not file.is_file() or not (packed := file.read_bytes()):
         return None
@@ -47,22 +48,21 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def _packed(error: BaseException) -> tuple[bytes, str]:
-    """Return (the pickled error, or b"" if it can't be pickled; the note that stands for it)."""
+    """Return (the pickled error, or b"" if it can't be pickled; its traceback)."""
     shown = "".join(traceback.format_exception(error, chain=False)).rstrip()
-    note = "" if isinstance(error, RlfuseError) else f"Traceback of the job:\n{shown}"
     try:
         packed = pickle.dumps(error)
         pickle.loads(packed)
     except Exception:
         packed = b""
-    return packed, note or shown
+    return packed, hidden_text(f"Traceback of the job:\n{shown}")
 
 
-def _unpacked(packed: bytes, note: str) -> BaseException:
+def _unpacked(packed: bytes, shown: str) -> BaseException:
     try:
         error = pickle.loads(packed)
     except Exception:  # no pickle, or a class of a module that is not importable here
-        return RuntimeError(note)
+        return RuntimeError(shown)
     if not isinstance(error, RlfuseError):
-        error.add_note(note)
+        error.add_note(shown)
     return error

@@ -135,9 +135,9 @@ class _Pickler(cloudpickle.Pickler):
     """A pickler that keeps the file names of code, and names notebook cells independently of the kernel's process."""
 
     def __init__(self, file: io.BytesIO):
-        super().__init__(file)
         self.cells: dict[str, str] = {}
         self.dispatch_table = ChainMap({types.CodeType: self._reduce_code}, cloudpickle.Pickler.dispatch_table)
+        super().__init__(file)  # reads the table
 
     def _reduce_code(self, code: types.CodeType) -> tuple[Any, ...]:
         file = code.co_filename

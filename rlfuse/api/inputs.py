@@ -70,8 +70,8 @@ def data_file(rows: Any, name: str) -> str:
         )
     if not rows:
         raise DataError(f"{name}: has no rows")
-    lines = "".join(_line({"prompt": row} if isinstance(row, str) else row, name, at) for at, row in enumerate(rows))
-    return write_input(f"{name}.jsonl", lines.encode())
+    lines = (_line({"prompt": row} if isinstance(row, str) else row, name, at) for at, row in enumerate(rows))
+    return write_input(f"{name}.jsonl", b"".join(lines))
 
 
 def _parquet(table: Any, name: str) -> bytes:
@@ -89,11 +89,11 @@ def _parquet(table: Any, name: str) -> bytes:
     return buffer.getvalue()
 
 
-def _line(row: Any, name: str, number: int) -> str:
+def _line(row: Any, name: str, number: int) -> bytes:
     if not isinstance(row, Mapping):
         raise DataError(f"{name}, row {number}: a row must be a dictionary, not {type(row).__name__}")
     try:
-        return json.dumps(dict(row), ensure_ascii=False, default=_plain) + "\n"
+        return f"{json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_plain)}\n".encode()
     except (TypeError, ValueError) as error:
         raise DataError(
             f"{name}, row {number}: {error}; use text, numbers, lists and dictionaries, or pass a datasets.Dataset"

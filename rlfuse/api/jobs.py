@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 
 class JobError(RlfuseError, RuntimeError):
-    """The job was ended or exceeded the time limit. The message includes the end of its output."""
+    """The job was killed, left no error, or exceeded the time limit. The message includes the end of its output."""
 
 
 class Job(Generic[Result]):
@@ -111,7 +111,7 @@ class Job(Generic[Result]):
         self._process.wait(wait_s)
 
     def _read(self) -> None:
-        for line in self._process.stdout:
+        for line in self._process.stdout or ():
             text = plain(line.rstrip()).replace(self._here, "")
             self._last.append(text)
             self._lines.put(text)

@@ -49,9 +49,9 @@ def as_hydra(value: Any, name: str) -> str:
         return f"{{{', '.join(pairs)}}}"
     if isinstance(value, Sequence):
         return f"[{', '.join(as_hydra(each, name) for each in value)}]"
-    raise ConfigError(
-        [f"{name}: got {type(value).__name__}; a setting is a number, text, path, None, or a list or dict of these"]
-    )
+    valid = "a setting is a number, text, path, None, or a list or dict of these"
+    more = "; write the function in a file and give path/file.py:name" if callable(value) else ""
+    raise ConfigError([f"{name}: got {type(value).__name__}; {valid}{more}"])
 
 
 def _escaped(key: str) -> str:

@@ -14,8 +14,8 @@ from import_graph import MODULES, PACKAGE, ROOT, TRAIN, imports, lines, named, n
 from rlfuse.config.documentation import keys
 
 PACKAGES = [line.split() for line in """
-    errors error_file clock parsing files events samples protocols progress console user_folders tensor_files stopping
-    config
+    errors clock parsing files events samples protocols progress console user_folders tensor_files stopping
+    config error_file
     algorithms
     costs
     fusion

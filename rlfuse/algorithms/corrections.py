@@ -52,8 +52,8 @@ def correction_weights(
 ) -> Tensor:
     """Return the factor of each token's policy loss, [B, T], detached: importance weight times 0 where rejected.
 
-    All tensors are [B, T]; a row depends on its own tokens only. Rejected tokens still count in the mean of the loss,
-    and keep KL loss and entropy bonus; verl removes them from all three.
+    All tensors are [B, T]; a row depends on its own tokens only. Rejected tokens still count in the loss divisor, and
+    keep KL loss and entropy bonus; verl removes them from all three.
     """
     log_ratio = mask_response((trainer_log_probs - engine_log_probs).detach(), mask)
     weights = torch.ones_like(log_ratio)

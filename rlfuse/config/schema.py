@@ -257,7 +257,7 @@ class RolloutCorrection:
         "seq_mean_k1 (geometric mean) | seq_mean_k2 | seq_mean_k3 | seq_max_k2 | seq_max_k3",
     )
     """Rejection of tokens or responses whose KL estimate (k1, k2 or k3 per token; sum, mean or maximum over the
-    response) is out of bounds: they get no policy gradient, but count in the mean. null: none."""
+    response) is out of bounds: they get no policy gradient, but count in the loss divisor. null: none."""
     rollout_rs_threshold: float | None = key(None, LOSS_WEIGHTS, above=0)
     """Upper bound of the estimate; for k1, of the ratio exp(k1), engine over trainer."""
     rollout_rs_threshold_lower: float | None = key(None, LOSS_WEIGHTS, above=0)

@@ -161,8 +161,8 @@ class Board:
         self._tokens_to_score += len(record.missing - {"reward"}) * (
             sample.tokens - (group.prompt_tokens + group.expected)
         )
-        baseline = group.group.baseline
-        awaited = self._prompts_dominate and group.unfinished > 1 + (baseline is not None and baseline.response is None)
+        baseline_missing = group.group.baseline is not None and group.group.baseline.response is None
+        awaited = self._prompts_dominate and group.unfinished > 1 + baseline_missing
         self._queue.finish(record, sample.tokens, now, awaited)
         last = group.finish()
         if record.missing <= self._deferred:
@@ -246,7 +246,7 @@ class Board:
                 self._record_scored(record)
 
     def _exclude(self, records: Iterable[SampleRecord]) -> None:
-        """Exclude samples from training."""
+        """Exclude samples from training, because their reward or that of their baseline failed."""
         for record in (each for each in records if each.trains):
             record.trains = False
             for progress in self.mini_batches.values():

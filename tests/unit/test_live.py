@@ -22,7 +22,7 @@ from rlfuse.tools.watch import read_view
 
 
 def sample(response=None, reward=None, *tensors):
-    return SimpleNamespace(response=response, reward=reward, tensors=dict.fromkeys(tensors))
+    return SimpleNamespace(response=response, reward=reward, tensors=dict.fromkeys(tensors), is_baseline=False)
 
 
 @pytest.fixture

@@ -307,10 +307,19 @@ class World:
                 missing -= first
             if kind in self.experience.deferred:  # a mini-batch whose rewards all failed
                 missing -= {sample.id for sample, _ in board.failures()}
+                missing -= {sample.id for group in board.groups if not has_baseline(group) for sample in group.samples}
             assert not missing, f"{kind} is missing"
         chosen = [number for number in range(len(board.groups)) if number in self._chosen(board)]
         parts = [chosen[i : i + self.scene.mini_batch] for i in range(0, len(chosen), self.scene.mini_batch)]
-        live = [{s.id for g in part for s in board.groups[g].samples if isinstance(s.reward, Reward)} for part in parts]
+        live = [
+            {
+                sample.id
+                for group in (board.groups[number] for number in part)
+                for sample in group.samples
+                if isinstance(sample.reward, Reward) and has_baseline(group)
+            }
+            for part in parts
+        ]
         for model in ("critic", "actor") if config.uses_critic else ("actor",):
             assert self.trainer.steps.pop(model, []) == [part for part in live if part] * self.scene.epochs
         assert not any(self.trainer.gradients.values())
@@ -333,6 +342,11 @@ class World:
         chosen = {number for number in numbers if id(board.groups[number]) not in left}
         assert len(chosen) == self.scene.batch
         return chosen
+
+
+def has_baseline(group) -> bool:
+    """Return whether the group has the reward of its baseline, if it needs one."""
+    return group.baseline is None or isinstance(group.baseline.reward, Reward)
 
 
 class Watched(Experience):

@@ -11,8 +11,8 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from rlfuse.observe.tracking import FAILURE_FIELDS, read_metrics
 INIT_S = 60.0
 FLUSH_S = 1.0
 """Interval for writing buffered rows to disk; 15 s is wandb's default."""
+STAGING = "WANDB_DATA_DIR"
 MAX_RESTARTS = 3
 PROCESS, ENDED_S = "wandb-core", 10.0
 COLUMNS = ("id", "prompt", "response", "ground_truth", "finish", "response_tokens", "reward")
@@ -130,16 +131,14 @@ class Wandb:
         parts = sorted({name for row in rows for name in row["parts"]})
         sheets = ["clip"] if any(row["contact_sheet"] for row in rows) else []
 
-        def send() -> None:  # wandb binds a table to the process that logs it
-            table = self._wandb.Table(columns=["step", *COLUMNS, *parts, *sheets])
-            for row in rows:
-                shown = row | {"ground_truth": as_text(row["ground_truth"])}
-                sheet = self._wandb.Image(str(self._folder / row["contact_sheet"])) if row["contact_sheet"] else None
-                values = [shown[column] for column in COLUMNS] + [row["parts"].get(part) for part in parts]
-                table.add_data(step, *values, *([sheet] if sheets else []))
-            self._run.log({AXIS: step, name: table})
+        def cells(row: Row) -> list[Any]:
+            shown = row | {"ground_truth": as_text(row["ground_truth"])}
+            path = row["contact_sheet"] and self._folder / row["contact_sheet"]
+            sheet = [self._wandb.Image(str(path)) if path else None] if sheets else []
+            return [step, *(shown[name] for name in COLUMNS), *(row["parts"].get(part) for part in parts), *sheet]
 
-        self._send(send)
+        columns = ["step", *COLUMNS, *parts, *sheets]
+        self._log_table(name, columns, lambda: [cells(row) for row in rows], {AXIS: step})
 
     def picture(self, step: int, name: str, path: Path) -> None:
         self._send(lambda: self._run.log({AXIS: step, name: self._wandb.Image(str(path))}))
@@ -151,18 +150,35 @@ class Wandb:
 
     def reward_failures(self, step: int, rows: Sequence[Row]) -> None:
         data = [[row[name] for name in FAILURE_FIELDS] for row in rows[:MAX_FAILURES]]
-        self._send(
-            lambda: self._run.log(
-                {AXIS: step, "reward_failures": self._wandb.Table(columns=list(FAILURE_FIELDS), data=data)}
-            )
-        )
+        self._log_table("reward_failures", FAILURE_FIELDS, lambda: data, {AXIS: step})
 
     def failure(self, where: str, text: str) -> None:
-        columns = ["where", "error"]
-        self._send(lambda: self._run.log({"errors": self._wandb.Table(columns=columns, data=[[where, text]])}))
+        self._log_table("errors", ["where", "error"], lambda: [[where, text]], {})
+
+    def _log_table(self, name: str, columns: Sequence[str], data: Callable[[], list[list]], row: Row) -> None:
+        """Log a table as part of `row`. `data` makes its rows, as wandb binds pictures to the process that logs."""
+
+        def send() -> None:
+            with _staged_in(self._folder / "wandb"):
+                self._run.log({**row, name: self._wandb.Table(columns=list(columns), data=data())})
+
+        self._send(send)
 
     def close(self, exit_code: int) -> None:
         self._send(lambda: self._run.finish(exit_code=exit_code))
+
+
+@contextmanager
+def _staged_in(folder: Path) -> Iterator[None]:
+    """Keep the pictures of tables in the run folder until they are uploaded: wandb would keep them in HOME."""
+    if os.environ.get(STAGING):
+        yield
+        return
+    os.environ[STAGING] = str(folder)  # not for longer, as wandb warns of changed variables when a run starts
+    try:
+        yield
+    finally:
+        del os.environ[STAGING]
 
 
 def _logged_steps(rows: Iterable[Mapping[str, str]]) -> set[int]:

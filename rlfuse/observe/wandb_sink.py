@@ -11,7 +11,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -58,15 +58,14 @@ class Wandb:
     def _open(self, until: float) -> None:
         """Start the run, or its next part, and log the rows up to step `until` that it lacks."""
         offline = self._config.trainer.wandb_mode == "offline"
-        parts = [list(wandb_log.history(path)) for path in wandb_log.log_files(self._folder, self._id)]
+        parts = wandb_log.log_files(self._folder, self._id)
+        logged, last = wandb_log.logged_steps(parts)
         self._run = self._init()
-        if parts:  # wandb has the earlier settings, which may have changed since
+        if until:  # wandb has the earlier settings, which may have changed since
             self._run.config.update(self._resolved, allow_val_change=True)
         self._run.define_metric("*", step_metric=AXIS)
         if parts and offline:  # it does not know the rows of the earlier parts, and would replace them
-            last = max((int(row["_step"]) for rows in parts for row in rows if "_step" in row), default=0)
             self._run.log({}, step=max(last + 1, int(time.time())), commit=False)
-        logged = _logged_steps(row for rows in parts for row in rows)
         for row in read_metrics(self._folder / "metrics.jsonl") if until else ():
             if (step := row.pop("step")) <= until and step not in logged:
                 self._run.log({AXIS: step, **row})
@@ -179,13 +178,3 @@ def _staged_in(folder: Path) -> Iterator[None]:
         yield
     finally:
         del os.environ[STAGING]
-
-
-def _logged_steps(rows: Iterable[Mapping[str, str]]) -> set[int]:
-    """Return the training steps with a row of scalars; values of tables and pictures are objects in JSON."""
-    return {
-        int(float(row[AXIS]))
-        for row in rows
-        if AXIS in row
-        and any(name != AXIS and name[0] != "_" and not value.startswith("{") for name, value in row.items())
-    }

@@ -157,6 +157,8 @@ def test_steps_that_wandb_lost_with_its_process_are_in_the_run_all_the_same(tmp_
     wait_for(lambda: sorted(step for part in steps() for step in part) == [0, 1, 2, 3, 4, 5, 6])
     parts = steps()
     assert len(parts) == 3
+    newest = max(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    newest.write_bytes(newest.read_bytes() + b"sum!\x08\0\1\xffdamaged")
     for step in (7, 8, 9):  # of a process that was killed, and after the checkpoint that the run resumes from
         log(None, step)
     sink = Wandb(config, {}, tmp_path, 8)

@@ -1,14 +1,16 @@
 """Read what wandb has on disk of a run: the transaction logs (`*.wandb`) of all its processes.
 
 wandb offers no reader. A log has the format of LevelDB: after a header, blocks of 32 KiB with fragments of records,
-each with a checksum, size and kind. The last record of a killed process is incomplete and skipped.
+each with a checksum, size and kind. Reading ends at an incomplete or damaged record, as a killed process leaves.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from rlfuse.observe.sink import AXIS
 
 HEADER, BLOCK = 7, 32768
 FRAGMENT = struct.Struct("<IHB")
@@ -21,12 +23,27 @@ def log_files(folder: Path, run_id: str) -> list[Path]:
     return sorted(folder.glob(f"wandb/*run-*-{run_id}*/run-{run_id}.wandb"))
 
 
+def logged_steps(paths: Iterable[Path]) -> tuple[set[int], int]:
+    """Return the training steps with a row of scalars, and the highest row number (-1: none)."""
+    steps, last = set(), -1
+    for row in (row for path in paths for row in history(path)):
+        last = max(last, int(row.get("_step", -1)))
+        # Values of tables and pictures are objects in JSON.
+        if AXIS in row and any(name[0] != "_" and name != AXIS and value[:1] != "{" for name, value in row.items()):
+            steps.add(int(float(row[AXIS])))
+    return steps, last
+
+
 def history(path: Path) -> Iterator[dict[str, str]]:
     """Yield the rows of a transaction log as name -> value in JSON. Names with a leading "_" are wandb's."""
+    from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record
 
     for content in _records(path.read_bytes()):
-        record = Record.FromString(content)
+        try:
+            record = Record.FromString(content)
+        except DecodeError:
+            return
         if record.WhichOneof("record_type") == "history":
             yield {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
 

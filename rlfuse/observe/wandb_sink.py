@@ -11,8 +11,8 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from rlfuse.observe.tracking import FAILURE_FIELDS, read_metrics
 INIT_S = 60.0
 FLUSH_S = 1.0
 """Interval for writing buffered rows to disk; 15 s is wandb's default."""
+STAGING = "WANDB_DATA_DIR"
 MAX_RESTARTS = 3
 PROCESS, ENDED_S = "wandb-core", 10.0
 COLUMNS = ("id", "prompt", "response", "ground_truth", "finish", "response_tokens", "reward")
@@ -57,15 +58,14 @@ class Wandb:
     def _open(self, until: float) -> None:
         """Start the run, or its next part, and log the rows up to step `until` that it lacks."""
         offline = self._config.trainer.wandb_mode == "offline"
-        parts = [list(wandb_log.history(path)) for path in wandb_log.log_files(self._folder, self._id)]
+        parts = wandb_log.log_files(self._folder, self._id)
+        logged, last = wandb_log.logged_steps(parts)
         self._run = self._init()
-        if parts:  # wandb has the earlier settings, which may have changed since
+        if until:  # wandb has the earlier settings, which may have changed since
             self._run.config.update(self._resolved, allow_val_change=True)
         self._run.define_metric("*", step_metric=AXIS)
         if parts and offline:  # it does not know the rows of the earlier parts, and would replace them
-            last = max((int(row["_step"]) for rows in parts for row in rows if "_step" in row), default=0)
             self._run.log({}, step=max(last + 1, int(time.time())), commit=False)
-        logged = _logged_steps(row for rows in parts for row in rows)
         for row in read_metrics(self._folder / "metrics.jsonl") if until else ():
             if (step := row.pop("step")) <= until and step not in logged:
                 self._run.log({AXIS: step, **row})
@@ -130,16 +130,14 @@ class Wandb:
         parts = sorted({name for row in rows for name in row["parts"]})
         sheets = ["clip"] if any(row["contact_sheet"] for row in rows) else []
 
-        def send() -> None:  # wandb binds a table to the process that logs it
-            table = self._wandb.Table(columns=["step", *COLUMNS, *parts, *sheets])
-            for row in rows:
-                shown = row | {"ground_truth": as_text(row["ground_truth"])}
-                sheet = self._wandb.Image(str(self._folder / row["contact_sheet"])) if row["contact_sheet"] else None
-                values = [shown[column] for column in COLUMNS] + [row["parts"].get(part) for part in parts]
-                table.add_data(step, *values, *([sheet] if sheets else []))
-            self._run.log({AXIS: step, name: table})
+        def cells(row: Row) -> list[Any]:
+            shown = row | {"ground_truth": as_text(row["ground_truth"])}
+            path = row["contact_sheet"] and self._folder / row["contact_sheet"]
+            sheet = [self._wandb.Image(str(path)) if path else None] if sheets else []
+            return [step, *(shown[name] for name in COLUMNS), *(row["parts"].get(part) for part in parts), *sheet]
 
-        self._send(send)
+        columns = ["step", *COLUMNS, *parts, *sheets]
+        self._log_table(name, columns, lambda: [cells(row) for row in rows], {AXIS: step})
 
     def picture(self, step: int, name: str, path: Path) -> None:
         self._send(lambda: self._run.log({AXIS: step, name: self._wandb.Image(str(path))}))
@@ -151,25 +149,32 @@ class Wandb:
 
     def reward_failures(self, step: int, rows: Sequence[Row]) -> None:
         data = [[row[name] for name in FAILURE_FIELDS] for row in rows[:MAX_FAILURES]]
-        self._send(
-            lambda: self._run.log(
-                {AXIS: step, "reward_failures": self._wandb.Table(columns=list(FAILURE_FIELDS), data=data)}
-            )
-        )
+        self._log_table("reward_failures", FAILURE_FIELDS, lambda: data, {AXIS: step})
 
     def failure(self, where: str, text: str) -> None:
-        columns = ["where", "error"]
-        self._send(lambda: self._run.log({"errors": self._wandb.Table(columns=columns, data=[[where, text]])}))
+        self._log_table("errors", ["where", "error"], lambda: [[where, text]], {})
+
+    def _log_table(self, name: str, columns: Sequence[str], data: Callable[[], list[list]], row: Row) -> None:
+        """Log a table as part of `row`. `data` makes its rows, as wandb binds pictures to the process that logs."""
+
+        def send() -> None:
+            with _staged_in(self._folder / "wandb"):
+                self._run.log({**row, name: self._wandb.Table(columns=list(columns), data=data())})
+
+        self._send(send)
 
     def close(self, exit_code: int) -> None:
         self._send(lambda: self._run.finish(exit_code=exit_code))
 
 
-def _logged_steps(rows: Iterable[Mapping[str, str]]) -> set[int]:
-    """Return the training steps with a row of scalars; values of tables and pictures are objects in JSON."""
-    return {
-        int(float(row[AXIS]))
-        for row in rows
-        if AXIS in row
-        and any(name != AXIS and name[0] != "_" and not value.startswith("{") for name, value in row.items())
-    }
+@contextmanager
+def _staged_in(folder: Path) -> Iterator[None]:
+    """Keep the pictures of tables in the run folder until they are uploaded: wandb would keep them in HOME."""
+    if os.environ.get(STAGING):
+        yield
+        return
+    os.environ[STAGING] = str(folder)  # not for longer, as wandb warns of changed variables when a run starts
+    try:
+        yield
+    finally:
+        del os.environ[STAGING]

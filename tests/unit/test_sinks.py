@@ -1,17 +1,23 @@
 """What wandb keeps of a run: its own file, read back."""
 
+import json
 import signal
 import struct
 import time
+from pathlib import Path
 
 import psutil
 import pytest
+from PIL import Image
+from test_observe import sample
 
 from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
 from rlfuse.observe import wandb_sink
-from rlfuse.observe.tracking import FAILURE_FIELDS, StepFile
+from rlfuse.observe.sink import VALIDATION
+from rlfuse.observe.tracking import FAILURE_FIELDS, StepFile, sample_row
 from rlfuse.observe.wandb_sink import Wandb
+from rlfuse.samples import Reward
 
 FAILED = [dict.fromkeys(FAILURE_FIELDS, "x")]
 
@@ -91,6 +97,34 @@ def end_wandb():
 
 
 @pytest.mark.slow
+def test_sample_tables_have_the_ground_truth_and_the_contact_sheets(tmp_path):
+    Image.new("RGB", (4, 2)).save(tmp_path / "sheet.png")
+    reward = Reward(0.5, {"exact": 1.0})
+    rows = [sample_row(sample(index, 0, 3, reward), sheet) for index, sheet in enumerate(("sheet.png", None))]
+    sink = Wandb(Config(), {}, tmp_path, 0)
+    sink.samples(1, rows)
+    sink.samples(1, rows[1:], VALIDATION)
+    sink.close(0)
+    (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    wait_for(lambda: any(record.WhichOneof("record_type") == "exit" for record in records(path)))
+    tables, files = {}, {}
+    for artifact in (each.artifact for each in records(path) if each.WhichOneof("record_type") == "artifact"):
+        assert artifact.type == "run_table"
+        for each in artifact.manifest.contents:  # which `wandb sync` uploads
+            assert each.local_path.startswith(f"{tmp_path}/wandb/"), "a run folder has all of its run"
+            files[each.path] = Path(each.local_path).read_bytes()
+            if each.path.endswith(".json"):
+                tables[each.path] = json.loads(files[each.path])
+    trained, validated = tables["samples.table.json"], tables["val/generations.table.json"]
+    columns = ["step", "id", "prompt", "response", "ground_truth", "finish", "response_tokens", "reward", "exact"]
+    assert trained["columns"] == [*columns, "clip"] and validated["columns"] == columns
+    (*values, sheet), (*others, nothing) = trained["data"]
+    assert values == [1, "1/0/0", "p", "r", "1", "stop", 3, 0.5, 1.0] and others == [1, "1/1/0", *values[2:]]
+    assert files[sheet["path"]] == (tmp_path / "sheet.png").read_bytes() and nothing is None
+    assert validated["data"] == [others]
+
+
+@pytest.mark.slow
 def test_steps_that_wandb_lost_with_its_process_are_in_the_run_all_the_same(tmp_path):
     metrics = StepFile(tmp_path / "metrics.jsonl", -1)
 
@@ -123,6 +157,8 @@ def test_steps_that_wandb_lost_with_its_process_are_in_the_run_all_the_same(tmp_
     wait_for(lambda: sorted(step for part in steps() for step in part) == [0, 1, 2, 3, 4, 5, 6])
     parts = steps()
     assert len(parts) == 3
+    newest = max(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    newest.write_bytes(newest.read_bytes() + b"sum!\x08\0\1\xffdamaged")
     for step in (7, 8, 9):  # of a process that was killed, and after the checkpoint that the run resumes from
         log(None, step)
     sink = Wandb(config, {}, tmp_path, 8)

@@ -1,6 +1,12 @@
 """The view of a wandb project with the charts to look at first: as it would be saved, and what is said without it."""
 
 import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 import pytest
 from import_graph import MODULES, ROOT, strings
@@ -58,3 +64,44 @@ def test_a_view_that_wandb_rejects_is_one_message(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "short")
     with pytest.raises(UserError, match=r"rlfuse workspace me/rlfuse: not saved \(.*wandb login"):
         workspace.main(["me/rlfuse"])
+
+
+class Server(BaseHTTPRequestHandler):
+    """What a wandb server answers to the two requests of the command."""
+
+    views: ClassVar[list[dict]] = []
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if "upsertView" in asked["query"]:
+            self.views.append(asked["variables"])
+        viewer = {"id": "1", "entity": "me", "username": "me", "email": "", "flags": "{}", "teams": {"edges": []}}
+        saved = {"view": {"id": "2", "name": "nw-abc-v"}, "inserted": True}
+        answer = json.dumps({"data": {"viewer": viewer, "upsertView": saved}}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.slow
+def test_the_command_saves_the_view_and_says_where():
+    pytest.importorskip("wandb_workspaces")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    command = [sys.executable, "-m", "rlfuse.cli", "workspace", "me/rlfuse"]
+    environment = os.environ | {"WANDB_BASE_URL": address, "WANDB_API_KEY": "k" * 40}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    server.shutdown()
+    server.server_close()
+    assert (done.returncode, done.stdout) == (0, f"saved {address}/me/rlfuse?nw=abc\n"), done.stderr
+    (view,) = Server.views
+    assert (view["entityName"], view["projectName"], view["displayName"]) == ("me", "rlfuse", "rlfuse")
+    sections = json.loads(view["spec"])["section"]["panelBankConfig"]["sections"]
+    assert {each["name"]: len(each["panels"]) for each in sections} == {
+        name: len(each) for name, each in CHARTS.items()
+    }

@@ -439,7 +439,7 @@ class _Reader:
         several = self.value("multi_objective_aggregation") == "normalize_then_sum"
         self.set("algorithm.adv_estimator", "gdpo" if several else "grpo", "multi_objective_aggregation")
         scale = self.value("scale_rewards")
-        scaled = {"group": True, True: True, "none": False, False: False}
+        scaled = {"group": True, True: True, "none": False, None: False, False: False}
         by_std = scaled.get(
             scale, Open("advantages are divided by the standard deviation of their group, or not at all")
         )

@@ -48,7 +48,10 @@ PRIVATE = {
 """Trainer backend -> names of its library."""
 STAGE_KEY = {
     f"rlfuse.{name}"
-    for name in ("config.schema", "config.parallelism", "config.other_frameworks", "run.resume.changes")
+    for name in (
+        *("config.schema", "config.parallelism", "config.other_frameworks", "run.resume.changes"),
+        *("tools.translate.openrlhf", "tools.translate.trl"),
+    )
 }
 """Files that declare, check, translate and resume `actor.zero_stage`."""
 OF_DEEPSPEED = {
@@ -180,6 +183,7 @@ BACKEND_NAMES = {
             "rewards.models.classifier": "values of reward.model_backend",
             "tools.doctor.examine": "versions of the packages",
             "tools.doctor.gpu": "whether the installed build fits the machine",
+            **{f"tools.translate.{name}": "keys of other frameworks" for name in ("openrlhf", "trl", "verl")},
         },
     ),
 }  # fmt: skip

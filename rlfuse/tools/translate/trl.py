@@ -259,7 +259,7 @@ class _Reader:
         return self.given.get(name, self.defaults.get(name))
 
     def set(self, key: str, value: Any, *names: str) -> None:
-        """Set a key from settings, with a comment that says which, or that they are TRL's default."""
+        """Set a key from settings, with a comment that names them, or TRL's default."""
         given = [f"{name}={as_typed(self.given[name])}" for name in names if name in self.given]
         shown = ", ".join(given) or "TRL's default"
         self.job_.set(key, value, shown, shown)

@@ -60,6 +60,7 @@ OF_DEEPSPEED = {
     "rlfuse.tools.leftovers",
     "rlfuse.tools.planning.exchanges",  # the size of its buckets
 }
+TRANSLATORS = tuple(f"tools.translate.{name}" for name in ("openrlhf", "trl", "undecided", "verl"))
 FUNCTION = {"rlfuse": 50, "jobs": 50, "tests": 60}
 """Maximum lines of a function; tests may contain a table."""
 
@@ -183,7 +184,7 @@ BACKEND_NAMES = {
             "rewards.models.classifier": "values of reward.model_backend",
             "tools.doctor.examine": "versions of the packages",
             "tools.doctor.gpu": "whether the installed build fits the machine",
-            **{f"tools.translate.{name}": "keys of other frameworks" for name in ("openrlhf", "trl", "verl")},
+            **dict.fromkeys(TRANSLATORS, "keys of other frameworks"),
         },
     ),
 }  # fmt: skip

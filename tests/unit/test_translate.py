@@ -486,6 +486,23 @@ def test_trls_flags_become_keys(flags, set_to, undecided, tmp_path):
         assert why in str(job.undecided[key])
 
 
+@pytest.mark.parametrize(
+    ("command", "keys"),
+    [
+        (f"{TRL} --per_device_train_batch_size $B", {"data.train_batch_size", "actor.ppo_mini_batch_size"}),
+        (f"{TRL} --learning_rate $LR --output_dir $OUT", {"actor.optim.lr"}),
+        (TRL.replace("2", "$N"), {"trainer.n_gpus_per_node"}),
+        (TRL.replace("./d", "$D"), {"data.train_files"}),
+        ("openrlhf.cli.train_ppo_ray --pretrain m --prompt_data ./d --remote_rm_url $URL --n_samples_per_prompt $N",
+         {"reward.functions", "rollout.n", "actor.ppo_mini_batch_size"}),
+        ("openrlhf.cli.train_sft --pretrain m --prompt_data ./d --remote_rm_url http://a:1/b", {"trainer.task"}),
+    ],
+)  # fmt: skip
+def test_keys_of_unknown_values_are_left_open(command, keys, tmp_path):
+    (tmp_path / "run.sh").write_text(command)
+    assert translate(read([str(tmp_path / "run.sh")])).undecided.keys() == keys
+
+
 def test_a_config_file_of_trl_is_read_with_its_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("c.yaml").write_text("model_name_or_path: m\ndataset_name: ./d\nlearning_rate: 1e-4\n")
@@ -509,6 +526,8 @@ def test_a_config_file_of_trl_is_read_with_its_command(tmp_path, monkeypatch):
         (["none.sh"], "has no command that starts training"),
         (["bad.yaml"], "is not valid YAML"),
         (["list.yaml"], "it has no keys"),
+        (["--", "trl", "grpo", "--model_name_or_path", "m", "--num_generations", "few"], "=few: must be a number"),
+        (["--", "trl", "grpo", "--dataset_name", "d"], "sets no --model_name_or_path"),
     ],
 )
 def test_invalid_commands_are_reported(arguments, part, tmp_path, monkeypatch):

@@ -443,6 +443,11 @@ TRL = "trl grpo --model_name_or_path m --dataset_name ./d --reward_funcs a.b.c -
         ("", {"reward.functions": ["a.b:c"], "data.train_batch_size": 2, "data.prompt_is_chat": False}, {}),
         ("--beta 0.1 --no_use_bias_correction_kl", {"actor.use_kl_loss": True, "actor.kl_loss_coef": 0.1}, {}),
         ("--beta 0.1", {"actor.kl_loss_coef": 0.1}, {"actor.use_kl_loss": "weighted by the importance ratio"}),
+        (
+            "--beta 0.1 --no_use_bias_correction_kl --sync_ref_model --ref_model_sync_steps 64 --num_iterations 2",
+            {"ref.sync_ref_model": True, "ref.ref_model_sync_steps": 32, "ref.ref_model_mixup_alpha": 0.6},
+            {},
+        ),
         ("--scale_rewards none", {"algorithm.norm_adv_by_std_in_grpo": False}, {}),
         ("--scale_rewards batch", {}, {"algorithm.norm_adv_by_std_in_grpo": "standard deviation of their group"}),
         ("--loss_type dr_grpo", {"actor.loss_agg_mode": "seq-mean-token-sum-norm"}, {}),

@@ -49,6 +49,9 @@ _ONLINE = {
     "epsilon_high": None,
     "temperature": 1.0,
     "beta": 0.0,
+    "sync_ref_model": False,
+    "ref_model_sync_steps": 512,
+    "ref_model_mixup_alpha": 0.6,
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
     "grpo": _SHARED
@@ -153,6 +156,7 @@ READ = {
     ),
     *("report_to", "dtype", "torch_dtype", "bf16", "fp16", "deepspeed", "max_length", "completion_only_loss"),
     *("sapo_temperature_pos", "sapo_temperature_neg", "adam_beta1", "adam_beta2", "adam_epsilon", "project"),
+    *("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha"),
     *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_cap"),
     *(
         "vllm_importance_sampling_clip_max",
@@ -353,6 +357,11 @@ class _Reader:
         saved = max(1, round(self.value("save_steps") / updates)) if is_saved else -1
         self.set("trainer.save_freq", saved, "save_strategy", "save_steps")
         every = self.command.value("eval_steps", 0) if self.value("eval_strategy") == "steps" else None
+        if self.value("sync_ref_model"):
+            self.set("ref.sync_ref_model", True, "sync_ref_model")
+            steps = max(1, round(self.value("ref_model_sync_steps") / updates))
+            self.set("ref.ref_model_sync_steps", steps, "ref_model_sync_steps")
+            self.set("ref.ref_model_mixup_alpha", self.value("ref_model_mixup_alpha"), "ref_model_mixup_alpha")
         self.set("trainer.test_freq", max(1, round(every / updates)) if every else -1, "eval_strategy", "eval_steps")
 
     def _schedule(self) -> None:

@@ -20,7 +20,7 @@ COMMANDS = {
     "runs": "list the runs of a folder; `runs clean` removes leftovers of crashed runs",
     "slots": "list the slots of an active run; `slots drain 3`, `slots restore 3`, `slots leave 3` (releases its node)",
     "watch": "show the live view of an active run: rlfuse watch RUN_DIR",
-    "translate": "convert a verl command line or YAML file to a job file",
+    "translate": "convert a command of verl, TRL or OpenRLHF to a job file",
     "prepare": "write the dataset and model of a bundled task: rlfuse prepare quickstart; without a task, list them",
     "plan": "estimate memory and step time of a job; `plan --search` finds the fastest configuration that fits",
     "calibrate": "measure this device for `plan`: rlfuse calibrate RUN_DIR ... | --probe; writes calibration.yaml",

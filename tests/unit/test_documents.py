@@ -24,7 +24,7 @@ from rlfuse.config.other_frameworks import VERL, VERL_PREFIXES, counterpart
 from rlfuse.tasks.prepare import TASKS
 from rlfuse.tools.evaluation.arguments import is_job_argument, split_checkpoint
 from rlfuse.tools.translate.command import read, translate
-from rlfuse.tools.translate.conversions import CONVERSIONS
+from rlfuse.tools.translate.verl import CONVERSIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = ROOT / "jobs"

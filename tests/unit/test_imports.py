@@ -48,7 +48,10 @@ PRIVATE = {
 """Trainer backend -> names of its library."""
 STAGE_KEY = {
     f"rlfuse.{name}"
-    for name in ("config.schema", "config.parallelism", "config.other_frameworks", "run.resume.changes")
+    for name in (
+        *("config.schema", "config.parallelism", "config.other_frameworks", "run.resume.changes"),
+        *("tools.translate.openrlhf", "tools.translate.trl"),
+    )
 }
 """Files that declare, check, translate and resume `actor.zero_stage`."""
 OF_DEEPSPEED = {
@@ -57,6 +60,7 @@ OF_DEEPSPEED = {
     "rlfuse.tools.leftovers",
     "rlfuse.tools.planning.exchanges",  # the size of its buckets
 }
+TRANSLATORS = tuple(f"tools.translate.{name}" for name in ("openrlhf", "trl", "undecided", "verl"))
 FUNCTION = {"rlfuse": 50, "jobs": 50, "tests": 60}
 """Maximum lines of a function; tests may contain a table."""
 
@@ -180,6 +184,7 @@ BACKEND_NAMES = {
             "rewards.models.classifier": "values of reward.model_backend",
             "tools.doctor.examine": "versions of the packages",
             "tools.doctor.gpu": "whether the installed build fits the machine",
+            **dict.fromkeys(TRANSLATORS, "keys of other frameworks"),
         },
     ),
 }  # fmt: skip

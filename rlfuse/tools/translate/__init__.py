@@ -1,1 +1,1 @@
-"""`rlfuse translate`: convert a verl command line or YAML file to a job file."""
+"""`rlfuse translate`: convert a command of verl, TRL or OpenRLHF to a job file."""

@@ -13,6 +13,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlfuse.config.declare import as_typed
+from rlfuse.errors import ConfigError
 from rlfuse.tools.translate.shell import Word
 
 SETTING = re.compile(r"\+{0,2}(\w[\w./@-]*)=(.*)", re.DOTALL)
@@ -36,6 +37,13 @@ class Command:
     environment: dict[str, str] = field(default_factory=dict)
     processes: int | None = None
     """Number of training processes; None: one per GPU of the machine."""
+
+    def value(self, name: str, default: Any) -> Any:
+        """Return a setting or its default. Raises ConfigError if the default is a number and the setting is not."""
+        given = self.settings.get(name, default)
+        if _is_number(default) and not _is_number(given):
+            raise ConfigError([f"{self.origin}: {name}={as_typed(given)}: must be a number; correct the command"])
+        return given
 
     def read_settings(self, words: Sequence[Word]) -> None:
         """Add the settings of Hydra's words."""
@@ -86,6 +94,10 @@ class Command:
 
     def _add_unknown(self, setting: str, word: Word) -> None:
         self.unknown[setting] = f"{', '.join(word.unknown)} is not set in the script"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _without_redirections(words: Sequence[Word]) -> list[Word]:

@@ -104,12 +104,14 @@ ESTIMATORS = {
     "dr_grpo": "grpo",
 }
 UNKNOWN = {
-    "prompt_data": "data.train_files",
-    "eval_dataset": "data.val_files",
-    "remote_rm_url": "reward.functions",
-    "reward_pretrain": "reward.model_path",
+    "prompt_data": ("data.train_files",),
+    "eval_dataset": ("data.val_files",),
+    "remote_rm_url": ("reward.functions",),
+    "reward_pretrain": ("reward.model_path",),
+    "n_samples_per_prompt": ("rollout.n", "actor.ppo_mini_batch_size"),
+    "train_batch_size": ("actor.ppo_mini_batch_size",),
 }
-"""Flags without a value in the script -> key to decide."""
+"""Flags whose value may be missing in a script -> keys to decide."""
 CORRECTION = ("enable_vllm_is_correction", "vllm_enable_is_correction")
 READ = {
     *("train_batch_size", "lr_scheduler", "adam_betas", "advantage_estimator", "init_kl_coef", "kl_estimator"),
@@ -132,7 +134,7 @@ def translate(command: Command) -> Translation:
     job, given = Translation("OpenRLHF"), command.settings
 
     def value(name: str) -> Any:
-        return given.get(name, DEFAULTS.get(name))
+        return command.value(name, DEFAULTS.get(name))
 
     def put(key: str, converted: Any, *names: str) -> None:
         shown = ", ".join(f"{name}={as_typed(given[name])}" for name in names if name in given) or "OpenRLHF's default"
@@ -281,6 +283,7 @@ def _others(job: Translation, command: Command) -> None:
         if WITHOUT_EFFECT.match(name):
             job.note(why, setting)
         else:
-            job.leave_unknown(DIRECT.get(name) or UNKNOWN.get(name, "trainer.task"), setting, why)
+            for key in UNKNOWN.get(name) or (DIRECT.get(name, "trainer.task"),):
+                job.leave_unknown(key, setting, why)
     for word, why in command.unread.items():
         job.leave_open("trainer.task", f"{word}: {why}")

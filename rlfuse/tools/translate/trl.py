@@ -49,6 +49,9 @@ _ONLINE = {
     "epsilon_high": None,
     "temperature": 1.0,
     "beta": 0.0,
+    "sync_ref_model": False,
+    "ref_model_sync_steps": 512,
+    "ref_model_mixup_alpha": 0.6,
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
     "grpo": _SHARED
@@ -126,8 +129,16 @@ GRPO = {"loss_type", "scale_rewards", "importance_sampling_level", "delta", "mul
 """Settings that only GRPO has, of those that generate."""
 ONLINE = {"reward_funcs", "num_generations", "max_completion_length"}
 REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
-UNKNOWN = {"dataset_name": "data.train_files", "reward_funcs": "reward.functions"}
-"""Settings without a value in the script -> key to decide."""
+UNKNOWN = {
+    "dataset_name": ("data.train_files",),
+    "reward_funcs": ("reward.functions",),
+    "num_generations": ("rollout.n", "data.train_batch_size", "actor.ppo_mini_batch_size"),
+    **dict.fromkeys(
+        ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size"),
+        ("data.train_batch_size", "actor.ppo_mini_batch_size"),
+    ),
+}
+"""Settings whose value may be missing in a script -> keys to decide."""
 READ = {
     *("gradient_accumulation_steps", "steps_per_generation", "generation_batch_size", "num_train_epochs", "max_steps"),
     *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "beta", "epsilon", "epsilon_high"),
@@ -145,6 +156,7 @@ READ = {
     ),
     *("report_to", "dtype", "torch_dtype", "bf16", "fp16", "deepspeed", "max_length", "completion_only_loss"),
     *("sapo_temperature_pos", "sapo_temperature_neg", "adam_beta1", "adam_beta2", "adam_epsilon", "project"),
+    *("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha"),
     *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_cap"),
     *(
         "vllm_importance_sampling_clip_max",
@@ -244,27 +256,28 @@ def translate(command: Command) -> Translation:
         rows = [row.why for row in UNDECIDED["TRL"] if command.program in row.values]
         remedy = [] if command.program else ["run `rlfuse translate -- trl PROGRAM --config FILE`"]
         job.leave_open("trainer.task", "; ".join([why, *rows, *remedy]))
-    return _Reader(job, command).job()
+    return _Reader(job, command).read()
 
 
 class _Reader:
     """Translates the settings of one command."""
 
     def __init__(self, job: Translation, command: Command):
-        self.job_, self.command, self.given = job, command, command.settings
+        self.result, self.command, self.given = job, command, command.settings
         self.defaults = DEFAULTS.get(command.program, _SHARED)
         self.is_online = TASKS.get(command.program) == "rl" or bool(ONLINE & self.given.keys())
 
     def value(self, name: str) -> Any:
-        return self.given.get(name, self.defaults.get(name))
+        return self.command.value(name, self.defaults.get(name))
 
     def set(self, key: str, value: Any, *names: str) -> None:
-        """Set a key from settings, with a comment that says which, or that they are TRL's default."""
+        """Set a key from settings, with a comment that names them, or TRL's default."""
         given = [f"{name}={as_typed(self.given[name])}" for name in names if name in self.given]
         shown = ", ".join(given) or "TRL's default"
-        self.job_.set(key, value, shown, shown)
+        self.result.set(key, value, shown, shown)
 
-    def job(self) -> Translation:
+    def read(self) -> Translation:
+        """Translate all settings of the command."""
         for name, key in (DIRECT | (DIRECT_ONLINE if self.is_online else {})).items():
             if name in self.given or name in self.defaults:
                 self.set(key, self.value(name), name)
@@ -277,12 +290,12 @@ class _Reader:
             self._rewards()
             self._objective()
         self._others()
-        return self.job_
+        return self.result
 
     def _task(self) -> None:
         task = TASKS.get(self.command.program)
         if task is not None and task != "rl":
-            self.job_.set("trainer.task", task, f"trl {self.command.program}", f"trl {self.command.program}")
+            self.result.set("trainer.task", task, f"trl {self.command.program}", f"trl {self.command.program}")
         if self.command.program == "dpo":
             losses = self.value("loss_type")
             self.set("dpo.beta", self.value("beta"), "beta")
@@ -291,9 +304,9 @@ class _Reader:
         if task not in (None, "rl"):
             half = self.value("max_length") // 2
             for key, size in (("max_prompt_length", half), ("max_response_length", self.value("max_length") - half)):
-                self.job_.set(f"data.{key}", size, "", f"the sum is max_length={self.value('max_length')}")
+                self.result.set(f"data.{key}", size, "", f"the sum is max_length={self.value('max_length')}")
         if task == "sft" and not self.given.get("completion_only_loss") and not self.given.get("assistant_only_loss"):
-            self.job_.leave_open(
+            self.result.leave_open(
                 "trainer.task",
                 "without completion_only_loss and assistant_only_loss TRL also trains on the prompts of conversations "
                 "and on plain text; rlfuse trains on responses",
@@ -303,9 +316,8 @@ class _Reader:
         """Set batch sizes in prompts (or rows), and lengths in training steps."""
         each = self.value("per_device_train_batch_size") * (self.command.processes or 1)
         update = each * self.value("gradient_accumulation_steps")
-        batch = (
-            self.given.get("generation_batch_size") or each * (self.given.get("steps_per_generation") or 0) or update
-        )
+        steps = self.command.value("steps_per_generation", 0)
+        batch = self.command.value("generation_batch_size", 0) or steps * each or update
         online = self.is_online
         rows = self.value("num_generations") if online and self.value("num_generations") else 1
         names = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
@@ -315,13 +327,13 @@ class _Reader:
             whole = size // rows if size % rows == 0 else Open(f"{size} samples are not whole groups of {rows}")
             self.set(key, whole, *names)
         if self.command.processes is None:
-            self.job_.leave_open(
+            self.result.leave_open(
                 "trainer.n_gpus_per_node",
                 "TRL starts a process per GPU of the machine; with more than one, also multiply data.train_batch_size "
                 "(and actor.ppo_mini_batch_size) by their number",
             )
         else:
-            self.job_.set("trainer.n_gpus_per_node", self.command.processes, "", "the number of processes")
+            self.result.set("trainer.n_gpus_per_node", self.command.processes, "", "the number of processes")
         updates = batch * (self.value("num_iterations") or 1) / update
         self._lengths(max(updates, 1))
 
@@ -344,7 +356,12 @@ class _Reader:
         is_saved = self.value("save_strategy") == "steps" and self.value("save_steps") >= 1
         saved = max(1, round(self.value("save_steps") / updates)) if is_saved else -1
         self.set("trainer.save_freq", saved, "save_strategy", "save_steps")
-        every = self.given.get("eval_steps") if self.value("eval_strategy") == "steps" else None
+        every = self.command.value("eval_steps", 0) if self.value("eval_strategy") == "steps" else None
+        if self.value("sync_ref_model"):
+            self.set("ref.sync_ref_model", True, "sync_ref_model")
+            steps = max(1, round(self.value("ref_model_sync_steps") / updates))
+            self.set("ref.ref_model_sync_steps", steps, "ref_model_sync_steps")
+            self.set("ref.ref_model_mixup_alpha", self.value("ref_model_mixup_alpha"), "ref_model_mixup_alpha")
         self.set("trainer.test_freq", max(1, round(every / updates)) if every else -1, "eval_strategy", "eval_steps")
 
     def _schedule(self) -> None:
@@ -353,7 +370,7 @@ class _Reader:
         if {*options} == {"min_lr_rate"}:
             self.set("actor.optim.min_lr_ratio", options["min_lr_rate"], "lr_scheduler_kwargs")
         elif options:
-            self.job_.leave_open("actor.optim.lr_scheduler_type", f"lr_scheduler_kwargs={options}: has no equal")
+            self.result.leave_open("actor.optim.lr_scheduler_type", f"lr_scheduler_kwargs={options}: has no equal")
         self.set("actor.optim.lr_scheduler_type", SCHEDULES.get(name, name), "lr_scheduler_type")
         if {"adam_beta1", "adam_beta2"} & self.given.keys():
             betas = [float(self.given.get("adam_beta1", 0.9)), float(self.given.get("adam_beta2", 0.999))]
@@ -362,7 +379,7 @@ class _Reader:
             self.set("actor.optim.eps", self.given["adam_epsilon"], "adam_epsilon")
         dtype = self.given.get("dtype") or self.given.get("torch_dtype")
         if self.given.get("fp16") or dtype in ("float16", "fp16"):
-            self.job_.leave_open("model.dtype", "float16 is not supported")
+            self.result.leave_open("model.dtype", "float16 is not supported")
         elif self.given.get("bf16") is False and dtype in (None, "float32"):
             self.set("model.dtype", "float32", "bf16", "dtype", "torch_dtype")
         stage = re.search(r"zero_?([123])", str(self.given.get("deepspeed")))
@@ -373,24 +390,26 @@ class _Reader:
         name = self.given.get("dataset_name")
         split = self.given.get("dataset_train_split", "train")
         if self.given.get("datasets"):
-            self.job_.leave_open("data.train_files", "rlfuse reads files: download the datasets and list them")
+            self.result.leave_open("data.train_files", "rlfuse reads files: download the datasets and list them")
         elif name is None:
-            self.job_.leave_open("data.train_files", "the command names no dataset, the script may load one")
+            self.result.leave_open("data.train_files", "the command names no dataset, the script may load one")
         elif str(name).startswith(("/", "./", "../", "~", "$")):
             self.set("data.train_files", [str(name)], "dataset_name")
         else:
-            self.job_.leave_open(
+            self.result.leave_open(
                 "data.train_files",
                 f"dataset_name={name}: rlfuse reads files; run `hf download {name} --repo-type dataset "
                 f"--local-dir data/{Path(str(name)).name}` and list those of the split {split}",
             )
         if self.is_online:
-            self.job_.set("data.prompt_is_chat", False, "", "TRL's prompts are messages, or text that is used as it is")
+            self.result.set(
+                "data.prompt_is_chat", False, "", "TRL's prompts are messages, or text that is used as it is"
+            )
         if self.is_online and "max_prompt_length" in self.given:
-            self.job_.set("data.truncation", "left", "max_prompt_length", "as TRL truncates prompts")
+            self.result.set("data.truncation", "left", "max_prompt_length", "as TRL truncates prompts")
         if self.value("eval_strategy") != "no":
             test = self.given.get("dataset_test_split", "test")
-            self.job_.note(
+            self.result.note(
                 f"set data.val_files to files of the split {test}", f"eval_strategy={self.value('eval_strategy')}"
             )
 
@@ -406,13 +425,13 @@ class _Reader:
                 module, _, function = name.rpartition(".")
                 functions.append(f"{module}:{function}")
             else:
-                self.job_.leave_open("reward.functions", f"reward_funcs={name}: is defined in the script")
+                self.result.leave_open("reward.functions", f"reward_funcs={name}: is defined in the script")
         if model:
             self.set("reward.model_path", model, "reward_model_name_or_path", "reward_model_path")
         if functions:
             self.set("reward.functions", functions, "reward_funcs")
         elif not model and not names:
-            self.job_.leave_open("reward.functions", "the command names no reward, the script may define one")
+            self.result.leave_open("reward.functions", "the command names no reward, the script may define one")
 
     def _objective(self) -> None:
         """Set advantage estimator, loss and KL."""
@@ -432,14 +451,14 @@ class _Reader:
                 why = (
                     "with several updates per batch, TRL clips the ratio of the whole sequence, a product of its tokens"
                 )
-                self.job_.leave_open("actor.loss_mode", why)
+                self.result.leave_open("actor.loss_mode", why)
             return
         if self.command.program != "grpo":
             return
         several = self.value("multi_objective_aggregation") == "normalize_then_sum"
         self.set("algorithm.adv_estimator", "gdpo" if several else "grpo", "multi_objective_aggregation")
         scale = self.value("scale_rewards")
-        scaled = {"group": True, True: True, "none": False, False: False}
+        scaled = {"group": True, True: True, "none": False, None: False, False: False}
         by_std = scaled.get(
             scale, Open("advantages are divided by the standard deviation of their group, or not at all")
         )
@@ -450,11 +469,11 @@ class _Reader:
             self.set("actor.kl_loss_coef", beta, "beta")
             if self.value("use_bias_correction_kl"):
                 why = "use_bias_correction_kl=true, TRL's default: the KL is not weighted by the importance ratio"
-                self.job_.leave_open("actor.use_kl_loss", why)
+                self.result.leave_open("actor.use_kl_loss", why)
         if self.given.get("use_vllm") and self.value("vllm_importance_sampling_correction"):
             self._correction()
         if n == 1:
-            self.job_.leave_open("rollout.n", "num_generations=1: a group needs two responses")
+            self.result.leave_open("rollout.n", "num_generations=1: a group needs two responses")
 
     def _correction(self) -> None:
         """Set the correction of the mismatch between vLLM and trainer."""
@@ -469,10 +488,10 @@ class _Reader:
             self.set("algorithm.rollout_correction.rollout_is_threshold_lower", lower or 1e-30, *names)
         elif lower is not None:
             why = f"vllm_importance_sampling_clip_min={lower}: weights below the lower bound become 0, not the bound"
-            self.job_.leave_open("algorithm.rollout_correction.rollout_is", why)
+            self.result.leave_open("algorithm.rollout_correction.rollout_is", why)
 
     def _has_several_updates(self) -> bool:
-        job = self.job_.settings
+        job = self.result.settings
         return job.get("data.train_batch_size") != job.get("actor.ppo_mini_batch_size")
 
     def _loss(self, low: float, high: float) -> None:
@@ -482,7 +501,7 @@ class _Reader:
             mode = "gspo"
         elif level == "sequence":
             why = f"importance_sampling_level=sequence: {name} sums the ratio of the sequence once per token or once"
-            self.job_.leave_open("actor.loss_agg_mode", why)
+            self.result.leave_open("actor.loss_agg_mode", why)
         self.set("actor.loss_mode", mode, "loss_type", "importance_sampling_level")
         self.set("actor.loss_agg_mode", aggregation, "loss_type")
         if mode == "cispo":  # TRL's bound is that of the ratio itself, and there is no lower one
@@ -503,9 +522,9 @@ class _Reader:
         known = [name for name in names if name in by_name()["trainer.logger"].names]
         self.set("trainer.logger", ["console", *known], "report_to")
         if "wandb" in known:
-            self.job_.set_wandb_mode(self.command.environment)
+            self.result.set_wandb_mode(self.command.environment)
         if project := self.command.environment.get("WANDB_PROJECT") or self.given.get("project"):
-            self.job_.set("trainer.project_name", project, f"WANDB_PROJECT={project}", "WANDB_PROJECT")
+            self.result.set("trainer.project_name", project, f"WANDB_PROJECT={project}", "WANDB_PROJECT")
 
     def _others(self) -> None:
         """Report all settings that are not translated."""
@@ -513,19 +532,20 @@ class _Reader:
         for name, value in self.given.items():
             if name in READ or name in direct:
                 continue
-            if self.job_.has_row(name):
-                self.job_.decide(name, value)
+            if self.result.has_row(name):
+                self.result.decide(name, value)
             elif WITHOUT_EFFECT.match(name) or value in (None, False):
-                self.job_.note("no effect on what is trained", f"{name}={as_typed(value)}")
+                self.result.note("no effect on what is trained", f"{name}={as_typed(value)}")
             else:
-                self.job_.leave_open("trainer.task", f"{name}={as_typed(value)}: rlfuse has no such setting")
+                self.result.leave_open("trainer.task", f"{name}={as_typed(value)}: rlfuse has no such setting")
         for setting, why in self.command.unknown.items():
             name = setting.partition("=")[0]
             if WITHOUT_EFFECT.match(name) and name not in direct:
-                self.job_.note(why, setting)
+                self.result.note(why, setting)
             else:
-                self.job_.leave_unknown(direct.get(name) or UNKNOWN.get(name, "trainer.task"), setting, why)
+                for key in UNKNOWN.get(name) or (direct.get(name, "trainer.task"),):
+                    self.result.leave_unknown(key, setting, why)
         for word, why in self.command.unread.items():
-            self.job_.leave_open("trainer.task", f"{word}: {why}")
-        if "model.path" not in self.job_.settings and "model.path" not in self.job_.undecided:
+            self.result.leave_open("trainer.task", f"{word}: {why}")
+        if "model.path" not in self.result.settings and "model.path" not in self.result.undecided:
             raise ConfigError([f"{self.command.origin}: sets no --model_name_or_path; add it to the command"])

@@ -93,7 +93,6 @@ TRL = (
            (True,)),
     *_rows("actor.loss_mode", "rlfuse has no such loss setting",
            "top_entropy_quantile use_adaptive_entropy off_policy_mask_threshold", (1.0,)),
-    *_rows("actor.use_kl_loss", "the reference policy stays fixed", "sync_ref_model"),
     *_rows("rollout.temperature", "rollout has no such sampling parameter",
            "repetition_penalty generation_kwargs vllm_structured_outputs_regex", (1.0,)),
     *_rows("algorithm.norm_adv_by_std_in_grpo", "advantages are not normalised over the batch",
@@ -117,7 +116,8 @@ TRL = (
     Undecided("trainer.task", "", "policy and value share an optimizer; start from algorithm=ppo", (),
               ("ppo",)),
     Undecided("trainer.task", "", "rlfuse has no such trainer", (),
-              ("kto", "orpo", "cpo", "bco", "online_dpo", "nash_md", "xpo", "gkd", "prm", "distillation")),
+              ("kto", "orpo", "cpo", "bco", "online_dpo", "nash_md", "xpo", "prm")),
+    Undecided("trainer.task", "", "start from algorithm=distill", (), ("gkd", "distillation")),
 )  # fmt: skip
 
 OPENRLHF = (

@@ -22,8 +22,8 @@ from rlfuse.errors import ConfigError
 DECORATOR = "advantage_estimator"
 _OF_KL = ("log_probs", "ref_log_probs")
 PARAMETERS = {
-    "algorithm.adv_estimator": ("token_rewards", "scores", "mask", "groups", "values", "dimensions", "weights",
-                                "gamma", "lam", "by_std", "n"),
+    "algorithm.adv_estimator": ("token_rewards", "scores", "mask", "groups", "values", "old_log_probs",
+                                "ref_log_probs", "dimensions", "weights", "gamma", "lam", "by_std", "n"),
     "algorithm.kl_penalty": _OF_KL,
     "actor.loss_mode": ("log_probs", "old_log_probs", "advantages", "mask", "clip_low", "clip_high", "clip_c"),
     "actor.kl_loss_type": _OF_KL,
@@ -35,7 +35,8 @@ POLICY = "fusion.policy"
 REWARDS = "reward.functions"
 _ARGUMENT = {POLICY: "snapshot", METRICS: "list of samples"}
 """Key whose function is called with one argument -> description of the argument."""
-_TRAIT_OF = {"values": "needs_critic", "dimensions": "each_reward", "weights": "each_reward"}
+_TRAIT_OF = {"values": "needs_critic", "dimensions": "each_reward", "weights": "each_reward",
+             "old_log_probs": "needs_reference", "ref_log_probs": "needs_reference"}  # fmt: skip
 """Parameter -> trait of the estimators that receive it."""
 
 

@@ -15,6 +15,10 @@ class Traits:
     """It reads rows of other groups, so it is called once per step with the whole batch, and training waits for it.
     False: a row's result depends only on its group; the first step verifies this for custom estimators."""
     needs_critic: bool = False
+    needs_reference: bool = False
+    """It compares the log-probs of policy and reference, so both are computed before the first update."""
+    needs_rewards: bool = True
+    """False: it ignores the rewards, so reward.functions may be empty, and rewards are only logged."""
     each_reward: bool = False
     """It reads the values of each reward function (`dimensions`, `weights`) instead of their sum."""
     whitens: str = ""
@@ -24,7 +28,7 @@ class Traits:
     def __post_init__(self) -> None:
         if self.whitens not in ("", "tokens", "responses"):
             raise ValueError(f"whitens={self.whitens!r} must be 'tokens' or 'responses'")
-        for name in ("needs_groups", "needs_batch", "needs_critic", "each_reward"):
+        for name in ("needs_groups", "needs_batch", "needs_critic", "needs_reference", "needs_rewards", "each_reward"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
 
@@ -35,10 +39,11 @@ ESTIMATORS = {
     "gdpo": Traits(needs_groups=True, needs_batch=False, each_reward=True, whitens="responses"),
     "rloo": Traits(needs_groups=True, needs_batch=False),
     "reinforce_plus_plus": Traits(needs_batch=False, whitens="tokens"),
+    "distill": Traits(needs_batch=False, needs_reference=True, needs_rewards=False),
 }
 
 
 def describe_choices() -> str:
     """Return the names of the estimators, with explanations in parentheses."""
-    note = " (normalises each reward function separately)"
-    return " | ".join(name + note * traits.each_reward for name, traits in ESTIMATORS.items())
+    notes = {"gdpo": " (normalises each reward function separately)", "distill": " (log-prob of the teacher, ref.path)"}
+    return " | ".join(name + notes.get(name, "") for name in ESTIMATORS)

@@ -260,7 +260,7 @@ class Board:
             return
         chosen = (group for number in groups if (group := self.group_records[number]).chosen)
         for record in (record for group in chosen for record in group.samples):
-            if isinstance(record.sample.reward, Reward):
+            if self._is_trainable(record.sample):
                 record.prepared |= model == "actor"
                 if not record.missing or model != "actor":
                     self.mini_batches[model].prepare({record.id: (record.group.number, record.sample.tokens)})
@@ -371,11 +371,14 @@ class Board:
         return [(s, s.reward) for s in self.samples.values() if isinstance(s.reward, RewardFailure)]
 
     def groups_to_train(self, numbers: Iterable[int] | None = None) -> list[Group]:
-        """Return the groups to train on (of `numbers`, if given): rewarded samples only, without empty groups."""
+        """Return the groups to train on (of `numbers`, if given), without samples whose reward failed or is awaited."""
         records = self.group_records if numbers is None else [self.group_records[number] for number in numbers]
         groups = [record.group for record in records if record.chosen]
-        kept = [Group(group.prompt, [s for s in group.samples if isinstance(s.reward, Reward)]) for group in groups]
+        kept = [Group(group.prompt, [s for s in group.samples if self._is_trainable(s)]) for group in groups]
         return [group for group in kept if group.samples]
+
+    def _is_trainable(self, sample: Sample) -> bool:
+        return isinstance(sample.reward, Reward) or ("reward" not in self.kinds and sample.response is not None)
 
     def needed_samples(self) -> list[Sample]:
         return [sample for record in self.group_records if not record.unneeded for sample in record.group.samples]

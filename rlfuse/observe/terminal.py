@@ -110,6 +110,10 @@ class Terminal:
             os.replace(aside, self._file)
 
 
+KL = ("actor/teacher_kl", "actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")
+"""Metrics of which the first that a step has is displayed as its KL."""
+
+
 def step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
     """Return the line that is printed for a finished step."""
     shown = fields(metrics) | ({"held out": text} if (text := _held_out(metrics)) else {})
@@ -125,9 +129,7 @@ def fields(metrics: Mapping[str, float]) -> dict[str, str]:
     length, longest = (figure(metrics.get(f"response_length/{name}"), ".0f") for name in ("mean", "max"))
     found = {
         "reward": figure(metrics.get("critic/score/mean")),
-        "kl": figure(
-            metrics.get("actor/reward_kl_penalty", metrics.get("actor/kl_loss", metrics.get("actor/ppo_kl"))), ".4f"
-        ),
+        "kl": figure(next((metrics[name] for name in KL if name in metrics), None), ".4f"),
     }
     if "actor/entropy" in metrics:
         found["entropy"] = figure(metrics["actor/entropy"])

@@ -50,6 +50,7 @@ CURVES = (
     ("validation", ("val-core/",)),
     ("response length, tokens", ("response_length/mean", "response_length/max")),
     ("share of responses truncated at the length limit", ("response_length/clip_ratio",)),
+    ("reverse KL to the teacher, nats per token", ("actor/teacher_kl",)),
     ("KL to the reference, nats", ("actor/reward_kl_penalty", "actor/kl_loss")),
     ("KL to the policy before the update (ppo_kl), nats", ("actor/ppo_kl",)),
     ("entropy, nats per token", ("actor/entropy", "response/entropy")),

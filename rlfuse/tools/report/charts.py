@@ -62,7 +62,7 @@ CURVES = (
     ("share of groups with equal rewards", ("reward/frac_reward_zero_std",)),
     ("seconds per step", ("timing_s/step",)),
     ("tokens per second and slot", ("perf/throughput",)),
-    ("share of slot time that was idle", ("fusion/idle_share",)),
+    ("share of slot time that was idle, within the step", ("fusion/idle_share",)),
     ("custom metrics", ("custom/",)),
     ("custom metrics, validation", ("val-custom/",)),
 )

@@ -13,5 +13,5 @@ echo "[distill] training the teacher"
 python -m rlfuse.train experiment=quickstart "trainer.experiment_name=$name-teacher"
 teacher=$(ls -d "runs/rlfuse/$name-teacher/global_step_"*/actor/huggingface | sort -V | tail -n 1)
 echo "[distill] distilling it"
-exec python -m rlfuse.train experiment=quickstart algorithm=distill "ref.path=$teacher" \
+exec python -m rlfuse.train experiment=quickstart algorithm=distill ref.path="$teacher" \
     "trainer.experiment_name=$name-student" trainer.test_freq=4 "$@"

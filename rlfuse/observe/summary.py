@@ -118,8 +118,9 @@ def summary_text(summary: Mapping[str, Any], folder: Path) -> str:
     first = f"first and last {window} steps" if window > 1 else "first and last step"
     lines = [
         f"{ran} in {summary['seconds']:.0f} s, fusion={summary['fusion']} ({summary['label']})",
-        f"  mean reward   {figure(summary['reward_first'])} -> {figure(summary['reward_last'])}   ({first})",
     ]
+    if summary["reward_first"] is not None:
+        lines.append(f"  mean reward   {figure(summary['reward_first'])} -> {figure(summary['reward_last'])}   ({first})")
     if name:
         before = "" if summary["val_before"] is None else f"{figure(summary['val_before'])} -> "
         lines.append(f"  held out      {before}{figure(summary['val_after'])}   ({name})")

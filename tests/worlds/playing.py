@@ -310,7 +310,8 @@ class World:
             assert not missing, f"{kind} is missing"
         chosen = [number for number in range(len(board.groups)) if number in self._chosen(board)]
         parts = [chosen[i : i + self.scene.mini_batch] for i in range(0, len(chosen), self.scene.mini_batch)]
-        live = [{s.id for g in part for s in board.groups[g].samples if isinstance(s.reward, Reward)} for part in parts]
+        failed = {sample.id for sample, _ in board.failures()}
+        live = [{s.id for g in part for s in board.groups[g].samples if s.id not in failed} for part in parts]
         for model in ("critic", "actor") if config.uses_critic else ("actor",):
             assert self.trainer.steps.pop(model, []) == [part for part in live if part] * self.scene.epochs
         assert not any(self.trainer.gradients.values())
@@ -346,7 +347,7 @@ class Watched(Experience):
         self.prepared.update(group.prompt.index for group in groups)
         assert max(self.prepared.values()) == 1 and not self.completed
         for sample in (sample for group in groups for sample in group.samples):
-            assert isinstance(sample.reward, Reward)
+            assert isinstance(sample.reward, Reward) or "reward" not in self.kinds
             names = {"old_log_prob": "old_log_probs", "ref": "ref_log_probs", "values": "values"}
             needed = set(self.kinds) - {"reward", *self.deferred, *self.fused_into_first_update}
             assert {names[kind] for kind in needed} <= sample.tensors.keys()

@@ -49,6 +49,7 @@ quickstart() {
             "trainer.experiment_name=quickstart-$seed" "trainer.total_training_steps=$steps"
     done
     python tests/benchmarks/pictures.py row "$out"/runs/pictures/quickstart-[123]
+    python tests/benchmarks/pictures.py lines "$out/runs/pictures/quickstart-1" # for the README
     keep "$out/runs/pictures/quickstart-1/reward_curve.png" jobs/quickstart.png
 }
 

@@ -36,6 +36,8 @@ def advantages_and_returns(
     dimensions: tuple[Tensor, Tensor] | None = None,
     n: int = 1,
     baselines: Tensor | None = None,
+    old_log_probs: Tensor | None = None,
+    ref_log_probs: Tensor | None = None,
     kwargs: Mapping[str, Any] = NO_KWARGS,
 ) -> tuple[Tensor, Tensor]:
     """Call the named estimator; return (advantages before whitening, returns), each [B, T].
@@ -61,12 +63,17 @@ def advantages_and_returns(
             f"algorithm.adv_estimator={estimator} needs baselines, got None: pass the score of each prompt's greedy "
             "response."
         )
+    if "ref_log_probs" in asked and (old_log_probs is None or ref_log_probs is None):
+        raise ValueError(
+            f"algorithm.adv_estimator={estimator} needs old_log_probs and ref_log_probs, got None: score the rows with "
+            "the policy and the reference before computing advantages."
+        )
     # A cumulative sum: the order of a plain sum, and so its last bit, depends on the padded width.
     scores = mask_response(token_rewards, mask).double().cumsum(-1)[:, -1].float()
     columns, weights = dimensions or (scores[:, None], torch.ones(1))
     given = {"token_rewards": token_rewards, "scores": scores, "mask": mask, "groups": groups, "values": values}
-    given |= {"baselines": baselines, "dimensions": columns, "weights": weights}
-    given |= {"gamma": gamma, "lam": lam, "by_std": by_std, "n": n}
+    given |= {"baselines": baselines, "old_log_probs": old_log_probs, "ref_log_probs": ref_log_probs}
+    given |= {"dimensions": columns, "weights": weights, "gamma": gamma, "lam": lam, "by_std": by_std, "n": n}
     found = ESTIMATORS.call(estimator, given, kwargs)
     matrices = found if isinstance(found, tuple) and len(found) == 2 else (found, found)
     advantages, returns = (
@@ -192,6 +199,18 @@ def reinforce_plus_plus(token_rewards: Tensor, mask: Tensor, gamma: float) -> tu
         returns[:, t] = running
     returns = mask_response(returns, mask)
     return returns, returns
+
+
+@ESTIMATORS.built_in()
+def distill(old_log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor) -> Tensor:
+    """Compute the advantages of on-policy distillation, [B, T] in nats: log p_teacher - log p_student per token.
+
+    `ref_log_probs` [B, T] are the teacher's log-probs of the student's tokens, `old_log_probs` [B, T] the student's own
+    before the update. Each token's reward is the negative estimate of the reverse KL on it, with discount 0 (Lu and
+    Thinking Machines 2025, On-Policy Distillation), so the policy gradient is that of KL(student || teacher) at the
+    positions that the student visits, the reverse KL of GKD (Agarwal et al. 2023, arXiv 2306.13649). Ignores rewards.
+    """
+    return mask_response(ref_log_probs - old_log_probs, mask)
 
 
 def whiten(advantages: Tensor, mask: Tensor, by_response: bool = False) -> Tensor:

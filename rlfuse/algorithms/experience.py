@@ -29,6 +29,8 @@ from rlfuse.samples import Group, Reward, Sample, flattened, padded, per_row
 
 SAME, ROUNDING = 1e-4, 1e-6
 """Tolerances for rounding, relative to the batch's largest estimate and to its largest score."""
+POLICIES = ("old_log_probs", "ref_log_probs")
+"""Tensors of a sample with the log-probs of the policy before the update and of the reference."""
 
 
 class Experience:
@@ -54,7 +56,7 @@ class Experience:
         """The kinds of scoring that every sample needs, in serial order."""
         fused = self._one_part and bool(self.fused_into_first_update)
         wanted = {
-            "reward": True,
+            "reward": self.config.uses_rewards,
             "old_log_prob": self.config.algorithm.old_log_probs == "trainer" and not fused,
             "ref": self.config.uses_reference,
             "values": self.config.uses_critic,
@@ -67,14 +69,19 @@ class Experience:
 
         Old log-probs are those of the weights before the step's first update, so the first mini-batch's forward pass
         computes them. A separate pass is needed for later mini-batches, if the log-probs are needed earlier (KL in the
-        reward, importance weights), if the first mini-batch is not known in advance, and in steps that train the critic
-        only. Values are needed for the advantages, and the reference has other weights.
+        reward, distillation, importance weights), if the first mini-batch is not known in advance, and in steps that
+        train the critic only. Values are needed for the advantages, and the reference has other weights.
         """
         config, algorithm = self.config, self.config.algorithm
-        before = algorithm.use_kl_in_reward or algorithm.rollout_correction.is_enabled
+        before = self._advantages_read_reference or algorithm.rollout_correction.is_enabled
         chosen_late = config.fusion.data != "exact" or algorithm.filter_groups.enable
         unknown = config.trainer.critic_warmup > 1 or (chosen_late and not self._one_part)
         return () if algorithm.old_log_probs != "trainer" or before or unknown else ("old_log_prob",)
+
+    @property
+    def _advantages_read_reference(self) -> bool:
+        """True if advantages depend on the log-probs of policy and reference."""
+        return self.config.algorithm.use_kl_in_reward or self.traits.needs_reference
 
     @property
     def _one_part(self) -> bool:
@@ -157,6 +164,8 @@ class Experience:
             return f"fusion.training={self.config.fusion.training} runs one model after the other"
         if algorithm.use_kl_in_reward:
             return "algorithm.use_kl_in_reward=true needs the log-probs for advantages (actor.use_kl_loss does not)"
+        if self.traits.needs_reference:
+            return f"algorithm.adv_estimator={algorithm.adv_estimator} needs the log-probs for advantages"
         if algorithm.filter_groups.enable:
             return "algorithm.filter_groups.enable=true selects groups after all are scored"
         if self._one_part:
@@ -200,7 +209,8 @@ class Experience:
             self._dimensions(samples) if self.weights and self.traits.each_reward else None,
             self.config.rollout.n,
             self._baselines(groups) if self.traits.needs_baseline else None,
-            algorithm.adv_estimator_kwargs,
+            **{name: _matrix(samples, name) for name in POLICIES if self.traits.needs_reference},
+            kwargs=algorithm.adv_estimator_kwargs,
         )
         _spread(samples, mask, advantages=advantages, returns=returns)
 
@@ -233,7 +243,7 @@ class Experience:
                     ])  # fmt: skip
         for sample, own in zip(samples, alone, strict=True):
             sample.tensors.update(own)
-        self._unverified = len(set(scores)) == 1
+        self._unverified = self.traits.needs_rewards and len(set(scores)) == 1
 
     def complete(self, groups: Sequence[Group]) -> dict[str, float]:
         """Compute everything that depends on all groups, and update the KL coefficient; return metrics."""
@@ -255,6 +265,9 @@ class Experience:
         if self.config.actor.use_kl_loss:
             coefficient = self._kl_coefficients(samples, self.config.actor.kl_loss_coef)
             metrics = metrics | {"actor/kl_coef": float(coefficient.double().mean())}
+        if self.traits.needs_reference:
+            policy, reference = (_matrix(samples, name)[mask].double() for name in POLICIES)
+            metrics["actor/teacher_kl"] = float((policy - reference).mean())
         if not self.config.algorithm.use_kl_in_reward:
             return metrics
         kl, coefficient = self._kl(samples, mask).sum(-1), self._kl_coefficients(samples, self.kl.value)
@@ -280,7 +293,12 @@ class Experience:
             sample.tensors["selected"] = values
 
     def _scores(self, samples: Sequence[Sample]) -> torch.Tensor:
-        """Return rewards plus DAPO's length penalty, float32 [B]; the penalty is also logged as a reward part."""
+        """Return rewards plus DAPO's length penalty, float32 [B]; the penalty is also logged as a reward part.
+
+        Without a reward, which only estimators that ignore it allow, the scores are 0.
+        """
+        if not self.config.uses_rewards:
+            return torch.zeros(len(samples))
         values = [self.normaliser.value(sample.reward, self.weights) for sample in samples]
         return torch.from_numpy(np.array(values) + self._penalties(samples)).float()
 
@@ -341,7 +359,7 @@ class Experience:
 
     def _kl(self, samples: Sequence[Sample], mask: torch.Tensor) -> torch.Tensor:
         """Return the KL estimate of policy and reference, [B, T]; 0 on masked tokens."""
-        policy, reference = (_matrix(samples, name) for name in ("old_log_probs", "ref_log_probs"))
+        policy, reference = (_matrix(samples, name) for name in POLICIES)
         algorithm = self.config.algorithm
         return kl_estimate(policy, reference, algorithm.kl_penalty, kwargs=algorithm.kl_penalty_kwargs) * mask
 

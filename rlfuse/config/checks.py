@@ -344,7 +344,7 @@ def _tower(config: Config, facts: Facts) -> Iterator[str]:
 
 def _reward(config: Config, facts: Facts) -> Iterator[str]:
     reward = config.reward
-    entries, problems = read_entries(reward.functions, reward.weights, reward.model_path)
+    entries, problems = read_entries(reward.functions, reward.weights, reward.model_path, config.uses_rewards)
     yield from problems
     if reward.device == "cuda" and facts.cuda is False:
         yield _problem(config, "reward.device", "needs GPUs in the job's slots", "set reward.device=auto")
@@ -402,6 +402,29 @@ def _kl(config: Config, facts: Facts) -> Iterator[str]:
         )
 
 
+def _distillation(config: Config, facts: Facts) -> Iterator[str]:
+    if not (traits := _traits(config, facts)) or traits.needs_rewards:
+        return
+    estimator = f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
+    if config.algorithm.adv_estimator in ESTIMATORS and config.ref.path is None:
+        valid = f"must be the teacher's model folder or hub name with {estimator}"
+        yield _problem(config, "ref.path", valid, "set it to a model with the vocabulary of model.path")
+    ignored = (
+        ("algorithm.use_kl_in_reward", False),
+        ("algorithm.filter_groups.enable", False),
+        ("reward.overlong_buffer.len", 0),
+    )
+    for name, off in ignored:
+        if value_of(config, name) != off:
+            valid = f"has no effect on advantages with {estimator}, which ignores rewards"
+            yield _problem(config, name, valid, f"set it to {as_typed(off)}, or use another estimator")
+    if config.data.val_files and not config.uses_rewards:
+        yield (
+            "reward.functions=[]: validation (data.val_files) needs a reward; give at least one function, as "
+            "reward.functions=[path/file.py:function], or set data.val_files=[]"
+        )
+
+
 def _preferences(config: Config, facts: Facts) -> Iterator[str]:
     for leaf in ("pipeline_parallel_size", "tensor_model_parallel_size", "ulysses_sequence_parallel_size"):
         name = f"training.{leaf}"
@@ -456,4 +479,4 @@ _OF_SAMPLES = (
     pipeline_problems,
     tensor_parallel_problems,
 )
-_OF_SAMPLES += (sequence_parallel_problems, _drained, _video, _tower, _reward, _kl)
+_OF_SAMPLES += (sequence_parallel_problems, _drained, _video, _tower, _reward, _kl, _distillation)

@@ -22,8 +22,8 @@ from rlfuse.errors import ConfigError
 DECORATOR = "advantage_estimator"
 _OF_KL = ("log_probs", "ref_log_probs")
 PARAMETERS = {
-    "algorithm.adv_estimator": ("token_rewards", "scores", "mask", "groups", "values", "dimensions", "weights",
-                                "gamma", "lam", "by_std", "n", "baselines"),
+    "algorithm.adv_estimator": ("token_rewards", "scores", "mask", "groups", "values", "baselines", "old_log_probs",
+                                "ref_log_probs", "dimensions", "weights", "gamma", "lam", "by_std", "n"),
     "algorithm.kl_penalty": _OF_KL,
     "actor.loss_mode": ("log_probs", "old_log_probs", "advantages", "mask", "clip_low", "clip_high", "clip_c",
                         "tau_pos", "tau_neg", "ppo_kl_coef"),
@@ -44,9 +44,11 @@ ARGUMENTS = {key: f"{key}_kwargs" for key in (*PARAMETERS, POLICY, METRICS, SAMP
 """Key of a custom function -> key of its additional arguments; those of METRICS are by the function's name."""
 _TRAIT_OF = {
     "values": "needs_critic",
+    "baselines": "needs_baseline",
+    "old_log_probs": "needs_reference",
+    "ref_log_probs": "needs_reference",
     "dimensions": "each_reward",
     "weights": "each_reward",
-    "baselines": "needs_baseline",
 }
 """Parameter -> trait of the estimators that receive it."""
 

@@ -17,6 +17,10 @@ class Traits:
     needs_critic: bool = False
     needs_baseline: bool = False
     """It reads the score of a greedy response to each prompt (`baselines`), which is generated with the others."""
+    needs_reference: bool = False
+    """It compares the log-probs of policy and reference, so both are computed before the first update."""
+    needs_rewards: bool = True
+    """False: it ignores the rewards, so reward.functions may be empty, and rewards are only logged."""
     each_reward: bool = False
     """It reads the values of each reward function (`dimensions`, `weights`) instead of their sum."""
     whitens: str = ""
@@ -26,7 +30,8 @@ class Traits:
     def __post_init__(self) -> None:
         if self.whitens not in ("", "tokens", "responses"):
             raise ValueError(f"whitens={self.whitens!r} must be 'tokens' or 'responses'")
-        for name in ("needs_groups", "needs_batch", "needs_critic", "needs_baseline", "each_reward"):
+        switches = ("needs_groups", "needs_batch", "needs_critic", "needs_baseline", "needs_reference", "needs_rewards")
+        for name in (*switches, "each_reward"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
 
@@ -41,10 +46,15 @@ ESTIMATORS = {
     "gpg": Traits(needs_groups=True),
     "reinforce_plus_plus": Traits(needs_batch=False, whitens="tokens"),
     "reinforce_plus_plus_baseline": Traits(needs_groups=True, needs_batch=False, whitens="tokens"),
+    "distill": Traits(needs_batch=False, needs_reference=True, needs_rewards=False),
 }
 
 
 def describe_choices() -> str:
     """Return the names of the estimators, with explanations in parentheses."""
-    notes = {"gdpo": " (normalises each reward function separately)", "remax": " (generates a greedy baseline)"}
+    notes = {
+        "gdpo": " (normalises each reward function separately)",
+        "remax": " (generates a greedy baseline)",
+        "distill": " (log-prob of the teacher, ref.path)",
+    }
     return " | ".join(name + notes.get(name, "") for name in ESTIMATORS)

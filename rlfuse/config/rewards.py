@@ -69,7 +69,8 @@ class RewardConfig:
 
     functions: list[Any] = key([], REWARD, accepts_entry=True)
     """Reward functions: `path/file.py:function`, `package.module:function`, the URL of a service (http://...), or an
-    entry with the keys below: {path: ..., weight: 0.5, sources: [math*]}."""
+    entry with the keys below: {path: ..., weight: 0.5, sources: [math*]}. algorithm=distill needs none without
+    data.val_files."""
     weights: list[float] = key([], REWARD)
     """Weights of the functions, in order and without gates (last, the weight of model_path if no entry names it);
     empty: the weights of the entries, or 1."""
@@ -147,9 +148,12 @@ def map_judge_paths(functions: Sequence[Any], place: Callable[[str], str | None]
 
 
 def read_entries(
-    functions: Sequence[Given], weights: Sequence[float] = (), model_path: str | None = None
+    functions: Sequence[Given], weights: Sequence[float] = (), model_path: str | None = None, required: bool = True
 ) -> tuple[list[RewardEntry], list[str]]:
-    """Return (entries with weights, problems). With problems, the entries are those that could be read."""
+    """Return (entries with weights, problems). With problems, the entries are those that could be read.
+
+    `required`: whether having no entry is a problem.
+    """
     entries, problems = [], []
     for number, given in enumerate(functions):
         where = f"reward.functions[{number}]" if len(functions) > 1 else "reward.functions"
@@ -162,10 +166,11 @@ def read_entries(
     if model_path is not None and not any(is_model(entry.path) for entry in entries):
         entries.append(RewardEntry(MODEL_PART))
     if not functions and model_path is None:
-        problems.append(
-            "reward.functions=[]: no reward; give at least one function, as "
-            "reward.functions=[path/file.py:function], or reward.model_path"
-        )
+        if required:
+            problems.append(
+                "reward.functions=[]: no reward; give at least one function, as "
+                "reward.functions=[path/file.py:function], or reward.model_path"
+            )
     elif not problems and all(entry.gate for entry in entries):
         problems.append("reward.functions: has only gates, which are not added to the reward; add another function")
     return (entries, problems) if problems else _weighted(entries, weights)

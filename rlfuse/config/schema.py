@@ -272,7 +272,7 @@ class RolloutCorrection:
 class AlgorithmConfig:
     """Advantage estimation and KL penalties. Presets: algorithm=ppo | grpo | dr_grpo | gdpo | gpg | opo |
     remax | rloo | reinforce_plus_plus | reinforce_plus_plus_baseline | dapo | gspo | cispo | sapo | clip_cov |
-    kl_cov."""
+    kl_cov | distill."""
 
     adv_estimator: str = key("gae", ESTIMATOR, choices=describe_choices(), custom=True)
     """Advantage estimator."""
@@ -425,10 +425,11 @@ class CriticConfig:
 
 @dataclass
 class RefConfig:
-    """The frozen reference policy, loaded only if a KL penalty or KL loss is enabled."""
+    """The frozen reference policy, loaded only if a KL penalty, a KL loss or distillation uses it. With
+    algorithm=distill it is the teacher."""
 
     path: str | None = key(None, Resume(Effect.EXPERIMENT, "another reference policy"))
-    """Weights of the reference policy; null: model.path."""
+    """Weights of the reference policy, of any size and family with the same vocabulary; null: model.path."""
 
 
 @dataclass
@@ -778,4 +779,11 @@ class Config:
 
     @property
     def uses_reference(self) -> bool:
-        return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
+        estimator = traits_of(self.algorithm.adv_estimator)
+        return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss or estimator.needs_reference
+
+    @property
+    def uses_rewards(self) -> bool:
+        """False if samples are not scored by a reward: none is given, and the advantage estimator needs none."""
+        given = bool(self.reward.functions) or self.reward.model_path is not None
+        return given or traits_of(self.algorithm.adv_estimator).needs_rewards

@@ -20,9 +20,9 @@ PLACEHOLDERS = ("image_token", "video_token", "audio_token")
 
 
 def load_tokenizer(model: ModelConfig, others: Mapping[str, str | None] | None = None) -> PreTrainedTokenizerBase:
-    """Return the model's tokenizer; ConfigError if it is missing or a model has too small an embedding for it.
+    """Return the model's tokenizer; ConfigError if it is missing or does not fit a model's embedding or vocabulary.
 
-    `others`: paths of further models by configuration key.
+    `others`: paths of further models, which read the same token ids, by configuration key.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
@@ -39,7 +39,10 @@ def load_tokenizer(model: ModelConfig, others: Mapping[str, str | None] | None =
         problem
         for key, path in models.items()
         if path
-        for problem in check_vocabulary_size(tokenizer, key, path, model.trust_remote_code)
+        for problem in (
+            *check_vocabulary_size(tokenizer, key, path, model.trust_remote_code),
+            *check_vocabulary(tokenizer, model.path, key, path, model.trust_remote_code),
+        )
     ]
     if problems:
         raise ConfigError(problems)
@@ -61,6 +64,30 @@ def check_vocabulary_size(tokenizer: PreTrainedTokenizerBase, key: str, path: st
             f"{key}={path}: the tokenizer has tokens up to {tokens[last]} ({last!r}), but the model's embedding has "
             f"rows for 0 to {rows - 1}. Use the tokenizer the model was trained with, or resize the embedding once: "
             f"model.resize_token_embeddings({tokens[last] + 1}), then model.save_pretrained."
+        )
+
+
+def check_vocabulary(
+    tokenizer: PreTrainedTokenizerBase, model_path: str, key: str, path: str, trusts: bool
+) -> Iterator[str]:
+    """Yield a message if the tokenizer of the model at `path` (value of `key`) has other ids for the same tokens.
+
+    Further tokens of that model are allowed. `model_path`: the model of `tokenizer`.
+    """
+    if path == model_path:
+        return
+    try:
+        other = AutoTokenizer.from_pretrained(path, trust_remote_code=trusts).get_vocab()
+    except (OSError, ValueError):
+        return  # `config.facts` reports a folder without a tokenizer
+    different = {token: index for token, index in tokenizer.get_vocab().items() if other.get(token) != index}
+    if different:
+        token = min(different, key=different.get)
+        theirs = f"has id {other[token]}" if token in other else "does not exist"
+        yield (
+            f"{key}={path}: its vocabulary differs from that of model.path={model_path} in {len(different):,} of "
+            f"{len(tokenizer):,} tokens; {token!r} has id {different[token]} there and {theirs} here. Both models "
+            "read the same token ids, so choose one with the tokenizer of model.path."
         )
 
 

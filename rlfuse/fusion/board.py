@@ -380,13 +380,18 @@ class Board:
         return [(s, s.reward) for s in self.samples.values() if isinstance(s.reward, RewardFailure)]
 
     def groups_to_train(self, numbers: Iterable[int] | None = None) -> list[Group]:
-        """Return the groups to train on (of `numbers`, if given): rewarded samples only, without empty groups."""
+        """Return the groups to train on (of `numbers`, if given), without samples whose reward failed or is awaited."""
         records = self.group_records if numbers is None else [self.group_records[number] for number in numbers]
         kept = []
         for group in (record for record in records if record.chosen):
-            rewarded = [s.sample for s in group.samples if s.trains and isinstance(s.sample.reward, Reward)]
-            kept.append(Group(group.group.prompt, rewarded, group.group.baseline))
+            trained = [each.sample for each in group.samples if self._is_trainable(each)]
+            kept.append(Group(group.group.prompt, trained, group.group.baseline))
         return [group for group in kept if group.samples]
+
+    def _is_trainable(self, record: SampleRecord) -> bool:
+        """Return whether a sample is scored, or needs no reward, and none failed."""
+        sample, needs_reward = record.sample, "reward" in self.kinds
+        return record.trains and (isinstance(sample.reward, Reward) if needs_reward else sample.response is not None)
 
     def needed_samples(self) -> list[Sample]:
         return [sample for record in self.group_records if not record.unneeded for sample in record.group.samples]

@@ -190,10 +190,12 @@ class MetricLog:
         if self.config.algorithm.filter_groups.enable:
             values["train/num_gen_batches"] = board.batches
         generated = _samples(groups)
-        scored = [sample for sample in generated if sample.reward is not None]
+        has_rewards = "reward" in board.kinds
+        scored = [s for s in generated if s.reward is not None or (s.response is not None and not has_rewards)]
         values |= self._custom_metrics.of(scored)
         values |= figures.failure_metrics(board.failures()) | figures.latency_metrics(spans)
-        values["reward/failure_rate"] = len(board.failures()) / len(scored)
+        if has_rewards:
+            values["reward/failure_rate"] = len(board.failures()) / len(scored)
         values |= figures.time_metrics(spans, figures.tokens_of(whole, generated, _samples(trained)), slots)
         values |= figures.fusion_metrics(spans, slots // width, width) | figures.memory_metrics(spans)
         values |= figures.garbage_metrics(spans)

@@ -131,7 +131,9 @@ def _trained(samples: Sequence[Sample]) -> dict[str, float]:
         for name in ("advantages", "returns", "values")
         if name in samples[0].tensors
     }
-    metrics = _spread("critic/rewards", [float(sample.tensors["token_rewards"].sum()) for sample in samples])
+    metrics = {}
+    if all(isinstance(sample.reward, Reward) for sample in samples):
+        metrics |= _spread("critic/rewards", [float(sample.tensors["token_rewards"].sum()) for sample in samples])
     for name, values in tensors.items():
         metrics |= _spread(f"critic/{name}", values)
     if "values" in tensors and (spread := tensors["returns"].var()) > 0:

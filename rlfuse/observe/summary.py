@@ -116,10 +116,10 @@ def summary_text(summary: Mapping[str, Any], folder: Path) -> str:
     ran = f"{steps} steps" if not after else f"{steps} steps, resumed after step {after}"
     window = summary["reward_window"]
     first = f"first and last {window} steps" if window > 1 else "first and last step"
-    lines = [
-        f"{ran} in {summary['seconds']:.0f} s, fusion={summary['fusion']} ({summary['label']})",
-        f"  mean reward   {figure(summary['reward_first'])} -> {figure(summary['reward_last'])}   ({first})",
-    ]
+    lines = [f"{ran} in {summary['seconds']:.0f} s, fusion={summary['fusion']} ({summary['label']})"]
+    if summary["reward_first"] is not None:
+        rewards = " -> ".join(figure(summary[key]) for key in ("reward_first", "reward_last"))
+        lines.append(f"  mean reward   {rewards}   ({first})")
     if name:
         before = "" if summary["val_before"] is None else f"{figure(summary['val_before'])} -> "
         lines.append(f"  held out      {before}{figure(summary['val_after'])}   ({name})")

@@ -29,7 +29,11 @@ from rlfuse.progress import SILENT_S, Console, is_live_terminal, print_line
 
 FILE = "live.json"
 REFRESH_S = 1.0
-KL_LABELS = {**dict.fromkeys(REFERENCE_KL, "kl to ref"), "actor/ppo_kl": "kl of update"}
+KL_LABELS = {
+    "actor/teacher_kl": "kl to teacher",
+    **dict.fromkeys(REFERENCE_KL, "kl to ref"),
+    "actor/ppo_kl": "kl of update",
+}
 """Metric -> its label; the first that a step has is shown."""
 MAX_CPU_SHARE = 0.002
 """Maximum share of a core for the view, so a large step is refreshed less often."""

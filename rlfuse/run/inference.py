@@ -121,8 +121,10 @@ def _link_speed(config: Config, device: str) -> float:
 
 def reward_pool(config: Config) -> RewardPool:
     """Return the reward pool of the job; its processes are not started yet."""
-    model, timeout_s = config.model, config.cluster.timeout_s
-    return RewardPool(config.reward, model.trust_remote_code, timeout_s, config.data.prompt_key, model.video_family)
+    model, timeout_s, required = config.model, config.cluster.timeout_s, config.uses_rewards
+    return RewardPool(
+        config.reward, model.trust_remote_code, timeout_s, config.data.prompt_key, model.video_family, required
+    )
 
 
 def video_model_of(config: Config) -> VideoModel | None:

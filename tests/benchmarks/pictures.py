@@ -1,6 +1,7 @@
 """Inputs of `jobs/pictures.sh` besides commands: rows of tables, a contact sheet, two runs in one picture.
 
 python tests/benchmarks/pictures.py row RUN_DIR ...             a row of the README's table for each quickstart run
+python tests/benchmarks/pictures.py lines RUN_DIR               the lines of a quickstart run that the README quotes
 python tests/benchmarks/pictures.py sheet RUN_DIR PNG           the sheet whose answers differ most, latest first
 python tests/benchmarks/pictures.py proxy PNG TITLE=RUN_DIR ... reward model and true reward, a panel for each run
 python tests/benchmarks/pictures.py model FOLDER                the shapes of Qwen2.5-7B-Instruct, for `rlfuse plan`
@@ -16,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlfuse.observe.overoptimization import draw_overoptimization_panels
+from rlfuse.observe.summary import summary_text
+from rlfuse.observe.terminal import step_line
 from rlfuse.run_folder.reader import open_run
 
 QWEN_7B = {
@@ -35,6 +38,15 @@ def row(*runs: str) -> None:
         names = ("reward_first", "reward_last", "val_before", "val_after")
         cells = [str(run.config["data"]["seed"]), *(f"{found[name]:.2f}" for name in names), f"{found['seconds']:.0f}"]
         print("| " + " | ".join(cells) + " |")
+
+
+def lines(path: str) -> None:
+    """Of the run whose curve and report are pictures, so that text and pictures show the same numbers."""
+    run = open_run(Path(path))
+    summary, rows = run.summary(), run.rows()
+    print(f"validation  {summary['val_name']} {summary['val_before']:.3f}")
+    print(step_line(1, summary["steps"], next(row for row in rows if row["step"] == 1)))
+    print("\n".join(summary_text(summary, run.path).splitlines()[:3]))
 
 
 def sheet(path: str, out: str) -> None:
@@ -66,7 +78,7 @@ def model(folder: str) -> None:
     (Path(folder) / "config.json").write_text(json.dumps(QWEN_7B))
 
 
-COMMANDS: dict[str, Callable[..., None]] = {"row": row, "sheet": sheet, "proxy": proxy, "model": model}
+COMMANDS: dict[str, Callable[..., None]] = {"row": row, "lines": lines, "sheet": sheet, "proxy": proxy, "model": model}
 
 if __name__ == "__main__":
     COMMANDS[sys.argv[1]](*sys.argv[2:])

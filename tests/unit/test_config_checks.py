@@ -13,6 +13,7 @@ from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError, DataError, ErrorCollector
 
 CORRECTION = "algorithm__rollout_correction__"
+DISTILLED = {"algorithm__adv_estimator": "distill", "ref__path": "some/teacher"}
 
 
 def sound(**changes):
@@ -33,6 +34,10 @@ def change(config, name, value):
 
 def test_the_defaults_are_sound():
     assert check(sound(), Facts(context_length=1024, attention_heads=16, cuda=False)) == []
+
+
+def test_distillation_needs_no_reward():
+    assert check(sound(**DISTILLED, reward__functions=[]), Facts()) == []
 
 
 @pytest.mark.parametrize(
@@ -79,6 +84,18 @@ def test_the_defaults_are_sound():
             ["set actor.use_kl_loss=true"],
         ),
         ({"algorithm__adv_estimator": "gdpo"}, ["rollout.n=1: must be 2 or more"]),
+        (
+            {"algorithm__adv_estimator": "distill"},
+            ["ref.path=null: must be the teacher's model folder or hub name", "set it to a model with the vocabulary"],
+        ),
+        (
+            DISTILLED | {"algorithm__use_kl_in_reward": True},
+            ["algorithm.use_kl_in_reward=true: has no effect on advantages with algorithm.adv_estimator=distill"],
+        ),
+        (
+            DISTILLED | {"reward__functions": [], "data__val_files": ["val.parquet"]},
+            ["reward.functions=[]: validation (data.val_files) needs a reward", "or set data.val_files=[]"],
+        ),
         ({"reward__overlong_buffer__len": 512}, ["must be below data.max_response_length=512"]),
         ({"data__train_files": ["absent.parquet"]}, ["data.train_files: `absent.parquet` does not exist"]),
         ({"data__train_files": []}, ["data.train_files: is required"]),

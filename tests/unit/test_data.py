@@ -220,6 +220,31 @@ def test_a_tokenizer_with_more_tokens_than_the_embedding_is_refused(
     assert "resize_token_embeddings" in problem
 
 
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda words: [*words, "<more>"], None),
+        (lambda words: [*words[:6], *words[7:], words[6]], "in 50 of 56 tokens; '0' has id 6 there and has id 55 here"),
+        (lambda words: words[:-1], "in 1 of 56 tokens; '49' has id 55 there and does not exist here"),
+    ],
+)
+def test_a_reference_with_another_vocabulary_is_refused(tmp_path, tokenizer, change, problem):
+    words = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
+    for name, listed in (("model", words), ("teacher", change(words))):
+        inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(listed)}, unk_token="<unk>"))
+        PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>").save_pretrained(tmp_path / name)
+        LlamaConfig(vocab_size=99).save_pretrained(tmp_path / name)
+    model, others = ModelConfig(path=str(tmp_path / "model")), {"ref.path": str(tmp_path / "teacher")}
+    if problem is None:
+        load_tokenizer(model, others)
+        return
+    with pytest.raises(ConfigError) as error:
+        load_tokenizer(model, others)
+    [found] = error.value.problems
+    assert found.startswith(f"ref.path={tmp_path}/teacher: its vocabulary differs") and problem in found
+    assert f"model.path={tmp_path}/model" in found
+
+
 def test_overlong_prompts(tmp_path, tokenizer):
     file = jsonl(tmp_path / "a.jsonl", {"prompt": "1 2"}, {"prompt": " ".join(map(str, range(10, 17)))})
     load = lambda **values: load_prompts([file], tokenizer, settings(max_prompt_length=4, **values))  # noqa: E731

@@ -74,6 +74,27 @@ def test_kl_in_the_reward_reaches_every_token_and_the_score_the_last():
     np.testing.assert_allclose(found, [(x - mean) / deviation for x in raw], atol=1e-4)
 
 
+@pytest.mark.parametrize("source", ["trainer", "engine"])
+@pytest.mark.parametrize("rewarded", [True, False])
+def test_distillation_rewards_each_token_by_teacher_minus_student_log_prob(source, rewarded):
+    changes = {"reward__model_path": "judge"} if rewarded else {}
+    experience = Experience(
+        config(algorithm__adv_estimator="distill", algorithm__old_log_probs=source, ref__path="teacher", **changes)
+    )
+    assert experience.kinds == (*["reward"] * rewarded, *["old_log_prob"] * (source == "trainer"), "ref")
+    batch = groups([[1.0], [0.0]], [[3], [2]], engine_offset=0.25)
+    differences = [[0.7, -0.2, 0.0], [1.1, -3.0]]  # log p_teacher - log p_student of the trainer
+    for group, each in zip(batch, differences, strict=True):
+        (sample,) = group.samples
+        sample.tensors["ref_log_probs"] = sample.tensors["old_log_probs"] + np.array(each, "f4")
+        sample.reward = sample.reward if rewarded else None
+    offset = 0.25 if source == "engine" else 0.0
+    metrics = worked_out(experience, batch)
+    for group, each in zip(batch, differences, strict=True):
+        np.testing.assert_allclose(group.samples[0].tensors["advantages"], np.array(each) - offset, atol=1e-6)
+    assert metrics["actor/teacher_kl"] == pytest.approx(offset - (0.7 - 0.2 + 1.1 - 3.0) / 5, abs=1e-6)
+
+
 def test_grpo_compares_within_the_group_and_the_length_penalty_is_a_part():
     experience = Experience(
         config(
@@ -289,6 +310,10 @@ PIPELINES = {
             "no scoring pass can fill.*use_kl_in_reward=true needs the log-probs for advantages",
         ),
         (
+            PIPELINES | {"algorithm__adv_estimator": "distill"},
+            "no scoring pass can fill.*adv_estimator=distill needs the log-probs for advantages",
+        ),
+        (
             PIPELINES | {"algorithm__filter_groups__enable": True},
             "no scoring pass can fill.*enable=true selects groups",
         ),
@@ -313,6 +338,7 @@ def test_it_says_which_setting_makes_training_wait_for_the_last_response(changes
         ({"algorithm__adv_estimator": "gae"}, ("values",)),
         ({"algorithm__use_kl_in_reward": True}, ("old_log_prob", "ref")),
         (correction(rollout_is="token"), ("old_log_prob",)),
+        ({"algorithm__adv_estimator": "distill", "reward__model_path": "judge"}, ("old_log_prob", "ref")),
         ({"trainer__critic_warmup": 1, "algorithm__adv_estimator": "gae"}, ("values",)),
         ({"trainer__critic_warmup": 2, "algorithm__adv_estimator": "gae"}, ("old_log_prob", "values")),
     ],
@@ -338,6 +364,7 @@ def test_the_first_updates_own_log_probs_are_the_old_ones_unless_they_are_needed
         (correction(rollout_is="token"), ("ref",)),
         ({"algorithm__adv_estimator": "gae"}, ("old_log_prob", "ref")),
         ({"algorithm__use_kl_in_reward": True}, ()),
+        ({"algorithm__adv_estimator": "distill"}, ()),
         ({"fusion__training": "serial"}, ()),
         ({"training__pipeline_parallel_size": 1}, ()),
     ],

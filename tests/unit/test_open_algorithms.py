@@ -455,9 +455,8 @@ def test_every_parameter_that_the_checks_accept_is_given(write):
         ("p", LOSS, "log_probs"),
         ("k", KL_KINDS.key, "log_probs"),
     ):
-        decorator = "@advantage_estimator(needs_critic=True, each_reward=True, needs_baseline=True)\n" * (
-            key == ESTIMATOR
-        )
+        traits = "needs_critic=True, needs_baseline=True, needs_reference=True, each_reward=True"
+        decorator = f"@advantage_estimator({traits})\n" * (key == ESTIMATOR)
         lines.append(f"{decorator}def {name}({', '.join(PARAMETERS[key])}): return {result}")
     write("\n".join(lines))
     named_there = (f"{ESTIMATOR}=mine.py:e", f"{LOSS}=mine.py:p", "actor.kl_loss_type=mine.py:k")
@@ -478,5 +477,7 @@ def test_built_in_functions_ask_for_what_a_users_own_may_ask_for(registry: Regis
         for name, traits in estimators.ESTIMATORS.items():
             asked = set(parameters(ESTIMATORS[name]))
             assert (traits.needs_critic, traits.needs_groups) == ("values" in asked, "groups" in asked), name
-            assert traits.each_reward == ("dimensions" in asked), name
+            assert (traits.each_reward, traits.needs_reference) == ("dimensions" in asked, "ref_log_probs" in asked)
             assert traits.needs_baseline == ("baselines" in asked), name
+            read = {"scores", "token_rewards", "dimensions"} & asked
+            assert traits.needs_rewards == bool(read), name

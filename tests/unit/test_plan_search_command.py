@@ -20,6 +20,8 @@ from rlfuse.fusion.policies import POLICIES
 from rlfuse.tools.planning import search_command
 from rlfuse.tools.planning.cluster_file import ClusterError, read_cluster
 from rlfuse.tools.planning.node_order import MeasuredLinks, Pair, write_links
+from rlfuse.tools.planning.search import TIMED_OUT, Neighbour
+from rlfuse.tools.planning.tables import table_console
 
 TOKEN = "${oc.env:SERVICE_TOKEN}"
 
@@ -126,11 +128,21 @@ def test_plan_accepts_the_job_file_of_the_best_plan(files, capsys, monkeypatch):
     out, picture = folder / "best.yaml", folder / "plans.png"
     assert main([*words, "--seconds", "0.5", "--out", str(out), "--picture", str(picture)]) == 0
     told = capsys.readouterr().out
+    assert re.search(r"^simplest  (the best plan: |.*equal within the error\)$)", told, re.M)
     assert "Neighbours of the best plan" in told and picture.stat().st_size > 5000
     assert re.search(r"^ *\w+ \((the fastest|equal within the error)\) +[\d.]+ *$", told, re.M)
     assert "(assumed; run `rlfuse calibrate` to measure them)" in told and "data.train_files" not in told
     assert main(["plan", str(out), "--device-memory", "48"]) == 0
     assert "fits" in capsys.readouterr().out
+
+
+def test_changes_that_can_not_be_made_are_no_reasons_and_keys_are_whole_in_a_pipe(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    key = "training.virtual_pipeline_model_parallel_size"
+    neighbours = [Neighbour((key, 2), None, TIMED_OUT), Neighbour(("actor.zero_stage", 9), None, "must be 3 or less")]
+    table_console().print(search_command._neighbours_table(None, neighbours))
+    told = capsys.readouterr().out
+    assert f"{key}=2" in told and "zero_stage" not in told and "1 more changes are invalid or do not fit" in told
 
 
 @pytest.mark.slow

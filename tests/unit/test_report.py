@@ -162,7 +162,8 @@ def test_figures_show_each_step_and_cause(alone):
     assert bars["busy/generate"]["x"] == [6.0] and bars["busy/generate"]["y"] == ["slot 0"]
     assert bars["busy/train"]["base"] == [7.0] and bars["busy/reward"]["y"] == ["rewards"]
     assert bars["idle/tail"]["y"] == ["slot 1"]
-    assert "waiting for the longest responses70.0 %" in alone.text, "start-up is left out"
+    for label in ("idle share of slot time", "all causes", "waiting for the longest responses"):
+        assert f"{label}70.0 %" in alone.text, "start-up is left out"
     assert {bar["name"] for bar in json.loads(alone.data["chart-time-0"])["data"]} == {"busy/generate", "idle/tail"}
 
 
@@ -209,6 +210,8 @@ def test_a_projects_runs_together(tmp_path, capsys):
     assert f"{tmp_path}/report.html  (6 runs" in capsys.readouterr().out
     page = Page((tmp_path / "report.html").read_text())
     assert [run["name"] for run in json.loads(page.data["data"])["runs"]] == [*(f"run{n}" for n in range(5)), "runs"]
+    settings = page.text[page.text.index("Settings that differ") :]
+    assert "run4 runs  actor.optim.lr0.0" in settings[: settings.index("Overview")], "a key is a row, however many runs"
     assert len([1 for tag, each in page.tags if "timeline-choice" in each.get("class", "")]) == 6
 
 

@@ -311,12 +311,13 @@ class World:
             assert not missing, f"{kind} is missing"
         chosen = [number for number in range(len(board.groups)) if number in self._chosen(board)]
         parts = [chosen[i : i + self.scene.mini_batch] for i in range(0, len(chosen), self.scene.mini_batch)]
+        failed = {sample.id for sample, _ in board.failures()}
         live = [
             {
                 sample.id
                 for group in (board.groups[number] for number in part)
                 for sample in group.samples
-                if isinstance(sample.reward, Reward) and has_baseline(group)
+                if sample.id not in failed and has_baseline(group)
             }
             for part in parts
         ]
@@ -360,7 +361,7 @@ class Watched(Experience):
         self.prepared.update(group.prompt.index for group in groups)
         assert max(self.prepared.values()) == 1 and not self.completed
         for sample in (sample for group in groups for sample in group.samples):
-            assert isinstance(sample.reward, Reward)
+            assert isinstance(sample.reward, Reward) or "reward" not in self.kinds
             names = {"old_log_prob": "old_log_probs", "ref": "ref_log_probs", "values": "values"}
             needed = set(self.kinds) - {"reward", *self.deferred, *self.fused_into_first_update}
             assert {names[kind] for kind in needed} <= sample.tensors.keys()

@@ -21,10 +21,14 @@ def load_entries(
     functions: Sequence[Given | RewardFunction],
     weights: Sequence[float] = (),
     model_path: str | None = None,
+    required: bool = True,
     **model: Any,
 ) -> tuple[list[RewardEntry], dict[str, RewardFunction]]:
-    """Return (entries in order, functions by entry name). Raises one RewardError that lists all problems."""
-    entries, found = read_entries(functions, weights, model_path)
+    """Return (entries in order, functions by entry name). Raises one RewardError that lists all problems.
+
+    `required`: whether having no entry is a problem.
+    """
+    entries, found = read_entries(functions, weights, model_path, required)
     if found:
         raise RewardError("\n".join(found))
     loaded: list[RewardFunction] = []

@@ -126,16 +126,19 @@ class RewardPool:
         engine_timeout_s: float = 1800.0,
         prompt_key: str = "prompt",
         video_family: str | None = None,
+        required: bool = True,
     ):
         """Load the reward functions. Raises RewardError.
 
-        `engine_timeout_s`: limit for the start of a process and for one call of a model.
+        `engine_timeout_s`: limit for the start of a process and for one call of a model. `required`: whether having no
+        function is an error; without one the pool has no processes, and nothing is scored.
         """
         _check_numbers(reward.num_workers, reward.timeout_s)
         self.entries, self._functions = load_entries(
             reward.functions,
             reward.weights,
             reward.model_path,
+            required,
             backend=reward.model_backend,
             dtype=reward.model_dtype,
             trust_remote_code=trust_remote_code,
@@ -157,6 +160,8 @@ class RewardPool:
 
     def check_prompts(self, prompts: Sequence[Prompt], max_failure_rate: float = 0.0) -> None:
         """Raise RewardError if a data_source has no reward function, or too many rows lack a required column."""
+        if not self.entries:
+            return
         if missing := uncovered_sources(self.entries, [prompt.data_source for prompt in prompts]):
             raise RewardError(
                 f"reward.functions: no entry scores data_source {', '.join(map(repr, missing[:8]))}"

@@ -23,9 +23,9 @@ from rlfuse.tools.run_code import add_option, model_code, refuse_code, reward_co
 
 REWARD = ("reward.functions", "reward.model_path")
 _CUSTOM = (f"{key.name}=" for key in keys() if key.custom and key.name != FAMILY)
-TRAINING_PROBLEMS = ("data.train_files: `", f"{METRICS}:", *_CUSTOM)
-"""Prefixes of config problems that do not affect an evaluation: train_files is val_files, and custom functions that
-only training calls."""
+TRAINING_PROBLEMS = ("data.train_files: `", "ref.path=", f"{METRICS}:", *_CUSTOM)
+"""Prefixes of config problems that do not affect an evaluation: train_files is val_files, and the reference and custom
+functions that only training uses."""
 EVALUATION_KEYS = ("rollout.val_kwargs.", "data.val_files=")
 """Prefixes of settings that may differ from those of the run."""
 REWARD_KEYS = (

@@ -44,7 +44,7 @@ from rlfuse.tools.planning.planned_job import (
     without_unresolvable_arguments,
 )
 from rlfuse.tools.planning.step_time import MIN_GAIN, fastest_labels
-from rlfuse.tools.planning.tables import memory_table, placement_table, settings_table, table_of
+from rlfuse.tools.planning.tables import memory_table, placement_table, settings_table, table_console, table_of
 
 if TYPE_CHECKING:
     from rlfuse.tools.planning.forecast import Forecast
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> None:
     budget = budget_of(config, arguments)
     served = served_shapes(config, budget.device)
     memory = memory_of(config, shapes, budget, served)
-    console = Console(highlight=False)
+    console = table_console()
     console.print(
         settings_table(config, unset_keys(config)),
         placement_table(config, shapes),

@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.table import Table
 
 from rlfuse.config.checks import value_of
-from rlfuse.config.custom_functions import with_values
+from rlfuse.config.custom_functions import traits_of, with_values
 from rlfuse.config.documentation import keys
 from rlfuse.config.facts import Facts, missing_for_run, planning_facts
 from rlfuse.config.prepared import command_for
@@ -36,8 +36,9 @@ PLACEHOLDERS = {
 
 def with_placeholders(given: DictConfig) -> DictConfig:
     """Fill required keys that a plan does not need with PLACEHOLDERS, in place."""
+    needs_reward = not given.reward.model_path and traits_of(given.algorithm.adv_estimator).needs_rewards
     for key, value in PLACEHOLDERS.items():
-        if not OmegaConf.select(given, key) and not (key.startswith("reward.") and given.reward.model_path):
+        if not OmegaConf.select(given, key) and (needs_reward or key != "reward.functions"):
             OmegaConf.update(given, key, value)
     return given
 

@@ -254,6 +254,11 @@ class Neighbour:
     plan: Plan | None
     reason: str = ""
 
+    @property
+    def is_feasible(self) -> bool:
+        """False if the configuration is invalid or does not fit."""
+        return self.plan is not None or self.reason in (TIMED_OUT, NOT_FASTER)
+
 
 def refine(
     job: Job, found: SearchResult, facts: Facts, seconds: float = inf, clock: Clock = time.monotonic
@@ -268,10 +273,21 @@ def refine(
         if not faster:
             break
         plans += faster
-    best = neighbours.closest_to_job(best)
+    best = neighbours.closest_to_job(
+        best, best.seconds.step + max(MIN_GAIN * best.seconds.step, _calibration_error_s(job, best))
+    )
     least = best.seconds.step - _calibration_error_s(job, best)
     others = [plan for plan in plans if plan.seconds.step > least and structure_of(plan) != structure_of(best)]
     return replace(found, plans=(best, *ranked(others))), neighbours.evaluate_all(best)
+
+
+def simplest(job: Job, best: Plan, facts: Facts, seconds: float = inf, clock: Clock = time.monotonic) -> Plan:
+    """Return the plan with the most values of the job whose step time equals that of `best` within the error."""
+    errors = job.hardware.errors
+    neighbours, most = _Neighbours(job, facts, seconds, clock), best.seconds.step + step_error_s(best.seconds, errors)
+    return neighbours.closest_to_job(
+        best, most, lambda plan: not plan.seconds.is_significantly_slower(best.seconds, errors)
+    )
 
 
 def evaluate_neighbours(job: Job, plan: Plan, facts: Facts) -> list[Neighbour]:
@@ -302,17 +318,16 @@ class _Neighbours:
             for setting, each in tried
         ]
 
-    def closest_to_job(self, best: Plan) -> Plan:
-        """Return the plan with as many of the job's values as cost at most MIN_GAIN or the calibration error."""
+    def closest_to_job(self, best: Plan, most: float, accepts: Callable[[Plan], bool] = lambda _: True) -> Plan:
+        """Return the plan with as many of the job's values as take at most `most` seconds and are accepted."""
         job, before = self._job, None
-        most = best.seconds.step + max(MIN_GAIN * best.seconds.step, _calibration_error_s(job, best))
         while best is not before:  # some values can only be reset after others
             before = best
             for key, value in before.settings:
                 given = value_of(job.config, key)
                 if given != value and given in job.axes[key]:
                     tried = self._evaluate(with_setting(best.settings, key, given), most)
-                    if isinstance(tried, Plan) and tried.seconds.step <= most:
+                    if isinstance(tried, Plan) and tried.seconds.step <= most and accepts(tried):
                         best = tried
         return best
 

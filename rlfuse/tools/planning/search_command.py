@@ -50,13 +50,14 @@ from rlfuse.tools.planning.search import (
     evaluate_neighbours,
     refine,
     search,
+    simplest,
     step_error_s,
     structure_of,
 )
 from rlfuse.tools.planning.searched_job import Job
 from rlfuse.tools.planning.space import axes_of
 from rlfuse.tools.planning.step_time import Seconds, fastest_labels
-from rlfuse.tools.planning.tables import memory_table, table_of
+from rlfuse.tools.planning.tables import memory_table, table_console, table_of
 
 DOES_NOT_FIT = 3
 SECONDS, PATIENCE = 60.0, 64  # default time limit; plans without gain before an early end
@@ -70,7 +71,7 @@ def main(argv: Sequence[str]) -> None:
 
     arguments, words = _parser().parse_known_args(argv)
     _check(arguments, words)
-    console, cluster = Console(highlight=False), read_cluster(arguments.cluster)
+    console, cluster = table_console(), read_cluster(arguments.cluster)
     given = with_placeholders(compose_job(words))
     config = _accepted(cluster, without_unresolvable_arguments(given), arguments.keep)
     load_policy(config.fusion.policy, kwargs=config.fusion.policy_kwargs)
@@ -96,8 +97,10 @@ def main(argv: Sequence[str]) -> None:
             if structure_of(compared) != structure_of(tuned_plans.plans[0]):
                 compared = with_untuned_step(job, tuned_plans.plans[0])
                 neighbours = evaluate_neighbours(job, compared, facts)
+            plain = simplest(job, compared, facts, began + seconds - time.monotonic())
         console.print(_plans_table(job, tuned_plans.plans), _neighbours_table(compared, neighbours))
         _show(job, given, found, tuned_plans, arguments, console)
+        console.print(_simplest_line(given, compared, plain), soft_wrap=True)
     if not found.plans:
         raise SystemExit(DOES_NOT_FIT)
 
@@ -308,9 +311,22 @@ def _plans_table(job: Job, plans: Sequence[Plan]) -> Table:
 
 def _neighbours_table(best: Plan, neighbours: Sequence[Neighbour]) -> Table:
     table = table_of("Neighbours of the best plan (before thresholds are tuned)", "change", "step time")
-    for each in neighbours:
+    feasible = [each for each in neighbours if each.is_feasible]
+    for each in feasible:
         table.add_row(escape(f"{each.setting[0]}={as_typed(each.setting[1])}"), escape(_why(best, each)))
+    if excluded := len(neighbours) - len(feasible):
+        table.caption = f"{excluded} more changes are invalid or do not fit"
+        table.caption_justify = "left"
     return table
+
+
+def _simplest_line(given: DictConfig, best: Plan, plain: Plan) -> str:
+    """Return the line about the plan with the fewest changes of the job that is as fast as the best."""
+    if plain.settings == best.settings:
+        return "[bold green]simplest[/]  the best plan: no plan with more values of the job is equal within the error"
+    words = " ".join(f"{key}={as_typed(value)}" for key, value in changed_settings(given, dict(plain.settings)))
+    step = f"{plain.seconds.step:.2f} s instead of {best.seconds.step:.2f} s before thresholds are tuned"
+    return f"[bold green]simplest[/]  {escape(words)}  ({step}, equal within the error)"
 
 
 def _why(best: Plan, each: Neighbour) -> str:

@@ -19,6 +19,16 @@ from rlfuse.engines.memory.estimate import GIB, Memory
 from rlfuse.engines.memory.model_sizes import Shape
 from rlfuse.engines.memory.sharing import describe_sharing
 from rlfuse.engines.pipeline.partition import logits_fraction
+from rlfuse.progress import Console
+
+PIPE_WIDTH = 1000
+"""Characters per line if the output is not a terminal, so that no key or value is folded."""
+
+
+def table_console() -> Console:
+    """Return the console that prints tables."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
 
 
 def table_of(title: str, *columns: str, numbers: Sequence[str] = ()) -> Table:

@@ -50,6 +50,7 @@ CURVES = (
     ("validation", ("val-core/",)),
     ("response length, tokens", ("response_length/mean", "response_length/max")),
     ("share of responses truncated at the length limit", ("response_length/clip_ratio",)),
+    ("reverse KL to the teacher, nats per token", ("actor/teacher_kl",)),
     ("KL to the reference, nats", ("actor/reward_kl_penalty", "actor/kl_loss")),
     ("KL to the policy before the update (ppo_kl), nats", ("actor/ppo_kl",)),
     ("entropy, nats per token", ("actor/entropy", "response/entropy")),
@@ -61,7 +62,7 @@ CURVES = (
     ("share of groups with equal rewards", ("reward/frac_reward_zero_std",)),
     ("seconds per step", ("timing_s/step",)),
     ("tokens per second and slot", ("perf/throughput",)),
-    ("share of slot time that was idle", ("fusion/idle_share",)),
+    ("share of slot time that was idle, within the step", ("fusion/idle_share",)),
     ("custom metrics", ("custom/",)),
     ("custom metrics, validation", ("val-custom/",)),
 )

@@ -24,7 +24,7 @@ from rlfuse.tools.report import charts, tables
 from rlfuse.tools.report.gather import Gathered, gather
 
 MAX_ALERTS = 50
-MAX_COLUMN_RUNS = 3  # more runs than this are shown as rows of the tables, not as columns
+MAX_COLUMN_RUNS = 3  # more runs than this are rows of the tables, not columns, except of settings
 
 
 def main(argv: Sequence[str]) -> None:

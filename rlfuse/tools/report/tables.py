@@ -14,7 +14,7 @@ from rlfuse.fusion.selection import choice
 from rlfuse.observe.idle import CAUSES
 from rlfuse.run_folder.run_lock import last_log_write
 from rlfuse.run_folder.status import state_now
-from rlfuse.tools.report.charts import COLOURS
+from rlfuse.tools.report.charts import COLOURS, INK
 from rlfuse.tools.report.gather import Gathered
 
 Rows = list[tuple[str, list[str]]]  # (label, text of each run)
@@ -25,7 +25,6 @@ COMPARED = {
     "truncated responses": "response_length/clip_ratio",
     "seconds per step": "timing_s/step",
     "tokens per second and slot": "perf/throughput",
-    "idle share of slot time": "fusion/idle_share",
     "entropy": "actor/entropy",
     "KL of the update (ppo_kl)": "actor/ppo_kl",
     "gradient norm": "actor/grad_norm",
@@ -35,7 +34,7 @@ COMPARED = {
 def outcomes(runs: Sequence[Gathered]) -> Rows:
     """Return state, duration, metrics of the first and last steps, alerts and faults of each run."""
     first, last = zip(*map(_outcome, runs), strict=True)
-    return _filled(first) + compared(runs) + _filled(last)
+    return _filled(first) + compared(runs) + _filled([_idle(run) for run in runs]) + _filled(last)
 
 
 def _outcome(run: Gathered) -> tuple[dict[str, str], dict[str, str]]:
@@ -60,6 +59,11 @@ def _outcome(run: Gathered) -> tuple[dict[str, str], dict[str, str]]:
         "alerts": "; ".join(f"{title} ({_steps(steps)})" for title, steps in alerts.items()) or "none",
         "faults": ", ".join(f"{count:g} {name.replace('_', ' ')}" for name, count in faults.items() if count) or "none",
     }
+
+
+def _idle(run: Gathered) -> dict[str, str]:
+    shares = idle_shares(run)
+    return {"idle share of slot time": f"{100 * sum(shares.values()):.1f} %" if shares else ""}
 
 
 def facts(runs: Sequence[Gathered]) -> Rows:
@@ -136,14 +140,15 @@ def _than(means: Sequence[float], first: Sequence[float]) -> str:
 
 
 def idle(runs: Sequence[Gathered]) -> list[tuple[str, str, list[float]]]:
-    """Return (cause, colour, per cent of slot time in each run), without startup, the largest first."""
+    """Return (cause, colour, per cent of slot time in each run), without startup: all causes, then largest first."""
     shares = [idle_shares(run) for run in runs]
+    total = ("all causes", INK, [100 * sum(each.values()) for each in shares])
     table = [
         (words, COLOURS[f"idle/{cause}"], [100 * each.get(cause, 0.0) for each in shares])
         for cause, words in CAUSES.items()
         if any(each.get(cause) for each in shares)
     ]
-    return sorted(table, key=lambda row: -max(row[2]))
+    return [total, *sorted(table, key=lambda row: -max(row[2]))] if table else []
 
 
 def idle_shares(run: Gathered) -> dict[str, float]:

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# From a teacher to a student: PPO trains the teacher on the bundled task, then on-policy distillation trains the same
+# initial model by the teacher's log-probs. The rule only validates the student.
+#
+#   bash jobs/distill.sh                              both parts
+#   bash jobs/distill.sh actor.optim.lr=3e-4          settings of the last part can be changed
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+name=distill-$(date +%m%d-%H%M%S)
+echo "[distill] preparing the model and the data"
+python -m rlfuse.cli prepare quickstart
+echo "[distill] training the teacher"
+python -m rlfuse.train experiment=quickstart "trainer.experiment_name=$name-teacher"
+teacher=$(ls -d "runs/rlfuse/$name-teacher/global_step_"*/actor/huggingface | sort -V | tail -n 1)
+echo "[distill] distilling it"
+exec python -m rlfuse.train experiment=quickstart algorithm=distill ref.path="$teacher" \
+    "trainer.experiment_name=$name-student" trainer.test_freq=4 "$@"

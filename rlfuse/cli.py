@@ -32,6 +32,7 @@ COMMANDS = {
     "trace": "export a run's events for ui.perfetto.dev: one row per slot, arrows from samples to optimizer steps",
     "push": "upload a checkpoint's model to the Hugging Face Hub: rlfuse push RUN_DIR USER/NAME",
     "reward": "score a run's samples with another reward: rlfuse reward replay RUN_DIR reward.functions=[...]",
+    "completion": 'print a completion script: eval "$(rlfuse completion bash)" | zsh | fish',
 }
 
 MODULES = {
@@ -52,6 +53,7 @@ MODULES = {
     "trace": "rlfuse.tools.trace",
     "push": "rlfuse.tools.evaluation.push",
     "reward": "rlfuse.tools.evaluation.replay",
+    "completion": "rlfuse.completion",
 }
 """Modules whose `main(argv)` raises errors for `run_command`; `train` handles its own."""
 

@@ -30,7 +30,7 @@ COMMANDS = {
     "whatif": "analyse slow workers and other policies of a recorded run: rlfuse whatif RUN_DIR | --trace ops.csv",
     "report": "write an HTML report of one or several runs: differences, curves, timelines, samples",
     "trace": "export a run's events for ui.perfetto.dev: one row per slot, arrows from samples to optimizer steps",
-    "push": "upload a checkpoint's model to the Hugging Face Hub: rlfuse push RUN_DIR USER/NAME",
+    "push": "upload a checkpoint's model to the Hugging Face Hub, or copy it: rlfuse push RUN_DIR USER/NAME|FOLDER",
     "reward": "score a run's samples with another reward: rlfuse reward replay RUN_DIR reward.functions=[...]",
     "completion": 'print a completion script: eval "$(rlfuse completion bash)" | zsh | fish',
 }

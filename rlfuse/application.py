@@ -10,6 +10,7 @@ were checked.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import sys
@@ -35,10 +36,11 @@ Train a job:
                                                             maximise the last validation score (hydra-optuna-sweeper)
   rlfuse train --cfg job my_job.yaml                        print the composed job without running it; --info: its files
   rlfuse train --help WORD                                  keys that match WORD; --help --markdown: conf/KEYS.md
+  rlfuse train --help --json-schema > job.schema.json       JSON schema of a job file, for editors
 Presets:
-  algorithm={algorithms}
-  fusion={policies}
-  experiment={experiments}
+  algorithm={algorithm}
+  fusion={fusion}
+  experiment={experiment}
 """
 
 
@@ -239,20 +241,18 @@ def _explained(error: Exception) -> str:
 
 
 def show_help(words: list[str]) -> None:
-    """Print usage, presets and all keys, or the keys that match `words`."""
+    """Print usage, presets and all keys, the keys that match `words`, or the JSON schema of a job file."""
     from rlfuse.config.compose import conf_folder
     from rlfuse.config.documentation import print_help
+    from rlfuse.config.job_schema import OPTION, job_schema
+    from rlfuse.config.keys import PRESET_GROUPS
 
-    def presets(group: str) -> str:
-        return "|".join(sorted(path.stem for path in (conf_folder() / group).glob("*.yaml")))
-
+    presets = {group: sorted(path.stem for path in (conf_folder() / group).glob("*.yaml")) for group in PRESET_GROUPS}
+    if OPTION in words:
+        print(json.dumps(job_schema(presets), indent=1))
+        return
     if not words:
-        names = {
-            "algorithms": presets("algorithm"),
-            "policies": presets("fusion"),
-            "experiments": presets("experiment"),
-        }
-        print(HELP.format(**names))
+        print(HELP.format(**{group: "|".join(names) for group, names in presets.items()}))
     print_help([word.lower() for word in words])
 
 

@@ -31,8 +31,9 @@ COMMANDS = {
     "report": "write an HTML report of one or several runs: differences, curves, timelines, samples",
     "trace": "export a run's events for ui.perfetto.dev: one row per slot, arrows from samples to optimizer steps",
     "workspace": "save a view with the ten most useful charts in a wandb project: rlfuse workspace ENTITY/PROJECT",
-    "push": "upload a checkpoint's model to the Hugging Face Hub: rlfuse push RUN_DIR USER/NAME",
+    "push": "upload a checkpoint's model to the Hugging Face Hub, or copy it: rlfuse push RUN_DIR USER/NAME|FOLDER",
     "reward": "score a run's samples with another reward: rlfuse reward replay RUN_DIR reward.functions=[...]",
+    "completion": 'print a completion script: eval "$(rlfuse completion bash)" | zsh | fish',
 }
 
 MODULES = {
@@ -54,6 +55,7 @@ MODULES = {
     "workspace": "rlfuse.tools.workspace",
     "push": "rlfuse.tools.evaluation.push",
     "reward": "rlfuse.tools.evaluation.replay",
+    "completion": "rlfuse.completion",
 }
 """Modules whose `main(argv)` raises errors for `run_command`; `train` handles its own."""
 

@@ -34,10 +34,15 @@ def home() -> Path:
     return found if found.is_absolute() else Path("/")
 
 
+module_folders: list[str] = []
+"""Folders of the user's modules in this process, in order: the working folder, then that of a job file."""
+
+
 def append_modules(*folders: str) -> None:
     """Make the modules in these folders importable, after installed ones; child processes get SAFE_PATH."""
     os.environ.update(SAFE_PATH)
     sys.path.extend(folder for folder in folders if folder not in sys.path)
+    module_folders.extend(folder for folder in folders if folder not in module_folders)
 
 
 def is_writable(folder: Path) -> bool:

@@ -7,12 +7,12 @@ from typing import Any
 
 from rlfuse.cluster import cuda
 from rlfuse.progress import QUIET_LIBRARIES
-from rlfuse.user_folders import SAFE_PATH, append_modules, keep_compiled_kernels, redirect_caches
+from rlfuse.user_folders import SAFE_PATH, append_modules, keep_compiled_kernels, module_folders, redirect_caches
 
 # One thread per process: slots share the cores of a CPU host, and two OpenMP pools on one core cost 10x (measured).
 CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 MODULES = "RLFUSE_MODULES"
-"""Environment variable of workers: folders of the user's modules, by default the driver's working folder."""
+"""Environment variable of workers: folders of the user's modules, by default those of the driver."""
 SUBMITTED = "job"
 """Folder below the root of a submitted package, which Ray puts first on the path of every process."""
 QUIET = {
@@ -35,7 +35,8 @@ the run's ranks, torch connects to torchrun's store, and Transformers skips weig
 def job_environment() -> dict[str, Any]:
     """Return the `runtime_env` of a run's workers, which find modules where the driver does."""
     script = os.path.dirname(os.path.realpath(sys.argv[0]))
-    folders = os.pathsep.join([os.getcwd(), *([script] if script in sys.path else [])])
+    found = dict.fromkeys([os.getcwd(), *([script] if script in sys.path else []), *module_folders])
+    folders = os.pathsep.join(found)
     set_by_user = os.environ.get(MODULES, folders)
     given = {} if set_by_user == SUBMITTED else {MODULES: set_by_user}  # Ray adds the folder of `rlfuse submit`
     hook = f"{prepare_worker.__module__}.{prepare_worker.__name__}"

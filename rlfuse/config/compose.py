@@ -47,6 +47,7 @@ from rlfuse.config.presets import order_layers
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import remember
 from rlfuse.errors import ConfigError
+from rlfuse.user_folders import append_modules
 
 CONF = (Path(__file__).resolve().parents[1] / "conf").resolve()
 MAX_TEXT = 10_000_000
@@ -76,8 +77,11 @@ def conf_folder() -> Path:
     return CONF
 
 
-def read_command(argv: list[str]) -> Command:
-    """Parse `argv` and check its names; a job file becomes Hydra's `job_file` group."""
+def read_command(argv: list[str], with_modules: bool = True) -> Command:
+    """Parse `argv` and check its names; a job file becomes Hydra's `job_file` group.
+
+    `with_modules`: make modules next to the job file importable, after installed ones.
+    """
     line = parse_command_line(argv)
     if line.completes:
         return Command(line.words, line.options, [])
@@ -87,6 +91,8 @@ def read_command(argv: list[str]) -> Command:
     custom, folders = custom_groups(line.folder), [*filter(None, [line.folder]), CONF]
     valid, wrong, renamed = _check_words(line.words, custom)
     file = job_file.read(line.files[0]) if line.files else None
+    if file and with_modules:
+        append_modules(str(line.files[0].expanduser().absolute().parent))
     swept = [*file.swept] if file and "--multirun" in line.options else []
     layers = order_layers(valid, swept, file, custom, folders)
     decided = {parse_override(word).name for word in valid} | layers.decided
@@ -160,9 +166,9 @@ def _sweeps(word: str) -> bool:
     return OverridesParser.create().parse_override(word).is_sweep_override()
 
 
-def compose_job(argv: list[str]) -> DictConfig:
-    """Return the job that `argv` describes, typed but not yet checked."""
-    command = read_command(argv)
+def compose_job(argv: list[str], with_modules: bool = True) -> DictConfig:
+    """Return the job that `argv` describes, typed but not yet checked. `with_modules`: see `read_command`."""
+    command = read_command(argv, with_modules)
     command.print_notes()
     return _compose(command.overrides)
 

@@ -1,6 +1,7 @@
 """Package a job for a cluster: one YAML file and the files of custom functions, never data or models.
 
-Custom files keep their relative paths; paths of data, models and the run folder become absolute. `Package.notes` lists
+Custom files keep their relative paths; modules in the working folder or next to the job file are sent to the package's
+root, whole packages included. Paths of data, models and the run folder become absolute. `Package.notes` lists
 what is sent and what the cluster must provide.
 """
 
@@ -11,6 +12,8 @@ import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import packages_distributions
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from rlfuse.config.rewards import names_code
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import by_name
 from rlfuse.errors import ConfigError
+from rlfuse.user_folders import module_folders
 
 MAX_BYTES = 50 << 20
 CODE = Path(__file__).resolve().parents[1]
@@ -80,6 +84,7 @@ def _entry(given: Any, folder: Path, here: Path, problems: list[str]) -> Any:
 def _function(key: str, function: str, folder: Path, here: Path, problems: list[str]) -> str:
     file = reward_file(function)
     if file is None:
+        _module(function, folder)
         return function
     path = here / Path(file).expanduser()
     if not path.is_file():
@@ -94,6 +99,22 @@ def _function(key: str, function: str, folder: Path, here: Path, problems: list[
     (folder / target).parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(path, folder / target)
     return f"{target}:{function.rpartition(':')[2]}"
+
+
+def _module(function: str, folder: Path) -> None:
+    """Copy the module of `package.module:name` with its package, unless it is installed."""
+    top = function.partition(":")[0].partition(".")[0]
+    found = find_spec(top) if top.isidentifier() else None
+    if found is None:
+        return  # a module of the cluster
+    source = Path(next(iter(found.submodule_search_locations or [found.origin or top])))
+    if str(source.parent) not in module_folders or top in packages_distributions():
+        return
+    if source.is_dir():
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(source, folder / source.name, dirs_exist_ok=True, ignore=ignore)
+    else:
+        shutil.copyfile(source, folder / source.name)
 
 
 def _include(path: Path, folder: Path, here: Path, problems: list[str]) -> None:

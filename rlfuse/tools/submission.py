@@ -263,6 +263,8 @@ def _status(client: Any, job: str | None) -> None:
     if job is not None and not wanted:
         known = ", ".join(each.submission_id for each in mine) or "none"
         raise SubmitError(f"{job}: no such job on the cluster; jobs: {known}")
+    if not mine:
+        print("The cluster has no jobs of `rlfuse submit`.")
     for each in sorted(wanted, key=lambda each: each.start_time or 0):
         end = (each.end_time or time.time() * 1000) / 1000
         seconds = f"{end - each.start_time / 1000:,.0f} s" if each.start_time else "not started"

@@ -1,6 +1,7 @@
 """`rlfuse push`: uploads and error messages."""
 
 import json
+from pathlib import Path
 
 import pytest
 from hub_server import serving
@@ -125,3 +126,24 @@ def test_a_folder_without_a_run_has_a_short_card(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     card = ModelCard(card_of(find(str(tmp_path), None, ""), "someone/it"))
     assert card.data.base_model is None and "Uploaded with rlfuse" in card.text
+
+
+def test_a_folder_receives_the_complete_model_once(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    model, target = run / "global_step_2" / "actor" / "huggingface", tmp_path / "exported" / "my-model"
+    (model / "tokenizer.json").write_text("{}")
+    (model / "templates").mkdir()
+    (model / "templates" / "chat.jinja").write_text("{{ messages }}")
+    assert rlfuse(["push", str(run), f"{target}/"]) == 0
+    assert f"wrote  {target}\n" in capsys.readouterr().out
+    copied = {path.relative_to(target): path.read_bytes() for path in target.rglob("*") if path.is_file()}
+    expected = {path.relative_to(model): path.read_bytes() for path in model.rglob("*") if path.is_file()}
+    assert copied.pop(Path("README.md")).decode().count("# my-model\n") == 1 and copied == expected
+    assert [path.name for path in target.parent.iterdir()] == ["my-model"]
+    for words, told in (
+        ([str(target)], f"{target}: exists and is not an empty folder; give the path of a new folder"),
+        ([str(tmp_path / "new"), "--private"], "--private: is for repositories of the hub"),
+        ([str(model / "config.json" / "new")], f"{model / 'config.json' / 'new'}: can't be written"),
+    ):
+        assert rlfuse(["push", str(run), *words]) == 2
+        assert told in capsys.readouterr().err

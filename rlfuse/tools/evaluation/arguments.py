@@ -69,7 +69,7 @@ def read(
     """
     given, settings = split_checkpoint(words)
     folder = run_config_of(given) if given is not None and not any(is_job_argument(word) for word in settings) else []
-    job = compose_job([*folder, *settings])
+    job = compose_job([*folder, *settings], with_modules=not folder)  # nothing in a run folder is trusted
     if folder:
         content = OmegaConf.to_container(job)
         code = model_code(content) + (reward_code(content) if scored else [])
@@ -162,7 +162,8 @@ def run_config_of(given: str) -> list[str]:
 def run_of(settings: Sequence[str], job: DictConfig) -> Path | None:
     """Return the run folder of the job; for a job without a name, its last run with these settings, or None."""
     if job.trainer.experiment_name is None:
-        trained = compose_job([word for word in settings if not word.lstrip("+").startswith(EVALUATION_KEYS)])
+        words = [word for word in settings if not word.lstrip("+").startswith(EVALUATION_KEYS)]
+        trained = compose_job(words, with_modules=False)
         if OmegaConf.missing_keys(trained):
             return None
         return with_run_name(OmegaConf.to_object(trained)).run_folder

@@ -1,6 +1,6 @@
-"""`rlfuse push RUN_DIR USER/NAME`: upload a checkpoint's model with a model card to the Hugging Face hub.
+"""`rlfuse push RUN_DIR USER/NAME|FOLDER`: upload a checkpoint's model to the Hugging Face hub, or copy it to a folder.
 
-The model card names files and rewards, without local folders and secrets.
+Both include the tokenizer and a model card, which names files and rewards, without local folders and secrets.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -50,6 +51,10 @@ def main(argv: Sequence[str]) -> None:
             print(f"  {path.stat().st_size / 2**20:10,.2f} MiB  {path.relative_to(folder)}")
         print(f"  {CARD}:\n\n{card}")
         return
+    if (target := _folder(arguments)) is not None:
+        write(folder, target, card)
+        print(f"wrote  {target}")
+        return
     with _translate_hub_errors(arguments.name):
         url = upload(folder, arguments.name, card, arguments.private, arguments.revision)
     print(f"pushed  {url}")
@@ -57,14 +62,48 @@ def main(argv: Sequence[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="rlfuse push", description="Upload a checkpoint's model to the Hugging Face hub, with a model card."
+        prog="rlfuse push",
+        description="Upload a checkpoint's model, with tokenizer and model card, to the Hugging Face hub, or "
+        "copy it to a folder.",
     )
     parser.add_argument("source", metavar="RUN_DIR", help="run folder (newest checkpoint) or global_step_N folder")
-    parser.add_argument("name", metavar="USER/NAME", help="repository, created if it does not exist")
+    parser.add_argument(
+        "name",
+        metavar="USER/NAME|FOLDER",
+        help="repository, created if it does not exist; or a new folder as ./PATH, ~/PATH or /PATH",
+    )
     parser.add_argument("--private", action="store_true", help="create the repository as private")
     parser.add_argument("--revision", metavar="BRANCH", help="created if it does not exist (main)")
     parser.add_argument("--dry-run", action="store_true", help="print the files and the model card without uploading")
     return parser
+
+
+def _folder(arguments: argparse.Namespace) -> Path | None:
+    """Return the folder to write to, or None for a repository of the hub."""
+    if not arguments.name.startswith((".", "/", "~")):
+        return None
+    if arguments.private or arguments.revision is not None:
+        option = "--private" if arguments.private else f"--revision {arguments.revision}"
+        raise PushError(
+            f"{option}: is for repositories of the hub, but {arguments.name} is a folder; remove the option"
+        )
+    return Path(arguments.name).expanduser().absolute()
+
+
+def write(folder: Path, target: Path, card: str) -> None:
+    """Copy the model folder to `target`, with the model card unless it has one. Raises PushError if `target` exists."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise PushError(f"{target}: exists and is not an empty folder; give the path of a new folder")
+    aside = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        shutil.copytree(folder, aside)
+        if not (aside / CARD).exists():
+            (aside / CARD).write_text(card)
+        aside.rename(target)
+    except OSError as error:
+        raise PushError(f"{target}: can't be written ({error}); free disk space or give another folder") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def upload(folder: Path, name: str, card: str, private: bool, revision: str | None) -> str:
@@ -98,7 +137,9 @@ def _translate_hub_errors(name: str) -> Iterator[None]:
     try:
         yield
     except HFValidationError as error:
-        raise PushError(f"{name}: {str(error).splitlines()[0]}; use the form USER/NAME") from error
+        raise PushError(
+            f"{name}: {str(error).splitlines()[0]}; use the form USER/NAME, or ./PATH for a folder"
+        ) from error
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else "no answer"
         why = hidden_text(str(error.server_message or error).strip().splitlines()[0])
@@ -125,7 +166,7 @@ def card_of(source: Source, name: str) -> str:
         pipeline_tag=kind,
         tags=tags if source.answers else ["rlfuse", "reward-model"],
     )
-    lines = ["---", data.to_yaml(), "---", "", f"# {name.rpartition('/')[2]}", ""]
+    lines = ["---", data.to_yaml(), "---", "", f"# {name.rstrip('/').rpartition('/')[2]}", ""]
     lines += ["Trained with rlfuse." if run else "Uploaded with rlfuse."]
     if facts:
         lines += ["", "| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in facts.items())]

@@ -155,9 +155,9 @@ OUTPUTS: dict[str, Callable[[Config, Callable, Batch], torch.Tensor]] = {
 }
 """Model -> function that returns the output of a pass without gradients, float32 [R]."""
 POLICY_LOSSES = {"rl": actor_loss, "sft": demonstration_loss, "dpo": dpo_loss}
-"""trainer.task -> loss function of the policy."""
+"""trainer.task -> loss function of the policy. Memory plans of reward models assume the RL loss."""
 OBJECTIVES: dict[str, Callable[[Config, Callable, Batch], Loss]] = {
-    "actor": lambda config, model, batch: POLICY_LOSSES[config.trainer.task](config, model, batch),
+    "actor": lambda config, model, batch: POLICY_LOSSES.get(config.trainer.task, actor_loss)(config, model, batch),
     "critic": critic_loss,
     "reward_model": preference_loss,
 }

@@ -21,7 +21,7 @@ from rlfuse.config.custom_functions import with_values
 from rlfuse.config.documentation import keys
 from rlfuse.config.facts import Facts, missing_for_run, planning_facts
 from rlfuse.config.prepared import command_for
-from rlfuse.config.schema import Config
+from rlfuse.config.schema import Config, TrainerConfig
 from rlfuse.errors import EngineError, UserError, VideoError
 from rlfuse.files import write_atomically
 from rlfuse.progress import Console
@@ -37,7 +37,8 @@ PLACEHOLDERS = {
 def with_placeholders(given: DictConfig) -> DictConfig:
     """Fill required keys that a plan does not need with PLACEHOLDERS, in place."""
     for key, value in PLACEHOLDERS.items():
-        if not OmegaConf.select(given, key) and not (key.startswith("reward.") and given.reward.model_path):
+        rewarded = given.reward.model_path or given.trainer.task != TrainerConfig.task
+        if not OmegaConf.select(given, key) and not (key.startswith("reward.") and rewarded):
             OmegaConf.update(given, key, value)
     return given
 

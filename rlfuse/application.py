@@ -146,8 +146,8 @@ def _run(job, trial, sweeper) -> None:
         fork_server.start_early(config, WORKER_IMPORTS)
         quiet_libraries()
         with part("libraries", quiet), importing():
-            if config.trainer.task == "reward_model":
-                from rlfuse.run.reward_model import run
+            if config.trainer.is_offline:
+                from rlfuse.run.offline.training import run
             else:
                 from rlfuse.run.build import run
         run(config)

@@ -26,8 +26,18 @@ from rlfuse.errors import UserError
 from rlfuse.files import is_write_locked, write_lock
 from rlfuse.progress import quiet_libraries
 from rlfuse.tasks.clips import Clips, write_blind, write_task
-from rlfuse.tasks.remainder import write_parquet
-from rlfuse.tasks.settings import CLIPS, IMAGES, VERSION, ClipWarmStart, JudgeTraining, Labeller, Rows, WarmStart
+from rlfuse.tasks.remainder import write_demonstrations, write_parquet
+from rlfuse.tasks.settings import (
+    CLIPS,
+    IMAGES,
+    VERSION,
+    ClipWarmStart,
+    Demonstrations,
+    JudgeTraining,
+    Labeller,
+    Rows,
+    WarmStart,
+)
 
 SETTINGS_FILE = "settings.json"
 WAIT_S = 0.1
@@ -98,6 +108,21 @@ def prepare_images(
 ) -> PreparedTask:
     """Write the images task to `root`, unless it exists with the same settings."""
     return prepare_clips(root, settings, images or IMAGES)
+
+
+def prepare_demonstrations(
+    root: Path = FOLDERS["demonstrations"], settings: WarmStart | None = None, rows: Demonstrations | None = None
+) -> PreparedTask:
+    """Write worked solutions of the quickstart task to `root`, and the policy that learns from them, the
+    quickstart's."""
+    settings, rows = settings or WarmStart(), rows or Demonstrations()
+
+    def build(folder: Path) -> None:
+        write_demonstrations(folder, rows.train, rows.val, rows.seed)
+        policy = prepare(root.parent / FOLDERS["quickstart"].name, settings)
+        shutil.copytree(policy.model_path, folder / "model")
+
+    return _kept(root, {"warm_start": asdict(settings), "demonstrations": asdict(rows)}, build)
 
 
 def prepare_preferences(
@@ -176,8 +201,11 @@ TASKS = {
     "quickstart": Task(
         prepare, "remainders by repeated subtraction: rows, a small model", "rlfuse train experiment=quickstart"
     ),
+    "demonstrations": Task(
+        prepare_demonstrations, "its worked solutions, for supervised fine-tuning", "rlfuse train experiment=sft"
+    ),
     "preferences": Task(
-        prepare_preferences, "pairs of its answers, for a reward model", "rlfuse train experiment=reward_model"
+        prepare_preferences, "pairs of its answers, for a reward model or DPO", "rlfuse train experiment=reward_model"
     ),
     "judge": Task(prepare_judge, "a small judge of its answers; needs quickstart", "rlfuse train experiment=judge"),
     "long_video": Task(

@@ -135,3 +135,18 @@ def write_parquet(folder: Path, train_rows: int, val_rows: int, seed: int) -> tu
         rows = [verl_row(problem, index) for index, problem in enumerate(problems)]
         pq.write_table(pa.Table.from_pylist(rows), file)
     return files
+
+
+def demonstration_row(problem: Problem) -> dict[str, Any]:
+    """Return the problem with its worked solution, in TRL's conversational format."""
+    return {
+        "prompt": [{"role": "user", "content": problem.prompt}],
+        "completion": [{"role": "assistant", "content": solution(problem.dividend, problem.divisor)}],
+    }
+
+
+def write_demonstrations(folder: Path, train_rows: int, val_rows: int, seed: int) -> None:
+    """Write `train.parquet` and `val.parquet` of demonstrations into an existing folder."""
+    for name, count, held_out in (("train", train_rows, False), ("val", val_rows, True)):
+        rows = [demonstration_row(problem) for problem in draw_problems(count, seed + 2, held_out)]
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")

@@ -39,6 +39,14 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
+class Demonstrations(Rows):
+    """Number of demonstrations, and their seed."""
+
+    train: int = 2048
+    val: int = 256
+
+
+@dataclass(frozen=True, slots=True)
 class Labeller:
     """Settings of the preference labeller and its pairs."""
 

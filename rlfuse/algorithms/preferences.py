@@ -1,4 +1,4 @@
-"""Bradley-Terry loss of reward models, and the calibration of their preferences. Pure.
+"""Losses of preference pairs, for reward models (Bradley-Terry) and policies (DPO, IPO); calibration. Pure.
 
 A pair's *gap* is the score of the chosen answer minus that of the rejected one. Bradley and Terry (1952) read it as
 log-odds: under the model, the chosen answer is preferred with probability sigmoid(gap).
@@ -26,6 +26,29 @@ def bradley_terry(
     loss = -logsigmoid(gaps - margins).sum()
     sums = {"loss": loss, "acc": (gaps > 0).sum(), "margin": gaps.sum(), "chosen": chosen.sum()}
     sums["rejected"] = rejected.sum()
+    return loss, {name: total.detach().float() for name, total in sums.items()}
+
+
+def dpo(
+    log_probs: torch.Tensor, reference: torch.Tensor, lengths: torch.Tensor, beta: float, loss_type: str
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the DPO loss (Rafailov et al. 2023, arXiv 2305.18290) and detached diagnostics, summed over pairs.
+
+    `log_probs`, `reference`, `lengths` [P, 2]: summed log-probs of chosen and rejected completions under the policy and
+    the reference, and their tokens. `loss_type`: `sigmoid`, or `ipo` (Azar et al. 2023, arXiv 2310.12036) on means per
+    token, as in TRL. Rewards are `beta` times the log-ratio to the reference.
+    """
+    ratios = log_probs - reference
+    if loss_type == "sigmoid":
+        loss = -logsigmoid(beta * (ratios[:, 0] - ratios[:, 1])).sum()
+    else:
+        means = ratios / lengths
+        loss = (means[:, 0] - means[:, 1] - 1 / (2 * beta)).square().sum()
+    rewards = beta * ratios
+    sums = {"loss": loss, "rewards/accuracies": (rewards[:, 0] > rewards[:, 1]).sum()}
+    sums["rewards/margins"] = (rewards[:, 0] - rewards[:, 1]).sum()
+    for side, name in enumerate(("chosen", "rejected")):
+        sums |= {f"rewards/{name}": rewards[:, side].sum(), f"logps/{name}": log_probs[:, side].sum()}
     return loss, {name: total.detach().float() for name, total in sums.items()}
 
 

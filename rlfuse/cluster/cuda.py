@@ -88,7 +88,7 @@ def rank_settings(config: Config, threads: int | None = None) -> list[Setting]:
 
 
 def _rank_allocator(config: Config) -> Setting:
-    trains_alone = config.trainer.task == "reward_model"
+    trains_alone = config.trainer.is_offline
     if trains_alone or config.training.pipeline_parallel_size > 1 or config.rollout.weight_transfer == "shm":
         why = "micro-batches have many sizes, and no weights are shared by CUDA IPC"
         return Setting(ALLOCATOR, f"expandable_segments:True,{PINNING}", f"{why}; {PINNING_WHY}", RANKS)

@@ -60,7 +60,7 @@ def checks(config: Config) -> list[Check]:
         _logging,
         _resume,
     )
-    alone = (_preferences,) if config.trainer.task == "reward_model" else _OF_SAMPLES
+    alone = _OFFLINE.get(config.trainer.task, _OF_SAMPLES)
     return [*(partial(_value, key) for key in keys()), *shared, *alone]
 
 
@@ -425,28 +425,42 @@ def _distillation(config: Config, facts: Facts) -> Iterator[str]:
         )
 
 
-def _preferences(config: Config, facts: Facts) -> Iterator[str]:
-    for leaf in ("pipeline_parallel_size", "tensor_model_parallel_size", "ulysses_sequence_parallel_size"):
-        name = f"training.{leaf}"
+def _offline(config: Config, facts: Facts) -> Iterator[str]:
+    task = f"trainer.task={config.trainer.task}"
+    single = ["pipeline_parallel_size"]
+    if config.trainer.task == "reward_model":
+        single += ["tensor_model_parallel_size", "ulysses_sequence_parallel_size"]
+    for name in (f"training.{leaf}" for leaf in single):
         if value_of(config, name) > 1:
-            yield _problem(config, name, "must be 1 with trainer.task=reward_model", f"set {name}=1")
+            yield _problem(config, name, f"must be 1 with {task}", f"set {name}=1")
     if config.cluster.drain:
-        valid = "must be empty with trainer.task=reward_model, where all ranks train together"
-        yield _problem(config, "cluster.drain", valid, "remove it")
+        yield _problem(
+            config, "cluster.drain", f"must be empty with {task}, where all ranks train together", "remove it"
+        )
+    if config.trainer.metrics:
+        valid = f"must be empty with {task}, which has no samples"
+        yield _problem(config, METRICS, valid, "remove it; the metrics of the task are always logged")
+    if 1 <= config.data.train_batch_size < config.slots:
+        valid = f"must be at least {config.slots}, one row per slot"
+        yield _problem(config, "data.train_batch_size", valid, f"set {config.slots} or more")
+    if config.data.sampler is not None:
+        yield _problem(config, SAMPLER, f"must be null with {task}", "remove it")
+    if facts.video:
+        yield _problem(config, "model.path", f"{task} does not support training on clips", "give a text model")
+
+
+def _reward_model(config: Config, facts: Facts) -> Iterator[str]:
     for name in ("data.apply_chat_template_kwargs", "data.prompt_is_chat"):
         if value_of(config, name) != by_name()[name].default:
             valid = "has no effect with trainer.task=reward_model, which formats pairs as reward models score them"
             yield _problem(config, name, valid, "remove it")
-    if config.trainer.metrics:
-        valid = "must be empty with trainer.task=reward_model, which has preference pairs instead of samples"
-        yield _problem(config, METRICS, valid, "remove it; accuracy, calibration, loss and margin are always logged")
-    if config.data.sampler is not None:
-        yield _problem(config, SAMPLER, "must be null with trainer.task=reward_model", "remove it")
-    if 1 <= config.data.train_batch_size < config.slots:
-        valid = f"must be at least {config.slots}, one pair per slot"
-        yield _problem(config, "data.train_batch_size", valid, f"set {config.slots} or more")
-    if facts.video:
-        yield _problem(config, "model.path", "training reward models on clips is not supported", "give a text model")
+
+
+def _offline_policy(config: Config, facts: Facts) -> Iterator[str]:
+    name = "rollout.temperature"
+    if value_of(config, name) != 1:
+        valid = f"must be 1 with trainer.task={config.trainer.task}, whose loss is of unscaled log-probs"
+        yield _problem(config, name, valid, "remove it")
 
 
 def _resume(config: Config, facts: Facts) -> Iterator[str]:
@@ -480,3 +494,10 @@ _OF_SAMPLES = (
     tensor_parallel_problems,
 )
 _OF_SAMPLES += (sequence_parallel_problems, _drained, _video, _tower, _reward, _kl, _distillation)
+_POLICY = (_offline, _offline_policy, tensor_parallel_problems, sequence_parallel_problems)
+_OFFLINE: dict[str, tuple[Check, ...]] = {
+    "sft": _POLICY,
+    "dpo": _POLICY,
+    "reward_model": (_offline, _reward_model),
+}
+"""Offline task -> its checks, instead of those of samples."""

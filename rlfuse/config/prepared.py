@@ -6,6 +6,7 @@ from pathlib import Path
 
 FOLDERS = {
     "quickstart": Path(".cache/rlfuse/remainder"),
+    "demonstrations": Path(".cache/rlfuse/demonstrations"),
     "preferences": Path(".cache/rlfuse/preferences"),
     "judge": Path(".cache/rlfuse/judge"),
     "long_video": Path(".cache/rlfuse/clips"),

@@ -424,9 +424,19 @@ class CriticConfig:
 
 
 @dataclass
+class DpoConfig:
+    """Direct preference optimisation (trainer.task=dpo; Rafailov et al. 2023), with TRL's names."""
+
+    beta: float = key(0.1, LOSS_WEIGHTS, above=0)
+    """Strength of the implicit KL penalty to the reference policy; for ipo, the regularisation parameter tau."""
+    loss_type: str = key("sigmoid", LOSS, choices="sigmoid (DPO) | ipo (Azar et al. 2023)")
+    """Loss of a pair."""
+
+
+@dataclass
 class RefConfig:
-    """The frozen reference policy, loaded only if a KL penalty, a KL loss or distillation uses it. With
-    algorithm=distill it is the teacher."""
+    """The frozen reference policy, loaded only if a KL penalty, a KL loss, distillation or trainer.task=dpo uses it.
+    With algorithm=distill it is the teacher."""
 
     path: str | None = key(None, Resume(Effect.EXPERIMENT, "another reference policy"))
     """Weights of the reference policy, of any size and family with the same vocabulary; null: model.path."""
@@ -562,9 +572,11 @@ class TrainerConfig:
     task: str = key(
         "rl",
         TRAINED,
-        choices="rl (a policy) | reward_model (a classifier on preference pairs, with the settings of `actor`)",
+        choices="rl (a policy, on its own responses) | sft (a policy, on demonstrations) | dpo (a policy, on pairs) | "
+        "reward_model (a classifier, on preference pairs)",
     )
-    """Training task."""
+    """Training task. All tasks but rl are offline: they train on the rows of data.train_files, with the settings of
+    `actor`, and generate nothing."""
     project_name: str = key("rlfuse", RUN_NAME)
     """Name of the wandb project and of the folder above run folders."""
     experiment_name: str | None = key(None, RUN_NAME)
@@ -585,7 +597,7 @@ class TrainerConfig:
     """Tags of the wandb run; []: those of WANDB_TAGS."""
     metrics: list[str] = key([], LOGGING, custom=True)
     """Custom metrics: functions of the samples of a step, each as `path/file.py:name`; logged as custom/NAME/... and,
-    for validation, val-custom/NAME/.... Must be empty with trainer.task=reward_model."""
+    for validation, val-custom/NAME/.... Must be empty unless trainer.task=rl."""
     metrics_kwargs: dict[str, Any] = key({}, LOGGING)
     """Additional arguments of custom metrics, by name of the function: {length_bias: {cap: 512}}."""
     log_samples: int = key(16, LOGGING, at_least=0)
@@ -638,6 +650,11 @@ class TrainerConfig:
     with a table."""
     default_local_dir: str = key("runs", RUN_NAME, is_path=True)
     """Root of all run folders, which are {default_local_dir}/{project_name}/{experiment_name}."""
+
+    @property
+    def is_offline(self) -> bool:
+        """True if the task trains on a fixed dataset, without generation."""
+        return self.task != "rl"
 
 
 @dataclass
@@ -708,6 +725,7 @@ class Config:
     actor: ActorConfig = field(default_factory=ActorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     ref: RefConfig = field(default_factory=RefConfig)
+    dpo: DpoConfig = field(default_factory=DpoConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     fusion: FusionConfig = field(default_factory=FusionConfig)
     video: VideoConfig = field(default_factory=VideoConfig)
@@ -775,10 +793,12 @@ class Config:
 
     @property
     def uses_critic(self) -> bool:
-        return traits_of(self.algorithm.adv_estimator).needs_critic
+        return not self.trainer.is_offline and traits_of(self.algorithm.adv_estimator).needs_critic
 
     @property
     def uses_reference(self) -> bool:
+        if self.trainer.is_offline:
+            return self.trainer.task == "dpo"
         estimator = traits_of(self.algorithm.adv_estimator)
         return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss or estimator.needs_reference
 

@@ -1,6 +1,7 @@
-"""Load preference pairs in TRL's shapes: `chosen` and `rejected`, with or without `prompt`; `margin` and `dimension`.
+"""Load preference pairs in TRL's shapes: `chosen` and `rejected`, with or without `prompt`.
 
-A malformed row is a `DataError` with file, row and field. Sequences are never truncated.
+Pairs of reward models are tokenised as reward models score them, and may have a `margin` and a `dimension`; those of
+policies as a policy generates. A malformed row is a `DataError` with file, row and field. Nothing is truncated.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from transformers import PreTrainedTokenizerBase
 
 from rlfuse.config.reward_labels import ONLY_LABEL
 from rlfuse.config.schema import DataConfig
+from rlfuse.data.conversations import ConversationTokenizer
 from rlfuse.data.messages import conversation, decode_messages, parse_messages, parse_tools
 from rlfuse.data.rows import read_raw_rows
+from rlfuse.data.sequence_limit import SequenceLimit
 from rlfuse.data.templates import chat_template_errors
 from rlfuse.data.tokenizers import conversation_ids, without_padding
 from rlfuse.errors import DataError
@@ -28,7 +31,7 @@ class Preference:
 
     index: int
     shared_ids: np.ndarray
-    """int32: common prefix of both sequences, at least the prompt."""
+    """int32: common prefix of both sequences, at least the prompt; for policies, the prompt."""
     chosen_ids: np.ndarray
     """int32 [1 or more]: rest of the preferred sequence."""
     rejected_ids: np.ndarray
@@ -40,21 +43,14 @@ class Preference:
 def load_preferences(
     files: Sequence[str], tokenizer: PreTrainedTokenizerBase, data: DataConfig, labels: Sequence[str] = ()
 ) -> tuple[list[Preference], str]:
-    """Return all pairs and a summary line. `labels`: allowed dimensions, if known."""
-    longest, pairs, dropped = data.max_prompt_length + data.max_response_length, [], 0
+    """Return all pairs of a reward model and a summary line. `labels`: allowed dimensions, if known."""
+    limit, pairs = SequenceLimit(data), list[Preference]()
     for file in files:
         for where, row in read_raw_rows(file):
             chosen, rejected = (
                 _tokenise(f"{file}, {where}", row, side, data.prompt_key, tokenizer) for side in ("chosen", "rejected")
             )
-            if (size := max(len(chosen), len(rejected))) > longest:
-                if not data.filter_overlong_prompts:
-                    raise DataError(
-                        f"{file}, {where}: a sequence has {size} tokens, but data.max_prompt_length + "
-                        f"data.max_response_length is {longest}. Raise one, or drop such rows with "
-                        "data.filter_overlong_prompts=true."
-                    )
-                dropped += 1
+            if not limit.keeps(f"{file}, {where}", max(len(chosen), len(rejected))):
                 continue
             if chosen == rejected:
                 raise DataError(f"{file}, {where}: chosen and rejected are equal. Remove the row.")
@@ -63,10 +59,48 @@ def load_preferences(
                 raise DataError(f"{file}, {where}, field dimension: {dimension}, but the first row has "
                                 f"{pairs[0].dimension}. Set it in all rows, or in none.")  # fmt: skip
             pairs.append(make_preference(len(pairs), chosen, rejected, margin, dimension))
-    if not pairs:
-        raise DataError(f"{', '.join(files)}: no pairs are left; all {dropped} are longer than {longest} tokens.")
-    note = f", {dropped} dropped (over {longest} tokens)" if dropped else ""
-    return pairs, f"data  {len(pairs)} pairs from {', '.join(files)}{note}"
+    return pairs, limit.report(files, len(pairs), "pairs")
+
+
+def load_policy_preferences(
+    files: Sequence[str], tokenizer: PreTrainedTokenizerBase, data: DataConfig
+) -> tuple[list[Preference], str]:
+    """Return all pairs, tokenised for a policy, and a summary line: `shared_ids` is exactly the prompt.
+
+    Rows have a prompt with two completions, or two conversations, whose common first messages are the prompt.
+    """
+    reader, limit, pairs = ConversationTokenizer(tokenizer, data), SequenceLimit(data), list[Preference]()
+    for file in files:
+        for where, row in read_raw_rows(file):
+            place = f"{file}, {where}"
+            whole = _with_prompt(place, row, data.prompt_key)
+            chosen, rejected = (reader.read(place, whole, side) for side in ("chosen", "rejected"))
+            if not limit.keeps(place, max(len(chosen.ids), len(rejected.ids))):
+                continue
+            start = chosen.prompt
+            if np.array_equal(chosen.ids, rejected.ids):
+                raise DataError(f"{place}: chosen and rejected are equal. Remove the row.")
+            pairs.append(Preference(len(pairs), chosen.ids[:start], chosen.ids[start:], rejected.ids[start:]))
+    return pairs, limit.report(files, len(pairs), "pairs")
+
+
+def _with_prompt(where: str, row: dict[str, Any], prompt_key: str) -> dict[str, Any]:
+    """Return the row with a prompt; without one, the common first messages of its conversations are the prompt."""
+    if row.get(prompt_key) is not None:
+        return row
+    given = {side: decode_messages(f"{where}, field {side}", row.get(side)) for side in ("chosen", "rejected")}
+    for side, messages in given.items():
+        if isinstance(messages, str):
+            raise DataError(
+                f"{where}, field {prompt_key}: missing; {side} is a text, whose prompt is not known. Add the prompt."
+            )
+    chosen, rejected = (parse_messages(f"{where}, field {side}", given[side], "assistant") for side in given)
+    most, common = min(len(chosen), len(rejected)) - 1, 0
+    while common < most and chosen[common] == rejected[common]:
+        common += 1
+    if not common:
+        raise DataError(f"{where}: chosen and rejected have no first message in common. Add a column {prompt_key}.")
+    return row | {prompt_key: list(chosen[:common]), "chosen": list(chosen), "rejected": list(rejected)}
 
 
 def dimension_labels(pairs: Sequence[Preference]) -> list[str]:

@@ -16,6 +16,7 @@ from rlfuse.algorithms.corrections import LOG_PROBS_DIFF_MAX, Bound, mismatch_bo
 from rlfuse.config.schema import AlertsConfig
 from rlfuse.fusion.selection import CARRY_OVER
 from rlfuse.observe.idle import CAUSES
+from rlfuse.observe.offline_metrics import LOSSES
 
 SCORE, PPO_KL, ZERO_SPREAD = "critic/score/mean", "actor/ppo_kl", "reward/frac_reward_zero_std"
 ENTROPY = ("response/entropy", "actor/entropy")
@@ -90,7 +91,7 @@ class Alerts:
             yield from check(values)
 
     def _not_checked(self, values: Mapping[str, float]) -> Iterator[Alert]:
-        if "reward_model/loss" in values:  # its steps have no samples
+        if any(name in values for name in LOSSES):  # steps of offline tasks have no samples
             return
         critic_alone = GRADIENTS[1] in values and GRADIENTS[0] not in values  # trainer.critic_warmup
         ignored = {
@@ -120,7 +121,7 @@ class Alerts:
     def _not_finite(self, values: Mapping[str, float]) -> Iterator[Alert]:
         broken = [
             name
-            for name in ("actor/pg_loss", "critic/vf_loss", "reward_model/loss", *GRADIENTS)
+            for name in ("actor/pg_loss", "critic/vf_loss", *LOSSES, *GRADIENTS)
             if not math.isfinite(values.get(name, 0))
         ]
         if broken:

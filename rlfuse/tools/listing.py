@@ -24,6 +24,7 @@ from rich.table import Table
 
 from rlfuse.errors import NotWritable, RunError
 from rlfuse.fusion.selection import STRENGTH
+from rlfuse.observe.offline_metrics import SCORES
 from rlfuse.parsing import parse_json
 from rlfuse.progress import Console
 from rlfuse.run_folder import status
@@ -34,7 +35,7 @@ MARKS = (status.FILE, "metrics.jsonl")
 MAX_DEPTH = 4
 TAIL_BYTES = 4 << 20
 """Bytes of metrics.jsonl that are searched for the last validation."""
-REWARDS = ("critic/score/mean", "reward_model/acc")
+REWARDS = ("critic/score/mean", *SCORES)
 COLUMNS = ("run", "state", "step", "reward", "held out", "label", "time", "started", "size", "checkpoints", "sweep")
 NO_WRAP = ("step", "reward", "held out", "label", "time", "size")
 NUMBERS = ("step", "reward", "held out", "time", "size", "checkpoints")

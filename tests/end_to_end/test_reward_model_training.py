@@ -17,17 +17,26 @@ from rlfuse.config.rewards import RewardConfig
 from rlfuse.config.schema import Config
 from rlfuse.data.preferences import load_preferences
 from rlfuse.data.tokenizers import load_tokenizer
-from rlfuse.engines.trainer.reward_model import RewardModelTrainer
+from rlfuse.engines.trainer.offline_trainer import OfflineTrainer
 from rlfuse.observe.tracking import sample_of_row
 from rlfuse.rewards.api.items import item_of_row
 from rlfuse.rewards.models.classifier import Classifier
 from rlfuse.rewards.workers.pool import RewardPool
+from rlfuse.run.offline.reward_model import rows_of
 
 MODEL = "reward_model"
 
 
-class Pairs(RewardModelTrainer, Probe):
+class Pairs(OfflineTrainer, Probe):
     """Its gradients can be read."""
+
+    labels = (ONLY_LABEL,)
+
+    async def learn(self, pairs):
+        return await super().learn(rows_of(pairs, self.labels))
+
+    async def scores(self, pairs):
+        return await super().scores(rows_of(pairs, self.labels))
 
 
 @pytest.fixture(scope="module")

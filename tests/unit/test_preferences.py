@@ -15,12 +15,13 @@ from rlfuse.config.schema import Config, DataConfig
 from rlfuse.data.preferences import load_preferences, make_preference
 from rlfuse.engines.trainer.micro_batch_losses import preference_loss
 from rlfuse.engines.trainer.model_inputs import collate
-from rlfuse.engines.trainer.reward_model import rows_of
 from rlfuse.errors import DataError
+from rlfuse.observe.calibration_plot import draw_calibration
+from rlfuse.observe.offline_summary import summarise_offline
 from rlfuse.observe.overoptimization import draw_overoptimization, draw_overoptimization_panels
-from rlfuse.observe.reward_model_summary import draw_calibration, summarise_reward_model
 from rlfuse.rewards.api.items import item_of_row
 from rlfuse.rewards.models.classifier import Transformers
+from rlfuse.run.offline.reward_model import rows_of
 from rlfuse.tasks.preferences import answers, preference_row, prefers_first
 from rlfuse.tasks.remainder import compute_score, draw_problems
 from rlfuse.tasks.settings import Labeller
@@ -217,7 +218,7 @@ def test_plots_and_summary_show_logged_values(tmp_path, capsys):
     draw_calibration(tmp_path / "calibration.png", calibrate(gaps), gaps)
     rows = [{"step": i, "val-core/reward_model/acc": 0.5 + i / 10, "val-aux/reward_model/ece": 0.1} for i in range(3)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    summary = summarise_reward_model(tmp_path, 1.0)
+    summary = summarise_offline(tmp_path, "reward_model", 1.0)
     assert (summary["val_before"], summary["val_after"], summary["steps"]) == (0.5, 0.7, 2)
     assert "0.500 -> 0.700" in capsys.readouterr().out
     names = ("val-core/r/acc/mean@1", "val-aux/r/reward_model/mean@1", "rewards/reward_model/mean")
@@ -251,12 +252,12 @@ def test_settings_of_a_reward_model_are_checked_and_those_of_rollouts_are_not():
     config.data.train_batch_size, config.trainer.n_gpus_per_node, config.training.pipeline_parallel_size = 1, 2, 2
     pipeline, batch = check(config, Facts())
     assert pipeline.startswith("training.pipeline_parallel_size=2: must be 1 with trainer.task=reward_model")
-    assert batch.startswith("data.train_batch_size=1: must be at least 2, one pair per slot")
+    assert batch.startswith("data.train_batch_size=1: must be at least 2, one row per slot")
     config = Config()
     config.data.train_files, config.model.path, config.trainer.task = ["pairs.parquet"], "model", "reward_model"
     config.trainer.metrics, config.data.prompt_is_chat = ["mine.py:groups"], False
     config.data.apply_chat_template_kwargs = {"enable_thinking": False}
-    *template, metrics = check(config, Facts())
+    metrics, *template = check(config, Facts())
     assert [each.partition("=")[0] for each in template] == ["data.apply_chat_template_kwargs", "data.prompt_is_chat"]
     assert metrics.startswith("trainer.metrics=[mine.py:groups]: must be empty with trainer.task=reward_model")
     config = Config(trainer=type(config.trainer)(task="reward"))

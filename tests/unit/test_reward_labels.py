@@ -19,11 +19,11 @@ from rlfuse.config.rewards import read_entries
 from rlfuse.config.schema import DataConfig, ModelConfig
 from rlfuse.data.preferences import dimension_labels, load_preferences
 from rlfuse.engines.trainer.models import check_forward, load_reward_model
-from rlfuse.engines.trainer.reward_model import rows_of
 from rlfuse.errors import DataError, EngineError, FunctionError, RewardError
 from rlfuse.rewards.api.entries import load_entries
 from rlfuse.rewards.api.items import item_of_row
 from rlfuse.rewards.models.classifier import Classifier
+from rlfuse.run.offline.reward_model import rows_of
 from rlfuse.tasks.vocabulary import build_tokenizer
 
 RIGHT, BRIEF = "reward_model/right", "reward_model/brief"

@@ -13,7 +13,7 @@ import pytest
 
 from rlfuse.cluster import scratch
 from rlfuse.errors import RunError
-from rlfuse.observe.reward_model_summary import summarise_reward_model
+from rlfuse.observe.offline_summary import summarise_offline
 from rlfuse.run_folder import run_lock, status
 from rlfuse.run_folder.run_lock import RunLock
 from rlfuse.tools import leftovers, listing
@@ -79,7 +79,7 @@ def test_a_run_has_its_figures(tmp_path):
 def test_a_finished_reward_model_has_its_figures(tmp_path):
     path = make(tmp_path / "one")
     (path / "metrics.jsonl").write_text('{"step": 3, "reward_model/acc": 0.75, "val-core/reward_model/acc": 0.5}\n')
-    summarise_reward_model(path, 12.0)
+    summarise_offline(path, "reward_model", 12.0)
     (found,) = [listing.read(each, tmp_path) for each in listing.find(tmp_path)]
     assert found.problems == [] and (found.state, found.reward, found.validation) == ("finished", 0.75, 0.5)
     (path / status.FILE).unlink()

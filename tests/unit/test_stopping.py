@@ -18,7 +18,7 @@ from rlfuse.errors import EngineError
 from rlfuse.observe.run_log import RunLog
 from rlfuse.observe.tracking import read_metrics
 from rlfuse.run.checkpointing import Checkpointing
-from rlfuse.run.reward_model import Training
+from rlfuse.run.offline.training import Training
 from rlfuse.run_folder import checkpoints
 from rlfuse.step.protocols import NoHealth
 from rlfuse.stopping import ONCE_S, Stopped, Stopping
@@ -205,11 +205,11 @@ def test_the_exit_status_says_who_ended_it(number, status, capsys):
 
 
 class Learner:
-    """A reward model's ranks; Ctrl-C comes while they learn for the second time."""
+    """An offline task; Ctrl-C comes while it learns for the second time."""
 
-    steps = 0
+    steps, held_out = 0, ()
 
-    async def learn(self, pairs, lr_factor):
+    async def learn(self, examples, lr_factor):
         self.steps += 1
         if self.steps == 2:
             os.kill(os.getpid(), SIGINT)
@@ -228,9 +228,8 @@ async def test_a_reward_model_is_saved_after_the_step_in_which_ctrl_c_came(tmp_p
     source = SimpleNamespace(epoch=0, next_batch=list)
     training = Training(
         config=config,
-        trainer=Learner(),
+        task=Learner(),
         source=source,
-        held_out=[],
         log=log,
         health=NoHealth(),
         checkpointing=Checkpointing(log, config, start=0, save=save, state=lambda _: {}, parameters=1),

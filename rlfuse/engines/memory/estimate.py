@@ -72,14 +72,15 @@ class Memory:
     optimizers_alone: bool = False  # each optimizer is on the device only in its steps and for checkpoints
     kv_cache_bytes: int | None = None  # set for each device of an engine; None: vLLM decides
     alternates: bool = True  # engine and ranks alternate on the device; False: both stay
+    generates: bool = True  # False: an offline task, without engines
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """Phases in order; only one on CPU hosts, where engine and ranks both stay."""
-        return PHASES if self.budget.device == "cuda" else (TRAINING,)
+        """Phases in order; only one on CPU hosts, where engine and ranks both stay, and without engines."""
+        return PHASES if self.budget.device == "cuda" and self.generates else (TRAINING,)
 
     def of(self, phase: str) -> list[Part]:
-        if self.budget.device == "cpu":
+        if self.budget.device == "cpu" or not self.generates:
             return list(self.parts)
         there = contents(self.optimizers_alone, self.alternates)[phase]
         return [part for part in self.parts if part.item in there]
@@ -114,8 +115,10 @@ def memory_of(
 ) -> Memory:
     """Return the memory plan of a job. `shapes`: of `actor`, and of `critic` and `reference` if the job has them;
     `served`: of reward models; `models`: result of `models_of`, if already computed."""
-    engine, kv_tokens, bounds = _engine(config, shapes["actor"], budget)
     models = models or models_of(config, shapes, budget.device)
+    if config.trainer.is_offline:
+        return _offline_memory(config, shapes, budget, models)
+    engine, kv_tokens, bounds = _engine(config, shapes["actor"], budget)
     parts = [*models, *engine, *_residents(config, shapes, budget, served or {})]
     if budget.device == "cuda":
         parts += _transfer_buffers(config, shapes["actor"])
@@ -129,6 +132,16 @@ def memory_of(
     # vLLM pins each weight allocation separately, and torch rounds pinned blocks up to a power of two.
     away = stay.size_of(MODELS) - recorded + 2 * stay.size_of({Item.ENGINE_WEIGHTS}) if budget.device == "cuda" else 0.0
     return replace(stay, parts=tuple(parts), host=host + away, kv_cache_bytes=bounds.alternating, alternates=True)
+
+
+def _offline_memory(config: Config, shapes: Mapping[str, Shape], budget: Budget, models: Sequence[Part]) -> Memory:
+    """Return the memory plan of trainer ranks alone."""
+    parts, host = [*models, Part("processes", "base memory", PROCESS, Item.RESIDENTS)], 0.0
+    if budget.device == "cuda":
+        host, recorded = _host(config, shapes, budget.device), graph_bytes(config, shapes, budget.device)
+        parts += [Part("actor", "CUDA graphs", recorded, Item.PARAMETERS)] * bool(recorded)
+        parts += [Part("processes", "NCCL's buffers", NCCL, Item.RESIDENTS)] * (config.slots > 1)
+    return Memory(tuple(parts), budget, 0, host, alternates=False, generates=False)
 
 
 def _residents(config: Config, shapes: Mapping[str, Shape], budget: Budget, served: Mapping[str, Shape]) -> list[Part]:

@@ -21,7 +21,7 @@ def problems(config: Config, memory: Memory) -> list[str]:
     help, see `remedies`."""
     found = []
     longest = config.data.max_prompt_length + config.data.max_response_length
-    if memory.kv_tokens < longest:
+    if memory.generates and memory.kv_tokens < longest:
         key = "rollout.gpu_memory_utilization" if memory.budget.device == "cuda" else "rollout.kv_cache_memory_mb"
         have = f"room for {memory.kv_tokens} tokens" if memory.kv_tokens > 0 else "no room next to the engine's weights"
         found.append(
@@ -134,7 +134,7 @@ def _families(config: Config, memory: Memory) -> Iterator[list[Setting]]:
             if config.actor.optimizer_residency != "step":
                 yield [("actor.optimizer_residency", "step")]
             yield [("actor.offload_optimizer", True)]
-    if GENERATING in tight or memory.kv_tokens < longest:
+    if GENERATING in tight or (memory.generates and memory.kv_tokens < longest):
         width = config.rollout.tensor_model_parallel_size
         yield [("rollout.tensor_model_parallel_size", width * times) for times in (2, 4, 8)]
         yield _caches(config, memory, longest)

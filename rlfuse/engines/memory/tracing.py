@@ -104,7 +104,14 @@ class MetaModel:
         """Return the memory of a training micro-batch of `actor` or `critic`, or of a `reference` or `values` pass.
         Raises ConfigError for a model whose passes depend on tensor values, or fail for other reasons."""
         actor, model = config.actor, config.model
-        loss = (actor.entropy_coeff != 0, actor.use_kl_loss, actor.loss_mode, actor.loss_agg_mode)
+        loss = (
+            config.trainer.task,
+            config.dpo.loss_type,
+            actor.entropy_coeff != 0,
+            actor.use_kl_loss,
+            actor.loss_mode,
+            actor.loss_agg_mode,
+        )
         run = (model.dtype, model.enable_gradient_checkpointing, model.use_remove_padding)
         run += (config.training.vocabulary_parallel, config.rollout.temperature)
         key = (role, texts, device, *run, *loss)

@@ -15,7 +15,7 @@ import torch
 
 from rlfuse.algorithms.losses import entropy_from_logits, log_probs_from_logits
 from rlfuse.algorithms.objectives import actor_objective, critic_objective
-from rlfuse.algorithms.preferences import bradley_terry
+from rlfuse.algorithms.preferences import bradley_terry, dpo
 from rlfuse.config.schema import Config
 from rlfuse.engines.trainer import fused_log_probs
 from rlfuse.engines.trainer.model_inputs import Batch, Later
@@ -82,8 +82,8 @@ def actor_loss_from_log_probs(config: Config, batch: Batch, found: torch.Tensor,
 
 
 def old_log_probs_from_update(model: str, rows: Sequence[Row], batch: Batch) -> Later | None:
-    """Return a reader of the old log-probs that `actor_loss` added to the batch; None if the rows had them."""
-    if model != "actor" or "old_log_probs" in rows[0].tensors:
+    """Return a reader of the old log-probs that `actor_loss` added to the batch; None if it added none."""
+    if model != "actor" or "old_log_probs" in rows[0].tensors or "old_log_probs" not in batch.tensors:
         return None
     return batch.split_later(batch.responses(batch.tensors["old_log_probs"]))
 
@@ -108,6 +108,24 @@ def preference_loss(config: Config, model: Callable, batch: Batch) -> Loss:
     return bradley_terry(chosen, rejected, batch.tensors["margin"][:whole:2, 0])
 
 
+def dpo_loss(config: Config, model: Callable, batch: Batch) -> Loss:
+    """Return the DPO loss of pairs of rows, chosen before rejected, with `ref_log_probs`; a filler has no pair."""
+    found, whole = batch.matrix(log_probs(config, model, batch)), len(batch.mask) - len(batch.mask) % 2
+    totals = [each[:whole].sum(1).view(-1, 2) for each in (found, batch.tensors["ref_log_probs"], batch.mask)]
+    return dpo(*totals, config.dpo.beta, config.dpo.loss_type)
+
+
+def demonstration_loss(config: Config, model: Callable, batch: Batch) -> Loss:
+    """Return the summed negative log-likelihood of the tokens with a loss."""
+    logits = response_logits(model, batch)
+    with torch.no_grad():
+        right = batch.gather_slices((logits.argmax(-1) == batch.targets).float())
+    found, entropy = map(batch.gather_slices, log_probs_and_entropy(config, logits, batch.targets))
+    loss = -found.sum()
+    sums = {"loss": loss.detach(), "mean_token_accuracy": right.sum(), "entropy": entropy.detach().sum()}
+    return loss, {name: total.float() for name, total in sums.items()}
+
+
 def weighted_loss(loss: torch.Tensor, weight: float) -> torch.Tensor:
     """Return `weight * loss`, with a non-finite gradient if the loss is not finite.
 
@@ -115,6 +133,12 @@ def weighted_loss(loss: torch.Tensor, weight: float) -> torch.Tensor:
     all ranks share.
     """
     return loss * (weight + 0.0 * loss.detach())
+
+
+def add_sums(totals: dict[str, torch.Tensor], sums: Mapping[str, torch.Tensor], weight: float) -> None:
+    """Add the weighted diagnostics of a micro-batch to `totals`."""
+    for name, value in sums.items():
+        totals[name] = totals.get(name, 0.0) + value.double() * weight
 
 
 def read_sums(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
@@ -130,7 +154,13 @@ OUTPUTS: dict[str, Callable[[Config, Callable, Batch], torch.Tensor]] = {
     "reward_model": lambda config, model, batch: response_scores(model, batch),
 }
 """Model -> function that returns the output of a pass without gradients, float32 [R]."""
-OBJECTIVES = {"actor": actor_loss, "critic": critic_loss, "reward_model": preference_loss}
+POLICY_LOSSES = {"rl": actor_loss, "sft": demonstration_loss, "dpo": dpo_loss}
+"""trainer.task -> loss function of the policy. Memory plans of reward models assume the RL loss."""
+OBJECTIVES: dict[str, Callable[[Config, Callable, Batch], Loss]] = {
+    "actor": lambda config, model, batch: POLICY_LOSSES.get(config.trainer.task, actor_loss)(config, model, batch),
+    "critic": critic_loss,
+    "reward_model": preference_loss,
+}
 """Model -> loss function."""
 
 

@@ -1,6 +1,6 @@
 """Driver-side base class of groups of trainer ranks: start, calls, optimizer steps and device moves.
 
-Role: base of `TrainerGroup`, `PipelineTrainer` and `RewardModelTrainer`. A rollout slot spans
+Role: base of `TrainerGroup` (and its `OfflineTrainer`) and `PipelineTrainer`. A rollout slot spans
 `rollout.tensor_model_parallel_size` ranks, which share its rate. Invariants: calls on single slots run concurrently, a
 call on all ranks runs exclusively; a failure is raised once, that of a dead rank before those of ranks waiting for it;
 a rank that hangs in a `WATCHED` call is killed within about cluster.heartbeat_s. Waits at most cluster.timeout_s.
@@ -45,7 +45,7 @@ the main arena, and Ray runs a rank's calls on another thread because `pulse` ha
 NO_TORCH_COMPILE = {"TORCHDYNAMO_DISABLE": "1"}
 """Environment of ranks on CPUs. Unused optimizers request compilation at import, and torch would import its compiler,
 a seventh of a rank's startup time."""
-WATCHED = ("score", "accumulate", "run", "step")
+WATCHED = ("score", "accumulate", "evaluate", "run", "step")
 """Calls that are watched for hangs, because ranks report progress often during them."""
 CHECKS_PER_HEARTBEAT = 8
 """Liveness checks of each rank per `cluster.heartbeat_s` during these calls."""
@@ -311,11 +311,14 @@ async def start_ranks(
 def step_metrics(
     model: str, ranks: Sequence[tuple[dict[str, float], dict[str, float]]], count: float, lengths: Sequence[int]
 ) -> dict[str, float]:
-    """Return a step's mean diagnostics as `model/name`, from (sums of this rank, values equal on all ranks) by rank."""
+    """Return a step's mean diagnostics as `model/name`, from (sums of this rank, values equal on all ranks) by rank.
+
+    Names with a slash, as `rewards/margins`, stay as they are.
+    """
     names = {name: None for sums, _ in ranks for name in sums}
     totals = {name: sum(sums.get(name, 0.0) for sums, _ in ranks) for name in names}
     return {
-        f"{model}/{name}": value
+        name if "/" in name else f"{model}/{name}": value
         for name, value in (mean_diagnostics(totals, count, sum(lengths)) | ranks[0][1]).items()
     }
 

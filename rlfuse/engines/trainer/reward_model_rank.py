@@ -1,6 +1,6 @@
 """Trainer rank of a reward model: a sequence classifier trained on preference pairs.
 
-Role: `RewardModelTrainer.start` runs it as Ray actors. It differs from a `TrainerRank` only in its model.
+Role: `OfflineTrainer.start` runs it as Ray actors. It differs from a `TrainerRank` only in its model.
 """
 
 from __future__ import annotations
@@ -43,5 +43,6 @@ class RewardModelRank(TrainerRank):
         self.progress.follow(model)
         self.packed = self.shares = config.model.use_remove_padding and attends_by_layout(model)
         check_training_passes(self.engines[MODEL_PART], self.packed, self.device, "reward model")
-        parameters = sum(size for _, size in self.sizes(MODEL_PART)) // self.dtype.itemsize
-        return {"packed": self.packed, "parameters": parameters, "lines": self._arrange_passes()}
+        parameters = {MODEL_PART: (sum(size for _, size in self.sizes(MODEL_PART)) // self.dtype.itemsize, 0)}
+        facts = {"packed": self.packed, "shares_prompts": self.shares, "lines": self._arrange_passes()}
+        return facts | {"parameters": parameters}

@@ -36,6 +36,7 @@ from rlfuse.engines.trainer.micro_batch_losses import (
     OUTPUTS,
     PassResults,
     RankCall,
+    add_sums,
     old_log_probs_from_update,
     read_sums,
     weighted_loss,
@@ -235,6 +236,21 @@ class TrainerRank(Rank):
             call.batches[number] = batch
         return batch
 
+    @requires_models
+    @torch.no_grad()
+    def evaluate(self, model: str, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+        """Return the diagnostics of the model's loss, summed over the rows of which this rank returns results."""
+        call, totals = RankCall((model,), self.device), dict[str, torch.Tensor]()
+        self.engines[model].eval()
+        for number, micro_batch in enumerate(micro_batches):
+            part = self.parallel.part(micro_batch.degree)
+            with self._span("evaluate", micro_batch, "testing", model=model) as span, call.timed(model, span):
+                batch = self._cached_or_collated(model, micro_batch.rows, part, number, call)
+                _, sums = OBJECTIVES[model](self.config, self.engines[model], batch)
+            add_sums(totals, sums, micro_batch.weight * self._returns_results(part))
+        call.read()
+        return read_sums(totals)
+
     # Updates -----------------------------------------------------------------------------------------------------
 
     @requires_models
@@ -265,9 +281,7 @@ class TrainerRank(Rank):
         call.results[model].append(
             old_log_probs_from_update(model, rows, batch) if self._returns_results(part) else None
         )
-        counted = micro_batch.weight * self._returns_results(part)
-        for name, value in sums.items():
-            totals[name] = totals.get(name, 0.0) + value.double() * counted
+        add_sums(totals, sums, micro_batch.weight * self._returns_results(part))
 
     def _rows_and_clips(self, model: str, micro_batch: MicroBatch) -> tuple[Sequence[Row], list[MicroBatchClip]]:
         """Return the rows for an update of `model`, and their clips that train the tower."""

@@ -115,7 +115,7 @@ def gpu_settings(
     if config.cluster.device == "cpu":
         return []
     ranks = [*cuda.worker_settings(), *cuda.rank_settings(config), *cuda.deterministic_settings(config)]
-    if config.trainer.task == "reward_model":
+    if config.trainer.is_offline:
         return [*with_given(ranks, given), cuda.collective_limit(config)]
     return [
         *with_given([*ranks, *engine_settings(engine_dtype(config))], given),

@@ -64,7 +64,7 @@ def unplannable_reasons(config: Config, device: str) -> list[str]:
     """Return why vLLM cannot run this job on any machine with `device`, regardless of the sizes of model and cache."""
     planned = replace(config, cluster=replace(config.cluster, device=device))
     found, model = [*_reward_device(planned)], _model_config(config, config.model.path)
-    if config.rollout.name != "vllm" or config.trainer.task != "rl" or model is None:
+    if config.rollout.name != "vllm" or config.trainer.is_offline or model is None:
         return found
     given = f"model.path={config.model.path}"
     found += _connector(planned) if device == "cuda" else ()  # nixl may be installed on a machine with CPUs

@@ -143,7 +143,7 @@ def with_run_name(config: Config, reserve: Callable[[Path], bool] = lambda folde
         return called(last.name)
     estimator = config.algorithm.adv_estimator
     algorithm = "ppo" if estimator == "gae" else estimator.rpartition(":")[2]
-    kind = "reward_model" if config.trainer.task == "reward_model" else algorithm
+    kind = config.trainer.task if config.trainer.is_offline else algorithm
     stem = re.sub(r"[^\w.+-]+", "_", config.trainer.job_name or "run")
     first = "-".join([*dict.fromkeys([stem, kind]), time.strftime("%Y%m%d-%H%M%S")])
     return called(next(name for name in messages.numbered(first) if reserve(project / name)))

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.custom_functions import FAMILY, METRICS, absolute, map_functions
 from rlfuse.config.documentation import keys
-from rlfuse.config.schema import Config
+from rlfuse.config.schema import Config, TrainerConfig
 from rlfuse.config.secrets import hidden
 from rlfuse.errors import ConfigError
 from rlfuse.run.resume.acceptance import with_run_name
@@ -85,6 +85,7 @@ def read(
         raise ConfigError(
             ["trainer.task=reward_model: reward models are evaluated during training; use the job of a policy"]
         )
+    job.trainer.task = TrainerConfig.task  # a policy of sft or dpo answers prompts as any other
     job.model.path = source.path
     job.critic.path = job.ref.path = None
     if files:

@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from rlfuse.algorithms.preferences import calibrate
-from rlfuse.observe.reward_model_summary import draw_reliability
+from rlfuse.observe.calibration_plot import draw_reliability
 
 
 def verdicts_by_order(scored: pd.DataFrame, name: str = "judge") -> pd.DataFrame:

@@ -13,7 +13,7 @@ from rlfuse.config.rewards import MODEL_PART, Given
 from rlfuse.data.messages import parse_messages
 from rlfuse.data.rows import read_raw_rows
 from rlfuse.errors import DataError
-from rlfuse.observe.reward_model_summary import draw_reliability
+from rlfuse.observe.calibration_plot import draw_reliability
 from rlfuse.rewards.api.shapes import RewardFunction
 from rlfuse.tools.notebook.plots import BUSY, new_axes
 from rlfuse.tools.notebook.scoring import require_columns, score

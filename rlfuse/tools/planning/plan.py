@@ -86,7 +86,8 @@ def main(argv: Sequence[str]) -> None:
         placement_table(config, shapes),
         memory_table(config, shapes, memory),
     )
-    overlap_note = Experience(config).overlap_blocker() if traits_of(policy).trains_early else ""
+    early = traits_of(policy).trains_early and not config.trainer.is_offline
+    overlap_note = Experience(config).overlap_blocker() if early else ""
     data = read_lengths(config)
     if isinstance(data, DataLengths):
         console.print(data.table())
@@ -169,6 +170,12 @@ def _check(arguments: argparse.Namespace, config: Config) -> None:
         if value is not None and not value > 0:
             wrong.append(f"--{name.replace('_', '-')} {value:g}: needs a number above 0")
     costs = [f"--{option}" for option, name in COSTS.items() if getattr(arguments, name) is not None]
+    if config.trainer.is_offline:
+        task = f"trainer.task={config.trainer.task}"
+        wrong += [
+            f"{option}: the step time of {task} is not forecast; drop it (--device-memory gives the memory)"
+            for option in costs
+        ]
     if len(costs) > 1:
         wrong.append(f"{' and '.join(costs)}: each gives the costs; use only one of them")
     if arguments.cluster is not None and arguments.device_memory is not None:
@@ -252,6 +259,8 @@ def _show_settings(config: Config, memory: Memory, all_of_them: bool, console: C
 def _forecast(
     config: Config, shapes: Mapping[str, Shape], memory: Memory, arguments: argparse.Namespace, console: Console
 ) -> None:
+    if config.trainer.is_offline:
+        return
     if all(getattr(arguments, name) is None for name in COSTS.values()):
         console.print(
             "Step time: not forecast. Give --peak-tflops N (peak of a device), --cluster FILE, or --from RUN_DIR "

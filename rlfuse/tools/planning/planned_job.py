@@ -21,7 +21,7 @@ from rlfuse.config.custom_functions import traits_of, with_values
 from rlfuse.config.documentation import keys
 from rlfuse.config.facts import Facts, missing_for_run, planning_facts
 from rlfuse.config.prepared import command_for
-from rlfuse.config.schema import Config
+from rlfuse.config.schema import Config, TrainerConfig
 from rlfuse.errors import EngineError, UserError, VideoError
 from rlfuse.files import write_atomically
 from rlfuse.progress import Console
@@ -36,7 +36,10 @@ PLACEHOLDERS = {
 
 def with_placeholders(given: DictConfig) -> DictConfig:
     """Fill required keys that a plan does not need with PLACEHOLDERS, in place."""
-    needs_reward = not given.reward.model_path and traits_of(given.algorithm.adv_estimator).needs_rewards
+    is_offline = given.trainer.task != TrainerConfig.task
+    needs_reward = (
+        not (is_offline or given.reward.model_path) and traits_of(given.algorithm.adv_estimator).needs_rewards
+    )
     for key, value in PLACEHOLDERS.items():
         if not OmegaConf.select(given, key) and (needs_reward or key != "reward.functions"):
             OmegaConf.update(given, key, value)
@@ -124,7 +127,8 @@ def write_job(path: Path, given: DictConfig, settings: Mapping[str, object], pla
 
 
 NO_LIMIT = 1 << 31  # prompt tokens
-ROWS = {"rl": "prompt", "reward_model": "sequence (prompt with one answer)"}
+PAIR_ROWS = "sequence (prompt with one answer)"
+ROWS = {"rl": "prompt", "sft": "demonstration", "dpo": PAIR_ROWS, "reward_model": PAIR_ROWS}
 """trainer.task -> the unit that the length limits apply to."""
 
 
@@ -168,7 +172,7 @@ class DataLengths:
 
 def prompt_tokens(config: Config, lengths: DataLengths | str) -> int:
     """Return the mean prompt length to plan for: that of the data if known, else half the limit."""
-    known = isinstance(lengths, DataLengths) and config.trainer.task == "rl"
+    known = isinstance(lengths, DataLengths) and not config.trainer.is_offline
     return lengths.mean if known else -(-config.data.max_prompt_length // 2)
 
 
@@ -178,7 +182,7 @@ def read_lengths(config: Config) -> DataLengths | str:
     if not files or not all(Path(file).expanduser().exists() for file in files):
         return ""
     try:
-        return _pairs(config) if config.trainer.task == "reward_model" else _prompts(config)
+        return {"rl": _prompts, "sft": _demonstrations}.get(config.trainer.task, _pairs)(config)
     except (UserError, EngineError, OSError, ValueError) as error:
         return " ".join(str(error).split())
 
@@ -211,6 +215,17 @@ def _prompts(config: Config) -> DataLengths:
     return DataLengths(tokens, str(report), data.max_prompt_length, data.filter_overlong_prompts, data.truncation)
 
 
+def _demonstrations(config: Config) -> DataLengths:
+    from rlfuse.data.demonstrations import load_demonstrations
+    from rlfuse.data.tokenizers import load_tokenizer
+
+    data, unlimited = config.data, with_values(config, {"data.max_prompt_length": NO_LIMIT}).data
+    found, report = load_demonstrations(list(data.train_files), load_tokenizer(config.model), unlimited)
+    limit = data.max_prompt_length + data.max_response_length
+    tokens = {ROWS["sft"]: [len(each.ids) for each in found]}
+    return DataLengths(tokens, report, limit, data.filter_overlong_prompts, "error")
+
+
 def _pairs(config: Config) -> DataLengths:
     from rlfuse.data.preferences import load_preferences
     from rlfuse.data.tokenizers import load_tokenizer
@@ -219,6 +234,6 @@ def _pairs(config: Config) -> DataLengths:
     pairs, report = load_preferences(list(data.train_files), load_tokenizer(config.model), unlimited)
     sides = [side for pair in pairs for side in (pair.chosen_ids, pair.rejected_ids)]
     shared = [len(pair.shared_ids) for pair in pairs for _ in range(2)]
-    tokens = {ROWS["reward_model"]: [first + len(rest) for first, rest in zip(shared, sides, strict=True)]}
+    tokens = {PAIR_ROWS: [first + len(rest) for first, rest in zip(shared, sides, strict=True)]}
     limit = data.max_prompt_length + data.max_response_length
     return DataLengths(tokens, report, limit, data.filter_overlong_prompts, "error")

@@ -63,6 +63,8 @@ def placement_table(config: Config, shapes: Mapping[str, Shape]) -> Table:
         table.add_row(str(place.node), str(place.slot), place.engine, place.trainer, *more)
     if found[-1].node and len(found) > table.row_count:
         table.add_row(f"1-{found[-1].node}", "...", "same", "same")
+    if config.trainer.is_offline:
+        return table
     reward = config.reward
     models = [given for given in reward.functions if isinstance(given, dict) and given.get("path") == JUDGE]
     rewards = reward.num_workers * (len(models) < len(reward.functions)) + len(models) + bool(reward.model_path)
@@ -91,7 +93,7 @@ def memory_table(config: Config, shapes: Mapping[str, Shape], memory: Memory) ->
     sizes = ", ".join(f"{role} {shape.parameters / 1e6:,.1f} M" for role, shape in shapes.items())
     limit = f"{memory.budget.bytes / GIB:.1f} GiB"
     device = f"GPU with {limit}" if memory.budget.device == "cuda" else f"slot with {limit} of host memory"
-    phases = memory.phases if memory.budget.device == "cuda" else ("all phases",)
+    phases = memory.phases if memory.budget.device == "cuda" and memory.generates else ("all phases",)
     table = table_of(f"Memory in GiB, {device} (parameters: {sizes})", "role", "part", numbers=phases)
     table.pad_edge, table.padding = False, (0, 1, 0, 0)
     for column in table.columns:  # no wrapping within 80 columns
@@ -109,10 +111,12 @@ def memory_table(config: Config, shapes: Mapping[str, Shape], memory: Memory) ->
     notes = [
         f"peak phase: {tightest}, {memory.total(tightest) / memory.budget.bytes:.0%} of the device",
         f"micro-batches of {micro_batch_tokens(config)} tokens",
-        f"the KV cache of an engine holds {max(0, memory.kv_tokens):,} tokens: "
-        f"{max(0, memory.kv_tokens) // longest:,} samples of maximum length ({longest})",
     ]
-    if memory.budget.device == "cuda":
+    if memory.generates:
+        held = max(0, memory.kv_tokens)
+        samples = f"{held // longest:,} samples of maximum length ({longest})"
+        notes.append(f"the KV cache of an engine holds {held:,} tokens: {samples}")
+    if memory.budget.device == "cuda" and memory.generates:
         notes += describe_sharing(config, memory)
     if memory.host:
         per_node = memory.host * config.trainer.n_gpus_per_node / GIB
@@ -141,6 +145,7 @@ def placements(config: Config, shapes: Mapping[str, Shape]) -> list[SlotPlacemen
         engine, trainer = f"rollout/{slot // width}{_part(slot, width)}", f"trainer/{slot}{_part(slot, mesh.tp)}"
         roles = ", ".join(_held(config, role, shape, mesh.coordinates(slot)["pp"]) for role, shape in held.items())
         mine = len(range(slot, encoders, config.slots))
+        engine = "none" if config.trainer.is_offline else engine
         found.append(SlotPlacement(slot, slot // config.trainer.n_gpus_per_node, engine, f"{trainer}: {roles}", mine))
     return found
 

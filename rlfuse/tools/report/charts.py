@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from rlfuse.observe.idle import CAUSES, WORK_LABELS
+from rlfuse.observe.offline_metrics import LOSSES, SCORES
 from rlfuse.tools.report.gather import QUANTILES, Gathered, Timeline
 
 POINTS, LEAST_POINTS = 400, 80
@@ -56,7 +57,8 @@ CURVES = (
     ("entropy, nats per token", ("actor/entropy", "response/entropy")),
     ("policy loss", ("actor/pg_loss",)),
     ("value loss", ("critic/vf_loss",)),
-    ("reward model loss", ("reward_model/loss",)),
+    ("loss", LOSSES),
+    ("accuracy", SCORES),
     ("gradient norm", ("actor/grad_norm", "critic/grad_norm", "reward_model/grad_norm")),
     ("share of tokens with a clipped ratio (pg_clipfrac)", ("actor/pg_clipfrac",)),
     ("share of groups with equal rewards", ("reward/frac_reward_zero_std",)),

@@ -99,11 +99,11 @@ def config_of(path: Path) -> Config:
 
 
 def read_generating_config(folder: Path) -> Config:
-    """Return the configuration of a run. Raises WorkloadError if it is invalid or trains a reward model."""
+    """Return the configuration of a run. Raises WorkloadError if it is invalid or of an offline task."""
     config = config_of(folder / "config.yaml")
-    if config.trainer.task == "reward_model":
+    if config.trainer.is_offline:
         raise WorkloadError(
-            f"{folder}: run of a reward model (trainer.task=reward_model), which has no decoding and scoring to fit "
-            f"costs to; give the folder of a run with trainer.task={TrainerConfig.task}"
+            f"{folder}: run of an offline task (trainer.task={config.trainer.task}), which has no decoding and scoring "
+            f"to fit costs to; give the folder of a run with trainer.task={TrainerConfig.task}"
         )
     return config

@@ -1,0 +1,1 @@
+"""Tasks that train on a fixed dataset (`trainer.task` other than rl): one loop, and a definition per task."""

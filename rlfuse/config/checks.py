@@ -50,6 +50,7 @@ def checks(config: Config) -> list[Check]:
     """Return the checks that apply to the task of `config`: one per key, then those of combinations of keys."""
     shared = (
         _files,
+        _optimizers,
         _lengths,
         _devices,
         _engine_sizes,
@@ -100,6 +101,13 @@ def _files(config: Config, facts: Facts) -> Iterator[str]:
 def _made_by(path: str) -> str | None:
     command = command_for(path)
     return f"run `{command}` to create it" if command else None
+
+
+def _optimizers(config: Config, facts: Facts) -> Iterator[str]:
+    for model in ("actor", "critic"):
+        name, betas = f"{model}.optim.betas", value_of(config, f"{model}.optim.betas")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            yield _problem(config, name, "must be two numbers of 0 or more and below 1", f"set {name}=[0.9,0.999]")
 
 
 def _lengths(config: Config, facts: Facts) -> Iterator[str]:

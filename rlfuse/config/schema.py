@@ -271,12 +271,29 @@ class OptimConfig:
     """Learning rate after warmup."""
     weight_decay: float = key(0.01, OPTIMIZER, at_least=0)
     """Decoupled weight decay."""
+    betas: list[float] = key([0.9, 0.999], OPTIMIZER)
+    """Decay rates of AdamW's two moment estimates, each 0 or more and below 1."""
+    eps: float = key(1e-8, OPTIMIZER, above=0)
+    """Number that AdamW adds to the root of its second moment."""
     lr_warmup_steps: int = key(-1, OPTIMIZER, at_least=0, or_minus_one=True)
     """Training steps of linear warmup; the first step has rate 0. -1 or 0: use lr_warmup_steps_ratio."""
     lr_warmup_steps_ratio: float = key(0.0, OPTIMIZER, at_least=0, at_most=1)
     """Warmup steps as a fraction of all training steps."""
-    lr_scheduler_type: str = key("constant", OPTIMIZER, choices="constant | cosine (reaches 0 one step after the last)")
-    """Learning-rate schedule after warmup."""
+    lr_scheduler_type: str = key(
+        "constant",
+        OPTIMIZER,
+        choices="constant | linear | cosine | wsd (warmup, stable, decay: constant, then a cosine)",
+    )
+    """Learning-rate schedule after warmup. A decay would reach min_lr_ratio one step after the last."""
+    min_lr_ratio: float = key(0.0, OPTIMIZER, at_least=0, at_most=1)
+    """Final learning rate of a decay, as a fraction of `lr`; no effect with constant."""
+    lr_wsd_decay_steps: int | None = key(None, OPTIMIZER, unit="steps", at_least=1)
+    """lr_scheduler_type=wsd: training steps of the decay, at most those after warmup; null: a tenth of these."""
+
+    @property
+    def adamw(self) -> dict[str, Any]:
+        """Arguments of AdamW at the full learning rate."""
+        return {"lr": self.lr, "weight_decay": self.weight_decay, "betas": tuple(self.betas), "eps": self.eps}
 
 
 @dataclass
@@ -340,8 +357,8 @@ class ActorConfig:
 
 
 @dataclass
-class CriticOptim:
-    """The critic's optimizer; all other settings are those of actor.optim."""
+class CriticOptim(OptimConfig):
+    """The critic's optimizer and learning-rate schedule, independent of the actor's."""
 
     lr: float = key(1e-5, OPTIMIZER, at_least=0)
     """Learning rate of the critic after warmup."""

@@ -140,11 +140,11 @@ def test_verls_ppo_example_lists_manual_decisions(tmp_path, monkeypatch):
     assert job.uses_critic and job.critic.path == job.model.path == "/home/me/models/Qwen2.5-3B-Instruct"
     assert job.rollout.engine_kwargs == {"enforce_eager": False} and job.trainer.logger == ["console", "wandb"]
     assert (job.trainer.default_local_dir, job.run_folder.name) == ("checkpoints", "b")
-    assert job.training.ulysses_sequence_parallel_size == 2 and job.actor.optim.lr_warmup_steps_ratio == 0.1
+    assert job.training.ulysses_sequence_parallel_size == 2
+    assert (job.actor.optim.lr_warmup_steps_ratio, job.critic.optim.lr_warmup_steps_ratio) == (0.1, 0.05)
     assert (job.algorithm.kl_ctrl.type, job.algorithm.kl_ctrl.target_kl) == ("adaptive", 0.1)
     decide = " ".join(printed.partition("# To decide manually:")[2].replace("#", "").split())
     for part in (
-        "critic.optim.lr_warmup_steps_ratio=0.05: actor.optim.lr_warmup_steps_ratio in rlfuse: one setting for",
         "reward_model.model.path=$REWARD_MODEL: $REWARD_MODEL is not set in the script; write the value",
         "trainer.total_training_steps=$steps: $steps is not set in the script",
         "rollout.name=sglang: rollout.name must be one of vllm",
@@ -269,7 +269,23 @@ def test_different_defaults_are_written_or_explained():
         ),
         ({"reward_model.overlong_buffer.enable": False, "reward_model.overlong_buffer.len": 9},
          {"reward.overlong_buffer.len": 0}),
-        ({"critic.optim.weight_decay": 0.01}, {}),
+        (
+            {
+                "critic.optim.weight_decay": 0.01,
+                "critic.optim.betas": [0.9, 0.95],
+                "critic.optim.min_lr_ratio": None,
+                "critic.optim.warmup_style": "cosine",
+                "actor_rollout_ref.actor.optim.min_lr_ratio": 0.1,
+                "actor_rollout_ref.actor.optim.override_optimizer_config.eps": 1e-6,
+            },
+            {
+                "critic.optim.weight_decay": 0.01,
+                "critic.optim.betas": [0.9, 0.95],
+                "critic.optim.lr_scheduler_type": "cosine",
+                "actor.optim.min_lr_ratio": 0.1,
+                "actor.optim.eps": 1e-6,
+            },
+        ),
         ({"actor_rollout_ref.rollout.val_kwargs.temperature": 0.6}, {"rollout.val_kwargs.temperature": 0.6}),
         (
             {

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from rlfuse.config.parallel_mesh import ParallelMesh
-from rlfuse.config.schema import Config
+from rlfuse.config.schema import Config, OptimConfig
 from rlfuse.engines.trainer.saving import CheckpointWriter
 from rlfuse.errors import EngineError
 
@@ -60,10 +60,11 @@ class Fsdp2Model:
         return nullcontext()
 
     @classmethod
-    def trained(cls, model: PreTrainedModel, config: Config, lr: float, device: str, mesh: ParallelMesh) -> Fsdp2Model:
+    def trained(
+        cls, model: PreTrainedModel, config: Config, optim: OptimConfig, device: str, mesh: ParallelMesh
+    ) -> Fsdp2Model:
         found = cls(model, config, device)
-        decay = config.actor.optim.weight_decay
-        found._lr, found.optimizer = lr, torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=decay)
+        found._lr, found.optimizer = optim.lr, torch.optim.AdamW(model.parameters(), **optim.adamw)
         return found
 
     @classmethod

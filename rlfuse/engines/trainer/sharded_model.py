@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rlfuse.config.parallel_mesh import ParallelMesh
-from rlfuse.config.schema import Config
+from rlfuse.config.schema import Config, OptimConfig
 from rlfuse.engines.trainer.backends import BACKENDS, import_object
 from rlfuse.engines.trainer.saving import CheckpointWriter
 from rlfuse.engines.trainer.tensor_parallel import TensorShares
@@ -48,9 +48,9 @@ class ShardedModel(Protocol):
 
     @classmethod
     def trained(
-        cls, model: PreTrainedModel, config: Config, lr: float, device: str, mesh: ParallelMesh
+        cls, model: PreTrainedModel, config: Config, optim: OptimConfig, device: str, mesh: ParallelMesh
     ) -> ShardedModel:
-        """Return `model`, or this rank's part of it, with AdamW at the full learning rate `lr`."""
+        """Return `model`, or this rank's part of it, with AdamW at the full learning rate of `optim`."""
 
     @classmethod
     def frozen(cls, model: PreTrainedModel, config: Config, device: str) -> ShardedModel: ...
@@ -94,7 +94,7 @@ class ShardedModel(Protocol):
         """Save weights and optimizer state; `load` with the same number of ranks continues bitwise equal."""
 
     def load(self, folder: Path) -> None:
-        """Load what `save` wrote; learning rate, weight decay and clipping are those of this run."""
+        """Load what `save` wrote; learning rate, weight decay, betas, eps and clipping are those of this run."""
 
 
 class StagesModel(ShardedModel, Protocol):

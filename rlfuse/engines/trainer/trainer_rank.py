@@ -24,7 +24,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rlfuse.config.parallel_mesh import ParallelMesh
-from rlfuse.config.schema import ModelConfig
+from rlfuse.config.schema import ModelConfig, OptimConfig
 from rlfuse.engines.trainer import fused_log_probs
 from rlfuse.engines.trainer.activation_offloading import RankActivations
 from rlfuse.engines.trainer.attention import attends_by_layout
@@ -104,10 +104,10 @@ class TrainerRank(Rank):
             policy = self._load(load_policy, start)
             if self.tower:
                 self.tower.attach_to(policy)
-            self.engines["actor"] = self._trainable(policy, config.actor.optim.lr)
+            self.engines["actor"] = self._trainable(policy, config.actor.optim)
             if config.uses_critic:
                 critic = self._load(load_critic, config.critic.path or start)
-                self.engines["critic"] = self._trainable(critic, config.critic.optim.lr)
+                self.engines["critic"] = self._trainable(critic, config.critic.optim)
             if config.uses_reference:
                 reference = self._load(load_policy, config.ref.path or start)
                 self.engines["ref"] = self.backend.frozen(reference, config, self.device)
@@ -155,8 +155,8 @@ class TrainerRank(Rank):
         model = self.config.model
         return self.tensor.load(lambda: load(path, model)) if self.tensor else load(path, model)
 
-    def _trainable(self, model: PreTrainedModel, lr: float) -> ShardedModel:
-        return self.backend.trained(model, self.config, lr, self.device, self.mesh)
+    def _trainable(self, model: PreTrainedModel, optim: OptimConfig) -> ShardedModel:
+        return self.backend.trained(model, self.config, optim, self.device, self.mesh)
 
     @property
     def dtype(self) -> torch.dtype:

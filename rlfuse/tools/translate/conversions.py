@@ -134,12 +134,15 @@ def renamed(key: str, off: Any = None, to: Any = None) -> Callable[[Any, Given],
     return lambda value, _: "" if value in (None, off) else {key: value if to is None else to}
 
 
+OPTIMIZED = {"actor_rollout_ref.actor": "actor", "critic": "critic"}
+"""Groups of verl with an optimizer -> those of rlfuse."""
 _ULYSSES = renamed("training.ulysses_sequence_parallel_size", off=1)
 CONVERSIONS: dict[str, Callable[[Any, Given], Outcome]] = {
     "actor_rollout_ref.actor.ppo_micro_batch_size": per_rank,
     "actor_rollout_ref.actor.clip_ratio": clip_range,
-    "actor_rollout_ref.actor.optim.total_training_steps": ignored,
-    "actor_rollout_ref.actor.optim.warmup_style": renamed("actor.optim.lr_scheduler_type"),
+    **{f"{group}.optim.total_training_steps": ignored for group in OPTIMIZED},
+    **{f"{group}.optim.warmup_style": renamed(f"{ours}.optim.lr_scheduler_type") for group, ours in OPTIMIZED.items()},
+    **{f"{group}.optim.min_lr_ratio": renamed(f"{ours}.optim.min_lr_ratio") for group, ours in OPTIMIZED.items()},
     **dict.fromkeys(ROLLOUT_IS, importance),
     "algorithm.rollout_correction.rollout_is_threshold": ignored,
     "algorithm.rollout_correction.bypass_mode": renamed("algorithm.old_log_probs", off=False, to="engine"),

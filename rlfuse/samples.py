@@ -179,6 +179,8 @@ class Reward:
     """Function -> the clipped score that its weight multiplies; 0 if a gate closed. Set by `compose`."""
     gate: str | None = None
     """The gate that closed, so that no further function was called."""
+    pred: str | None = None
+    """The answer of the response, for majority votes in validation."""
 
     @property
     def accuracies(self) -> list[str]:

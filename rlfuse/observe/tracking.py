@@ -69,6 +69,7 @@ def sample_row(sample: Sample, contact_sheet: str | None = None) -> dict[str, An
         "response_tokens": response.length,
         "reward": reward.value if scored else None,
         "parts": reward.parts if scored else {},
+        "pred": reward.pred if scored else None,
         "note": reward.text if scored else f"{reward.function}: {reward.message}" if reward else None,
         "ground_truth": prompt.ground_truth,
         "columns": prompt.columns,

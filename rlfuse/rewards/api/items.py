@@ -84,6 +84,8 @@ class Score:
     """None if the function does not apply to this item."""
     extras: dict[str, float] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
+    pred: str | None = None
+    """The answer of the response."""
 
 
 Outcome = Score | RewardFailure

@@ -16,6 +16,8 @@ from rlfuse.samples import Reward, RewardFailure
 
 NOTE_LENGTH = 200
 LINE_LENGTH = 2000
+PRED = "pred"
+"""Key under which verl's functions return the answer that a majority vote counts."""
 Values = list[tuple[Any, dict[str, Any]]]
 """Per sample: the value returned as its reward, and further values to log."""
 
@@ -106,15 +108,19 @@ def read_outcome(shape: str, value: Any, log: dict[str, Any]) -> Outcome:
     return Score(None if none else number(value), *_extras(log))
 
 
-def _extras(given: dict[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
-    numbers, notes = {}, {}
+def _extras(given: dict[str, Any]) -> tuple[dict[str, float], dict[str, str], str | None]:
+    """Return numbers, notes, and the answer `pred` of a majority vote (verl)."""
+    numbers, notes, pred = {}, {}, None
     for key, value in given.items():
         name = text(str(key))
+        if name == PRED:
+            pred = None if value is None else text(str(value))
+            continue
         try:
             numbers[name] = number(value)
         except InvalidResult:
             notes[name] = _short(value)
-    return numbers, notes
+    return numbers, notes, pred
 
 
 def _short(value: Any) -> str:

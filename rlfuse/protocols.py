@@ -145,7 +145,7 @@ class Trainer(Recorded, Protocol):
     async def step(self, model: str, lengths: Sequence[int], lr_factor: float = 1.0) -> dict[str, float]:
         """Scale the accumulated gradient by the mini-batch's count, all-reduce, clip, update; return mean metrics.
 
-        `lengths`: trainable tokens of each row accumulated since the last step; `lr_factor`: multiplies the model's
+        `lengths`: tokens in the loss of each row accumulated since the last step; `lr_factor`: multiplies the model's
         learning rate.
         """
 

@@ -86,6 +86,7 @@ class Experience:
         extra = ["ref_log_probs"] if self.config.actor.use_kl_loss else []
         extra += ["kl_coefs"] if self._kl_loss_by_source else []
         extra += ["is_weights"] if self.config.algorithm.rollout_is_threshold is not None else []
+        extra += ["loss_mask"] if self.config.actor.mask_truncated_completions else []
         return ("old_log_probs", "advantages", *extra)
 
     @property
@@ -159,13 +160,18 @@ class Experience:
         return ""
 
     def prepare(self, groups: Sequence[Group]) -> None:
-        """Fill `token_rewards`, `is_weights` (and `old_log_probs`) and, unless the estimator reads the whole batch,
-        `advantages` (not whitened yet) and `returns`."""
+        """Fill `token_rewards`, `is_weights`, `loss_mask` (and `old_log_probs`).
+
+        Also fill `advantages` (not whitened yet) and `returns`, unless the estimator reads the whole batch.
+        """
         samples = [sample for group in groups for sample in group.samples]
         algorithm = self.config.algorithm
         for sample in samples:
             if algorithm.old_log_probs == "engine":
                 sample.tensors["old_log_probs"] = sample.response.log_probs
+            if self.config.actor.mask_truncated_completions:
+                kept = sample.response.finish_reason != "length"
+                sample.tensors["loss_mask"] = np.full(len(sample.response.token_ids), kept, np.float32)
         mask = _mask(samples)
         self._correct(samples, mask)
         token_rewards = place_at_end(self._scores(samples), mask)

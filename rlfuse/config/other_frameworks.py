@@ -204,6 +204,7 @@ _TRL_AND_OPENRLHF = (
     ("actor.optim.lr_warmup_steps", "counted in training steps, in TRL in optimizer steps", "warmup_steps", ""),
     ("actor.optim.lr_scheduler_type", "cosine_with_min_lr is cosine, warmup_stable_decay is wsd", "lr_scheduler_type",
      "lr_scheduler"),
+    ("actor.mask_truncated_completions", "", "mask_truncated_completions", ""),
     ("actor.optim.betas", "both in one list", "adam_beta1 adam_beta2", "adam_betas"),
     ("actor.optim.eps", "", "adam_epsilon", ""),
     ("actor.optim.weight_decay", "", "weight_decay", "l2"),

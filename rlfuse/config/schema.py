@@ -346,6 +346,9 @@ class ActorConfig:
         "token-mean", LOSS, choices="token-mean | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm"
     )
     """Aggregation of the token losses of a batch."""
+    mask_truncated_completions: bool = key(False, LOSS)
+    """Leave responses that reach data.max_response_length out of the policy loss and its mean (overlong filtering of
+    DAPO). They still count in advantages, rewards and the critic's loss."""
     entropy_coeff: float = key(0.0, LOSS_WEIGHTS, at_least=0)
     """Coefficient of the entropy bonus."""
     use_kl_loss: bool = key(False, LOSS)

@@ -119,7 +119,7 @@ class TrainerGroup(RankGroup):
         `score`."""
         shares = self._plan(rows, slot, trained=True)
         for model in models:
-            self._accumulated[model] += [row.length for row in rows]  # checked by the next step
+            self._accumulated[model] += [row.trained_tokens(model) for row in rows]  # checked by the next step
         action = f"accumulate gradients of the {' and '.join(models)}"
         return await self._send("accumulate", action, models, shares, rows, slot)
 

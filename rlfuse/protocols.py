@@ -205,6 +205,9 @@ class WholeModels(Protocol):
         For rows without `old_log_probs` the actor's forward pass returns them; no other pass returns arrays.
         """
 
+    async def sync_reference(self) -> None:
+        """Mix the actor's weights into the reference policy (ref.sync_ref_model); the ranks hold their devices."""
+
 
 class Stages(Protocol):
     """A `Trainer` whose ranks hold pipeline stages: gradients of all models in one schedule, on all slots."""

@@ -381,6 +381,20 @@ def _kl(config: Config, facts: Facts) -> Iterator[str]:
         )
 
 
+def _reference(config: Config, facts: Facts) -> Iterator[str]:
+    if not config.ref.sync_ref_model:
+        return
+    name, off = "ref.sync_ref_model", "set ref.sync_ref_model=false"
+    if not config.uses_reference:
+        valid = "has no effect without a KL penalty or loss"
+        yield _problem(config, name, valid, f"set actor.use_kl_loss=true or algorithm.use_kl_in_reward=true, or {off}")
+    if config.training.pipeline_parallel_size > 1:
+        valid = "can't be combined with pipeline parallelism, where a device has other layers of actor and reference"
+        yield _problem(config, name, valid, f"set training.pipeline_parallel_size=1, or {off}")
+    if facts.video:
+        yield _problem(config, name, "is not supported for video models", off)
+
+
 def _preferences(config: Config, facts: Facts) -> Iterator[str]:
     for leaf in ("pipeline_parallel_size", "tensor_model_parallel_size", "ulysses_sequence_parallel_size"):
         name = f"training.{leaf}"
@@ -432,4 +446,4 @@ _OF_SAMPLES = (
     pipeline_problems,
     tensor_parallel_problems,
 )
-_OF_SAMPLES += (sequence_parallel_problems, _drained, _video, _tower, _reward, _kl)
+_OF_SAMPLES += (sequence_parallel_problems, _drained, _video, _tower, _reward, _kl, _reference)

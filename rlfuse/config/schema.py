@@ -382,10 +382,19 @@ class CriticConfig:
 
 @dataclass
 class RefConfig:
-    """The frozen reference policy, loaded only if a KL penalty or KL loss is enabled."""
+    """The reference policy, loaded only if a KL penalty or KL loss is enabled; frozen unless sync_ref_model is set."""
 
     path: str | None = key(None, Resume(Effect.EXPERIMENT, "another reference policy"))
-    """Weights of the reference policy; null: model.path."""
+    """Weights of the reference policy; null: model.path. With sync_ref_model a resumed run continues with those of the
+    checkpoint."""
+    sync_ref_model: bool = key(False, Resume(Effect.FIXED, "checkpoints have the synchronized reference policy"))
+    """Update the reference policy towards the actor during training (TR-DPO, arXiv 2404.09656), at the end of every
+    ref_model_sync_steps-th step."""
+    ref_model_sync_steps: int = key(512, LOSS_WEIGHTS, unit="steps", at_least=1)
+    """Training steps between updates of the reference policy (sync_ref_model=true)."""
+    ref_model_mixup_alpha: float = key(0.6, LOSS_WEIGHTS, above=0, at_most=1)
+    """Share of the actor's weights in the updated reference policy; the rest is the previous reference. 1 copies the
+    actor."""
 
 
 @dataclass

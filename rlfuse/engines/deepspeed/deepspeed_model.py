@@ -24,6 +24,7 @@ from rlfuse.config.parallel_mesh import ParallelMesh
 from rlfuse.config.schema import Config, OptimConfig
 from rlfuse.engines.deepspeed import deepspeed_ops, optimizer, stage_states
 from rlfuse.engines.trainer.saving import CheckpointWriter
+from rlfuse.engines.trainer.sharded_model import mixed
 from rlfuse.engines.trainer.tensor_parallel import TensorShares
 
 TAG = "deepspeed"
@@ -107,6 +108,13 @@ class DeepSpeedModel:
 
     def step_tensors(self) -> Iterable[torch.Tensor]:
         return _step_tensors(self.engine)
+
+    @torch.no_grad()
+    def mix_into(self, frozen: DeepSpeedModel, share: float) -> None:
+        weights = dict(self.module.named_parameters())
+        for name, parameter in frozen.module.named_parameters():
+            own, other = (getattr(each, "ds_tensor", each).data for each in (weights[name], parameter))
+            other.copy_(mixed(own, other, share))
 
     def not_finite(self) -> str | None:
         return optimizer.not_finite(self.module)

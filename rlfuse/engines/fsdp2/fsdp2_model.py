@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from rlfuse.config.parallel_mesh import ParallelMesh
 from rlfuse.config.schema import Config, OptimConfig
 from rlfuse.engines.trainer.saving import CheckpointWriter
+from rlfuse.engines.trainer.sharded_model import mixed
 from rlfuse.errors import EngineError
 
 
@@ -119,6 +120,12 @@ class Fsdp2Model:
         states = self.optimizer.state.values() if self.optimizer else ()
         moments = [value for state in states for value in state.values()]
         return [each.to_local() if isinstance(each, DTensor) else each for each in moments]
+
+    @torch.no_grad()
+    def mix_into(self, frozen: Fsdp2Model, share: float) -> None:
+        weights = dict(self._local())
+        for (name, other), parameter in zip(frozen._local(), frozen.module.parameters(), strict=True):
+            other.copy_(mixed(weights[name], other, share).to(frozen._dtypes[id(parameter)]))
 
     def not_finite(self) -> str | None:
         return next((name for name, each in self._local() if not each.isfinite().all()), None)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from transformers import PreTrainedModel
@@ -87,6 +87,12 @@ class ShardedModel(Protocol):
     def step_tensors(self) -> Iterable[torch.Tensor]:
         """Return those of `tensors` that only `step` reads."""
 
+    def mix_into(self, frozen: Self, share: float) -> None:
+        """Set the weights of `frozen` to `share` of this model's plus the rest of its own, in the model's dtype.
+
+        Both have the same parameters, sharded in the same way.
+        """
+
     def not_finite(self) -> str | None:
         """Return the name of a parameter that is not finite on this rank, or None."""
 
@@ -118,6 +124,11 @@ class StagesModel(ShardedModel, Protocol):
 def sharded_model(strategy: str) -> type[ShardedModel]:
     """Return the class that `actor.strategy` selects."""
     return import_object(BACKENDS[strategy].model)
+
+
+def mixed(own: torch.Tensor, other: torch.Tensor, share: float) -> torch.Tensor:
+    """Return `share` * `own` + (1 - `share`) * `other`, float32."""
+    return torch.lerp(other.float(), own.float(), share)
 
 
 def check_finite(model: str, parameter: str | None) -> None:

@@ -27,6 +27,7 @@ from rlfuse.config.schema import Config
 from rlfuse.engines.trainer.lockstep_packing import plan_lockstep
 from rlfuse.engines.trainer.makespan import bounds, makespan
 from rlfuse.engines.trainer.rank_group import OnRanksJoined, RankGroup, check_written, start_ranks, warn_if_unfused
+from rlfuse.engines.trainer.saving import REFERENCE
 from rlfuse.engines.trainer.sequence_parallel_packing import (
     Costs,
     Share,
@@ -64,11 +65,13 @@ class TrainerGroup(RankGroup):
         cores: Sequence[int] | None = None,
         tower: TowerSettings | None = None,
         joined: OnRanksJoined | None = None,
+        checkpoint: Path | None = None,
     ) -> tuple[TrainerGroup, dict[str, Any]]:
         """Start one rank on every slot and load its models; return the group and facts to log.
 
         `cores`: CPU core that each rank is bound to; `tower`: settings of the vision tower, used only with
-        video.freeze_vision_tower=false; `joined`: awaited after the ranks have joined, before they load models.
+        video.freeze_vision_tower=false; `joined`: awaited after the ranks have joined, before they load models;
+        `checkpoint`: of a resumed run, the source of a synchronized reference policy.
         """
         from rlfuse.engines.trainer.trainer_rank import TrainerRank  # only when ranks are started
 
@@ -76,7 +79,8 @@ class TrainerGroup(RankGroup):
         group = cls(config, await start_ranks(TrainerRank, config, slots, cores))
         if joined:
             await joined(group)
-        facts = await group._load(tower)
+        reference = checkpoint and checkpoint.absolute() / REFERENCE
+        facts = await group._load(tower, reference if config.ref.sync_ref_model else None)
         group.shares_prompts = facts.pop("shares_prompts")
         return group, facts
 
@@ -180,6 +184,10 @@ class TrainerGroup(RankGroup):
         most = self.config.actor.ppo_micro_batch_size_per_gpu
         return units_by_prompt(rows, capacity, ranks, most) if self.shares_prompts else unit_per_row(rows)
 
+    async def sync_reference(self) -> None:
+        """Implement `WholeModels.sync_reference`."""
+        await self._all("sync_reference", "mix the actor into the reference")
+
     # Weights and checkpoints -------------------------------------------------------------------------------------
 
     async def bucket_plan(self, model: str = "actor") -> list[list[str]]:
@@ -216,7 +224,8 @@ class TrainerGroup(RankGroup):
         NotSaved if a file could not be written.
         """
         self._check_no_gradients("saved")
-        buckets = {model: await self.bucket_plan(model) for model in self.models}
+        synced = ["ref"] if self.config.ref.sync_ref_model else []
+        buckets = {model: await self.bucket_plan(model) for model in (*self.models, *synced)}
         check_written(await self._all("save", f"save a checkpoint to {folder}", folder.absolute(), buckets))
         (folder / "trainer.json").write_text(json.dumps(self._shape()))
 

@@ -181,6 +181,9 @@ class Reward:
     """The gate that closed, so that no further function was called."""
     pred: str | None = None
     """The answer of the response, for majority votes in validation."""
+    token_rewards: tuple[float, ...] | None = None
+    """Parts of `value` that belong to single tokens, one for each response token; the rest belongs to the last token.
+    None: all of it does."""
 
     @property
     def accuracies(self) -> list[str]:

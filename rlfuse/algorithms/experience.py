@@ -174,7 +174,7 @@ class Experience:
                 sample.tensors["loss_mask"] = np.full(len(sample.response.token_ids), kept, np.float32)
         mask = _mask(samples)
         self._correct(samples, mask)
-        token_rewards = place_at_end(self._scores(samples), mask)
+        token_rewards = self._token_rewards(samples, mask)
         if algorithm.use_kl_in_reward:  # Ouyang et al. 2022, arXiv 2203.02155
             token_rewards = token_rewards - self._kl_coefficients(samples, self.kl.value) * self._kl(samples, mask)
         if self._kl_loss_by_source:
@@ -254,10 +254,23 @@ class Experience:
             "actor/reward_kl_penalty_coeff": float(coefficient.double().mean()),
         }
 
-    def _scores(self, samples: Sequence[Sample]) -> torch.Tensor:
-        """Return rewards plus DAPO's length penalty, float32 [B]; the penalty is also logged as a reward part."""
+    def _token_rewards(self, samples: Sequence[Sample], mask: torch.Tensor) -> torch.Tensor:
+        """Return rewards plus DAPO's length penalty by token, float32 [B, T]; the penalty is also logged as a part.
+
+        The last token of a response gets what does not belong to single tokens, or belongs to a token that the model
+        did not generate.
+        """
         values = [self.normaliser.value(sample.reward, self.weights) for sample in samples]
-        return torch.from_numpy(np.array(values) + self._penalties(samples)).float()
+        totals = np.array(values) + self._penalties(samples)
+        if all(sample.reward.token_rewards is None for sample in samples):
+            return place_at_end(torch.from_numpy(totals).float(), mask)
+        masks = [sample.response.mask for sample in samples]
+        process = [
+            np.zeros(len(own)) if sample.reward.token_rewards is None else np.array(sample.reward.token_rewards) * own
+            for sample, own in zip(samples, masks, strict=True)
+        ]
+        rest = totals - np.array([math.fsum(each) for each in process])
+        return place_at_end(torch.from_numpy(rest).float(), mask) + _pad(process, samples)
 
     def _penalties(self, samples: Sequence[Sample]) -> np.ndarray:
         buffer = self.config.reward.overlong_buffer

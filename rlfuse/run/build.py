@@ -132,8 +132,8 @@ async def _run(inputs: JobInputs, job: Job, log: RunLog, run_controller: RunCont
     video = inference.video_parts(config, inputs.video_model, slots, log.say) if inputs.video_model else None
     health = start_health_monitor(config, slots, log)
     try:
-        start_trainer = _trainer_start(config, slots, video, log, job.checkpoint)
-        occupants, shared = slots.occupants(config.rollout.tensor_model_parallel_size), SharedDevices(config, log.say)
+        start_trainer, shared = _trainer_start(config, slots, video, log), SharedDevices(config, log.say)
+        occupants = slots.occupants(config.rollout.tensor_model_parallel_size)
         with worker_startup(log):
             nodes = stagings(rollouts, slots, config.cluster.timeout_s)
             folder = log.folder.absolute()
@@ -175,17 +175,14 @@ async def _run(inputs: JobInputs, job: Job, log: RunLog, run_controller: RunCont
         await end_all([inputs.reward.close(), *(handle.stop() for handle in rollouts), *encoders])
 
 
-def _trainer_start(
-    config: Config, slots: placement.Slots, video: VideoParts | None, log: RunLog, checkpoint: Path | None
-) -> Start:
+def _trainer_start(config: Config, slots: placement.Slots, video: VideoParts | None, log: RunLog) -> Start:
     name = f"{slots.count} trainer rank{'s' * (slots.count > 1)}"
     if config.training.pipeline_parallel_size > 1:
         from rlfuse.engines.pipeline.pipeline_trainer import PipelineTrainer  # loads Numba: 3 % of the imports
 
         return with_progress(log.part(name), PipelineTrainer.start, config, slots, slots.cores)
     tower = video.towers if video else None
-    start = partial(TrainerGroup.start, checkpoint=checkpoint)
-    return with_progress(log.part(name), start, config, slots, slots.cores, tower)
+    return with_progress(log.part(name), TrainerGroup.start, config, slots, slots.cores, tower)
 
 
 def _tower_push(config: Config, trainer: TrainerGroup, video: VideoParts | None, log: RunLog) -> TowerPush | None:

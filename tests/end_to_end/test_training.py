@@ -381,7 +381,7 @@ async def test_the_reference_is_mixed_with_the_actor_and_resumed_from_the_checkp
         return [*scores, await scores_of(group, "ref", rows)]
 
     expected = await go_on()
-    await group.take(config, tmp_path / "first" / "ref" / "huggingface")
+    await group.take(config)
     await group.load(tmp_path / "first")
     for have, want in zip(await go_on(), expected, strict=True):
         np.testing.assert_array_equal(np.concatenate(have), np.concatenate(want))

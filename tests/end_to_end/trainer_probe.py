@@ -86,17 +86,17 @@ class Probe(TrainerGroup):
 
         await asyncio.gather(*(rank.__ray_call__.remote(regroup, config) for rank in self.ranks))
 
-    async def take(self, config, reference=None):
+    async def take(self, config):
         """Load fresh models under another configuration, in the same processes: starting those is what costs."""
 
-        def reload(rank, config, reference):
+        def reload(rank, config):
             rank.config = config
-            rank.setup(None, reference)
+            rank.setup()
 
         self.config = config
         self._accumulated = {"actor": [], "critic": []} if config.uses_critic else {"actor": []}
         self._buckets = {}
-        await asyncio.gather(*(rank.__ray_call__.remote(reload, config, reference) for rank in self.ranks))
+        await asyncio.gather(*(rank.__ray_call__.remote(reload, config) for rank in self.ranks))
         return self
 
     async def update(self, model, rows):

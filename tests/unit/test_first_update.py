@@ -8,7 +8,6 @@ from test_resumed_settings import rank_of, small_model, step
 
 from rlfuse.config.parallel_mesh import ParallelMesh
 from rlfuse.config.schema import Config, OptimConfig
-from rlfuse.engines.deepspeed.deepspeed_model import DeepSpeedModel
 from rlfuse.engines.fsdp2.fsdp2_model import Fsdp2Model
 from rlfuse.engines.pipeline.pipeline_rank import PipelineRank
 from rlfuse.engines.trainer.trainer_rank import TrainerRank
@@ -83,34 +82,3 @@ def test_updates_follow_adamw_with_these_betas_and_eps(kind, stage):
         moment = (first * (1 - first) * of_two[0] + (1 - first) * of_two[1]) / (1 - first**2)
         square = (second * (1 - second) * of_two[0] ** 2 + (1 - second) * of_two[1] ** 2) / (1 - second**2)
         torch.testing.assert_close(new - old, -0.5 * RATE * moment / (square.sqrt() + eps), rtol=1e-3, atol=1e-7)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3, "fsdp2"])
-def test_a_reference_is_mixed_with_the_actor(stage, dtype):
-    config, share = Config(), 0.25
-    config.model.dtype = dtype
-    backend = Fsdp2Model if stage == "fsdp2" else DeepSpeedModel
-    config.actor.zero_stage = 1 if stage == "fsdp2" else stage
-    models, befores = [], []
-    for scale in (1.0, -2.0):
-        model = small_model(dtype)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(scale)
-        befores.append({name: each.detach().clone() for name, each in model.named_parameters()})
-        models.append(model)
-    actor = backend.trained(models[0], config, OptimConfig(), "cpu", ParallelMesh())
-    frozen = backend.frozen(models[1], config, "cpu")
-    actor.mix_into(frozen, share)
-    for model, expected in (
-        (actor, befores[0]),
-        (
-            frozen,
-            {name: share * befores[0][name].float() + (1 - share) * befores[1][name].float() for name in befores[0]},
-        ),
-    ):
-        names, tensors = zip(*model.module.named_parameters(), strict=True)
-        with model.gathered(tensors) as whole:
-            for name, found in zip(names, whole, strict=True):
-                torch.testing.assert_close(found, expected[name].to(found.dtype))

@@ -27,7 +27,6 @@ from rlfuse.config.schema import Config
 from rlfuse.engines.trainer.lockstep_packing import plan_lockstep
 from rlfuse.engines.trainer.makespan import bounds, makespan
 from rlfuse.engines.trainer.rank_group import OnRanksJoined, RankGroup, check_written, start_ranks, warn_if_unfused
-from rlfuse.engines.trainer.saving import REFERENCE
 from rlfuse.engines.trainer.sequence_parallel_packing import (
     Costs,
     Share,
@@ -65,13 +64,11 @@ class TrainerGroup(RankGroup):
         cores: Sequence[int] | None = None,
         tower: TowerSettings | None = None,
         joined: OnRanksJoined | None = None,
-        checkpoint: Path | None = None,
     ) -> tuple[TrainerGroup, dict[str, Any]]:
         """Start one rank on every slot and load its models; return the group and facts to log.
 
         `cores`: CPU core that each rank is bound to; `tower`: settings of the vision tower, used only with
-        video.freeze_vision_tower=false; `joined`: awaited after the ranks have joined, before they load models;
-        `checkpoint`: of a resumed run, the source of a synchronized reference policy.
+        video.freeze_vision_tower=false; `joined`: awaited after the ranks have joined, before they load models.
         """
         from rlfuse.engines.trainer.trainer_rank import TrainerRank  # only when ranks are started
 
@@ -79,8 +76,7 @@ class TrainerGroup(RankGroup):
         group = cls(config, await start_ranks(TrainerRank, config, slots, cores))
         if joined:
             await joined(group)
-        reference = checkpoint and checkpoint.absolute() / REFERENCE
-        facts = await group._load(tower, reference if config.ref.sync_ref_model else None)
+        facts = await group._load(tower)
         group.shares_prompts = facts.pop("shares_prompts")
         return group, facts
 

@@ -94,12 +94,8 @@ class TrainerRank(Rank):
     def mesh(self) -> ParallelMesh:
         return self.config.mesh_of(self.world)
 
-    def setup(self, tower: TowerSettings | None = None, reference: Path | None = None) -> dict[str, Any]:
-        """Load the models; return facts to log.
-
-        `tower`: settings of a vision tower that is trained with the actor; `reference`: folder of the reference policy
-        in the checkpoint of a resumed run, which replaces that of the configuration.
-        """
+    def setup(self, tower: TowerSettings | None = None) -> dict[str, Any]:
+        """Load the models; return facts to log. `tower`: settings of a vision tower that is trained with the actor."""
         config, start = self.config, self.config.model.path
         register_custom_family(config.model.video_family)
         torch.manual_seed(config.data.seed)
@@ -115,7 +111,7 @@ class TrainerRank(Rank):
                 critic = self._load(load_critic, config.critic.path or start)
                 self.engines["critic"] = self._trainable(critic, config.critic.optim)
             if config.uses_reference:
-                self.engines["ref"] = self._reference(config.ref.path or start, reference)
+                self.engines["ref"] = self._frozen(config.ref.path or start)
         modules = {name: each.module for name, each in self.engines.items()}
         for module in (*modules.values(), *self.extra_modules):
             self.progress.follow(module)
@@ -137,11 +133,8 @@ class TrainerRank(Rank):
         facts = {"packed": self.packed, "shares_prompts": self.shares, "lines": lines, "parameters": parameters}
         return facts | {"unfused": fused_log_probs.unavailable(self.device)}
 
-    def _reference(self, path: str, saved: Path | None) -> ShardedModel:
-        """Load the reference policy from `saved`, the folder in a checkpoint, or else from `path`."""
-        model = self._load(load_policy, str(saved or path))
-        model.config.name_or_path = path  # the checkpoint may be removed during the run
-        return self.backend.frozen(model, self.config, self.device)
+    def _frozen(self, path: str) -> ShardedModel:
+        return self.backend.frozen(self._load(load_policy, path), self.config, self.device)
 
     def _synced_reference(self) -> Exporter:
         """Return the exporter of the reference. EngineError if it has other parameters than the actor."""
@@ -395,10 +388,13 @@ class TrainerRank(Rank):
 
     @requires_models
     def load(self, folder: Path) -> None:
-        """Load weights and optimizer states that `save` wrote; hyperparameters are those of this run."""
+        """Load weights, optimizer states and reference that `save` wrote; hyperparameters are those of this run."""
         for name in self.exporters:
             with self.optimizer_on_device(name):
                 self.engines[name].load(folder / name)
+        if self.synced:
+            with self.backend.loading(self.config):
+                self._frozen(str(folder / REFERENCE)).mix_into(self.engines["ref"], 1.0)  # a copy, in every layout
         if self.tower:
             self.tower.copy_weights_from(self.engines["actor"])
             self.tower.embedded_at = self.tower.updates

@@ -149,7 +149,7 @@ class Trainer(Recorded, Protocol):
     async def step(self, model: str, lengths: Sequence[int], lr_factor: float = 1.0) -> dict[str, float]:
         """Scale the accumulated gradient by the mini-batch's count, all-reduce, clip, update; return mean metrics.
 
-        `lengths`: trainable tokens of each row accumulated since the last step; `lr_factor`: multiplies the model's
+        `lengths`: tokens in the loss of each row accumulated since the last step; `lr_factor`: multiplies the model's
         learning rate.
         """
 
@@ -208,6 +208,9 @@ class WholeModels(Protocol):
         Rows for `actor` have `advantages` and the other inputs of its loss, rows for `critic` `values` and `returns`.
         For rows without `old_log_probs` the actor's forward pass returns them; no other pass returns arrays.
         """
+
+    async def sync_reference(self) -> None:
+        """Mix the actor's weights into the reference policy (ref.sync_ref_model); the ranks hold their devices."""
 
 
 class Stages(Protocol):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -179,6 +179,11 @@ class Reward:
     """Function -> the clipped score that its weight multiplies; 0 if a gate closed. Set by `compose`."""
     gate: str | None = None
     """The gate that closed, so that no further function was called."""
+    pred: str | None = None
+    """The answer of the response, for majority votes in validation."""
+    token_rewards: tuple[float, ...] | None = None
+    """Parts of `value` that belong to single tokens, one for each response token; the rest belongs to the last token.
+    None: all of it does."""
 
     @property
     def accuracies(self) -> list[str]:
@@ -217,7 +222,9 @@ class Sample:
     response: Response | None = None
     reward: Reward | RewardFailure | None = None
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
-    """float32 [T] each: `old_log_probs`, `ref_log_probs`, `values`, `token_rewards`, `advantages`, `returns`, ..."""
+    """float32 [T] each: `old_log_probs`, `ref_log_probs`, `values`, `token_rewards`, `advantages`, `returns`,
+    `selected` (see `algorithms.covariance`) and `loss_mask`, 0 where a token is left out of the actor's loss
+    (actor.mask_truncated_completions)."""
     is_baseline: bool = False
     """It is `Group.baseline`."""
 
@@ -236,6 +243,10 @@ class Sample:
         """Number of prompt and response tokens; only the prompt's while there is no response."""
         return len(self.prompt.token_ids) + (len(self.response.token_ids) if self.response else 0)
 
+    def trained_tokens(self, model: str) -> int:
+        """Return the number of tokens in the loss of `model`: trainable ones, for the actor without masked ones."""
+        return _trained_tokens(model, self.require_response().mask, self.tensors)
+
     def row(self, *names: str) -> Row:
         """Return the row for a trainer rank, with the named per-token arrays. ValueError if a clip is not encoded."""
         tensors, visual = {name: self.tensors[name] for name in names}, self.prompt.visual
@@ -247,6 +258,11 @@ class Sample:
 
 def _mask(token_ids: np.ndarray, trainable: np.ndarray | None) -> np.ndarray:
     return np.ones(len(token_ids), dtype=bool) if trainable is None else trainable
+
+
+def _trained_tokens(model: str, mask: np.ndarray, tensors: Mapping[str, np.ndarray]) -> int:
+    counts = model == "actor" and "loss_mask" in tensors
+    return int((mask & (tensors["loss_mask"] > 0)).sum() if counts else mask.sum())
 
 
 def padded(
@@ -305,6 +321,10 @@ class Row:
     def length(self) -> int:
         """Number of trainable tokens."""
         return int(self.mask.sum())
+
+    def trained_tokens(self, model: str) -> int:
+        """Return the number of tokens in the loss of `model`, as `Sample.trained_tokens`."""
+        return _trained_tokens(model, self.mask, self.tensors)
 
     @property
     def prompt_key(self) -> tuple[bytes, tuple[str, ...]]:

@@ -95,6 +95,7 @@ class Experience:
         extra += ["kl_coefs"] if self._kl_loss_by_source else []
         extra += ["is_weights"] if self.config.algorithm.rollout_correction.is_enabled else []
         extra += ["selected"] if self._selects_tokens else []
+        extra += ["loss_mask"] if self.config.actor.mask_truncated_completions else []
         return ("old_log_probs", "advantages", *extra)
 
     @property
@@ -173,16 +174,21 @@ class Experience:
         return ""
 
     def prepare(self, groups: Sequence[Group]) -> None:
-        """Fill `token_rewards`, `is_weights` (and `old_log_probs`) and, unless the estimator reads the whole batch,
-        `advantages` (not whitened yet) and `returns`."""
+        """Fill `token_rewards`, `is_weights`, `loss_mask` (and `old_log_probs`).
+
+        Also fill `advantages` (not whitened yet) and `returns`, unless the estimator reads the whole batch.
+        """
         samples = [sample for group in groups for sample in group.samples]
         algorithm = self.config.algorithm
         for sample in samples:
             if algorithm.old_log_probs == "engine":
                 sample.tensors["old_log_probs"] = sample.response.log_probs
+            if self.config.actor.mask_truncated_completions:
+                kept = sample.response.finish_reason != "length"
+                sample.tensors["loss_mask"] = np.full(len(sample.response.token_ids), kept, np.float32)
         mask = _mask(samples)
         self._correct(samples, mask)
-        token_rewards = place_at_end(self._scores(samples), mask)
+        token_rewards = self._token_rewards(samples, mask)
         if algorithm.use_kl_in_reward:  # Ouyang et al. 2022, arXiv 2203.02155
             token_rewards = token_rewards - self._kl_coefficients(samples, self.kl.value) * self._kl(samples, mask)
         if self._kl_loss_by_source:
@@ -217,7 +223,8 @@ class Experience:
     def _baselines(self, groups: Sequence[Group]) -> torch.Tensor:
         """Return the score of the greedy response to each sample's prompt, float32 [B]."""
         baselines = [group.baseline for group in groups if group.baseline is not None]
-        return self._scores(baselines).repeat_interleave(torch.tensor([len(group.samples) for group in groups]))
+        scores = self._token_rewards(baselines, _mask(baselines)).sum(-1)
+        return scores.repeat_interleave(torch.tensor([len(group.samples) for group in groups]))
 
     def _verify(self, groups: Sequence[Group]) -> None:
         """Raise ConfigError if an estimator with `needs_batch=False` gives other results for the batch than per group.
@@ -292,15 +299,25 @@ class Experience:
         for sample, values in zip(samples, per_row(selected, masks), strict=True):
             sample.tensors["selected"] = values
 
-    def _scores(self, samples: Sequence[Sample]) -> torch.Tensor:
-        """Return rewards plus DAPO's length penalty, float32 [B]; the penalty is also logged as a reward part.
+    def _token_rewards(self, samples: Sequence[Sample], mask: torch.Tensor) -> torch.Tensor:
+        """Return rewards plus DAPO's length penalty by token, float32 [B, T]; the penalty is also logged as a part.
 
-        Without a reward, which only estimators that ignore it allow, the scores are 0.
+        The last token of a response gets what does not belong to single tokens, or belongs to a token that the model
+        did not generate. Without a reward, which only estimators that ignore it allow, all are 0.
         """
         if not self.config.uses_rewards:
-            return torch.zeros(len(samples))
+            return torch.zeros(mask.shape)
         values = [self.normaliser.value(sample.reward, self.weights) for sample in samples]
-        return torch.from_numpy(np.array(values) + self._penalties(samples)).float()
+        totals = np.array(values) + self._penalties(samples)
+        if all(sample.reward.token_rewards is None for sample in samples):
+            return place_at_end(torch.from_numpy(totals).float(), mask)
+        masks = [sample.response.mask for sample in samples]
+        process = [
+            np.zeros(len(own)) if sample.reward.token_rewards is None else np.array(sample.reward.token_rewards) * own
+            for sample, own in zip(samples, masks, strict=True)
+        ]
+        rest = totals - np.array([math.fsum(each) for each in process])
+        return place_at_end(torch.from_numpy(rest).float(), mask) + _pad(process, samples)
 
     def _penalties(self, samples: Sequence[Sample]) -> np.ndarray:
         buffer = self.config.reward.overlong_buffer

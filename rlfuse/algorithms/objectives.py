@@ -19,8 +19,11 @@ _LOSSES = frozenset({"pg_loss", "kl_loss", "vf_loss"})
 
 
 def mean_diagnostics(sums: Mapping[str, float], count: float, tokens: int) -> dict[str, float]:
-    """Return a mini-batch's mean diagnostics from the sums over its rows; `count`: its `loss_divisor`."""
-    return {name: total / (count if name in _LOSSES else tokens) for name, total in sums.items()}
+    """Return a mini-batch's mean diagnostics from the sums over its rows; `count`: its `loss_divisor`.
+
+    `tokens`: those in the loss; without any, all sums are 0.
+    """
+    return {name: total / (count if name in _LOSSES else max(1, tokens)) for name, total in sums.items()}
 
 
 def actor_objective(
@@ -35,9 +38,12 @@ def actor_objective(
 
     `tensors` holds `old_log_probs` and `advantages`; `ref_log_probs` with actor.use_kl_loss, and `kl_coefs` if the KL
     coefficient depends on the data source; `is_weights` with algorithm.rollout_correction; `selected` with a loss
-    that `covariance` selects tokens for. `max_tokens`: data.max_response_length, the constant of
+    that `covariance` selects tokens for; `loss_mask` with actor.mask_truncated_completions, 0 on tokens to leave out.
+    `max_tokens`: data.max_response_length, the constant of
     `seq-mean-token-sum-norm`. Returns the loss and detached diagnostics, all as sums.
     """
+    if "loss_mask" in tensors:
+        mask = mask * tensors["loss_mask"].to(mask.dtype)
 
     def total(matrix: torch.Tensor) -> torch.Tensor:
         return loss_sum(matrix, mask, settings.loss_agg_mode, max_tokens)

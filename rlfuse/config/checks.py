@@ -51,6 +51,7 @@ def checks(config: Config) -> list[Check]:
     """Return the checks that apply to the task of `config`: one per key, then those of combinations of keys."""
     shared = (
         _files,
+        _optimizers,
         _lengths,
         _devices,
         _engine_sizes,
@@ -101,6 +102,13 @@ def _files(config: Config, facts: Facts) -> Iterator[str]:
 def _made_by(path: str) -> str | None:
     command = command_for(path)
     return f"run `{command}` to create it" if command else None
+
+
+def _optimizers(config: Config, facts: Facts) -> Iterator[str]:
+    for model in ("actor", "critic"):
+        name, betas = f"{model}.optim.betas", value_of(config, f"{model}.optim.betas")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            yield _problem(config, name, "must be two numbers of 0 or more and below 1", f"set {name}=[0.9,0.999]")
 
 
 def _lengths(config: Config, facts: Facts) -> Iterator[str]:
@@ -425,6 +433,20 @@ def _distillation(config: Config, facts: Facts) -> Iterator[str]:
         )
 
 
+def _reference(config: Config, facts: Facts) -> Iterator[str]:
+    if not config.ref.sync_ref_model:
+        return
+    name, off = "ref.sync_ref_model", "set ref.sync_ref_model=false"
+    if not config.uses_reference:
+        valid = "has no effect without a KL penalty or loss"
+        yield _problem(config, name, valid, f"set actor.use_kl_loss=true or algorithm.use_kl_in_reward=true, or {off}")
+    if config.training.pipeline_parallel_size > 1:
+        valid = "can't be combined with pipeline parallelism, where a device has other layers of actor and reference"
+        yield _problem(config, name, valid, f"set training.pipeline_parallel_size=1, or {off}")
+    if facts.video:
+        yield _problem(config, name, "is not supported for video models", off)
+
+
 def _offline(config: Config, facts: Facts) -> Iterator[str]:
     task = f"trainer.task={config.trainer.task}"
     single = ["pipeline_parallel_size"]
@@ -493,7 +515,7 @@ _OF_SAMPLES = (
     pipeline_problems,
     tensor_parallel_problems,
 )
-_OF_SAMPLES += (sequence_parallel_problems, _drained, _video, _tower, _reward, _kl, _distillation)
+_OF_SAMPLES += (sequence_parallel_problems, _drained, _video, _tower, _reward, _kl, _reference, _distillation)
 _POLICY = (_offline, _offline_policy, tensor_parallel_problems, sequence_parallel_problems)
 _OFFLINE: dict[str, tuple[Check, ...]] = {
     "sft": _POLICY,

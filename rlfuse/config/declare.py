@@ -214,9 +214,10 @@ def walk(config: type, prefix: str = "") -> Iterator[tuple[str, type | Key]]:
 
 @functools.cache
 def field_texts(cls: type) -> dict[str, str]:
-    """Return the string below each field of a dataclass, by field; read from the source, as Python does not keep
-    them."""
-    found, source = {}, _classes(cls.__module__).get(cls.__name__)
+    """Return the string below each field of a dataclass, by field, inherited ones included; read from the source, as
+    Python does not keep them."""
+    found = dict(field_texts(cls.__base__)) if dataclasses.is_dataclass(cls.__base__) else {}
+    source = _classes(cls.__module__).get(cls.__name__)
     for field, below in itertools.pairwise(source.body if source else ()):
         text = getattr(below.value, "value", None) if isinstance(below, ast.Expr) else None
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, str):

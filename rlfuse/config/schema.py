@@ -310,12 +310,29 @@ class OptimConfig:
     """Learning rate after warmup."""
     weight_decay: float = key(0.01, OPTIMIZER, at_least=0)
     """Decoupled weight decay."""
+    betas: list[float] = key([0.9, 0.999], OPTIMIZER)
+    """Decay rates of AdamW's two moment estimates, each 0 or more and below 1."""
+    eps: float = key(1e-8, OPTIMIZER, above=0)
+    """Number that AdamW adds to the root of its second moment."""
     lr_warmup_steps: int = key(-1, OPTIMIZER, at_least=0, or_minus_one=True)
     """Training steps of linear warmup; the first step has rate 0. -1 or 0: use lr_warmup_steps_ratio."""
     lr_warmup_steps_ratio: float = key(0.0, OPTIMIZER, at_least=0, at_most=1)
     """Warmup steps as a fraction of all training steps."""
-    lr_scheduler_type: str = key("constant", OPTIMIZER, choices="constant | cosine (reaches 0 one step after the last)")
-    """Learning-rate schedule after warmup."""
+    lr_scheduler_type: str = key(
+        "constant",
+        OPTIMIZER,
+        choices="constant | linear | cosine | wsd (warmup, stable, decay: constant, then a cosine)",
+    )
+    """Learning-rate schedule after warmup. A decay would reach min_lr_ratio one step after the last."""
+    min_lr_ratio: float = key(0.0, OPTIMIZER, at_least=0, at_most=1)
+    """Final learning rate of a decay, as a fraction of `lr`; no effect with constant."""
+    lr_wsd_decay_steps: int | None = key(None, OPTIMIZER, unit="steps", at_least=1)
+    """lr_scheduler_type=wsd: training steps of the decay, at most those after warmup; null: a tenth of these."""
+
+    @property
+    def adamw(self) -> dict[str, Any]:
+        """Arguments of AdamW at the full learning rate."""
+        return {"lr": self.lr, "weight_decay": self.weight_decay, "betas": tuple(self.betas), "eps": self.eps}
 
 
 @dataclass
@@ -390,6 +407,9 @@ class ActorConfig:
         "token-mean", LOSS, choices="token-mean | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm"
     )
     """Aggregation of the token losses of a batch."""
+    mask_truncated_completions: bool = key(False, LOSS)
+    """Leave responses that reach data.max_response_length out of the policy loss and its mean (overlong filtering of
+    DAPO). They still count in advantages, rewards and the critic's loss."""
     entropy_coeff: float = key(0.0, LOSS_WEIGHTS, at_least=0)
     """Coefficient of the entropy bonus."""
     use_kl_loss: bool = key(False, LOSS)
@@ -403,8 +423,8 @@ class ActorConfig:
 
 
 @dataclass
-class CriticOptim:
-    """The critic's optimizer; all other settings are those of actor.optim."""
+class CriticOptim(OptimConfig):
+    """The critic's optimizer and learning-rate schedule, independent of the actor's."""
 
     lr: float = key(1e-5, OPTIMIZER, at_least=0)
     """Learning rate of the critic after warmup."""
@@ -435,11 +455,20 @@ class DpoConfig:
 
 @dataclass
 class RefConfig:
-    """The frozen reference policy, loaded only if a KL penalty, a KL loss, distillation or trainer.task=dpo uses it.
-    With algorithm=distill it is the teacher."""
+    """The reference policy, loaded only if a KL penalty, a KL loss, distillation or trainer.task=dpo uses it; frozen
+    unless sync_ref_model is set. With algorithm=distill it is the teacher."""
 
     path: str | None = key(None, Resume(Effect.EXPERIMENT, "another reference policy"))
-    """Weights of the reference policy, of any size and family with the same vocabulary; null: model.path."""
+    """Weights of the reference policy, of any size and family with the same vocabulary; null: model.path. With
+    sync_ref_model a resumed run continues with those of the checkpoint."""
+    sync_ref_model: bool = key(False, Resume(Effect.FIXED, "checkpoints have the synchronized reference policy"))
+    """Update the reference policy towards the actor during training (TR-DPO, arXiv 2404.09656), at the end of every
+    ref_model_sync_steps-th step."""
+    ref_model_sync_steps: int = key(512, LOSS_WEIGHTS, unit="steps", at_least=1)
+    """Training steps between updates of the reference policy (sync_ref_model=true)."""
+    ref_model_mixup_alpha: float = key(0.6, LOSS_WEIGHTS, above=0, at_most=1)
+    """Share of the actor's weights in the updated reference policy; the rest is the previous reference. 1 copies the
+    actor."""
 
 
 @dataclass

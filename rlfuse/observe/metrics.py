@@ -13,6 +13,7 @@ from rlfuse.algorithms.shaping import has_zero_std
 from rlfuse.engines.trainer.activation_placement import Place
 from rlfuse.engines.trainer.micro_batches import balance
 from rlfuse.events import Span, covered, union
+from rlfuse.observe.best_of_n import best_at, majority_at, sizes, worst_at
 from rlfuse.observe.idle import account, split_by
 from rlfuse.samples import Group, Partial, Reward, RewardFailure, Sample, flattened
 from rlfuse.step.scoring import PASSES
@@ -159,8 +160,9 @@ def latency_metrics(spans: Iterable[Span]) -> dict[str, float]:
 def validation_metrics(groups: Sequence[Group], logged: Collection[str] = ()) -> dict[str, float]:
     """Return val-core/{data_source}/{acc or reward}/mean@N, other parts as val-aux, and coverage@N.
 
-    A missing part counts as 0. `logged`: names of the previous validation, which decide between acc and reward. If they
-    do not, and all rewards are gated, both are logged.
+    With N > 1 responses per prompt, also best@N/mean and, if a response has a `pred`, maj@N/mean; val-aux has them for
+    fewer responses, and worst@N/mean. A missing part counts as 0. `logged`: names of the previous validation, which
+    decide between acc and reward. If they do not, and all rewards are gated, both are logged.
     """
     sources: dict[str, list[Sample]] = defaultdict(list)
     for group in groups:
@@ -168,6 +170,7 @@ def validation_metrics(groups: Sequence[Group], logged: Collection[str] = ()) ->
     metrics: dict[str, float] = {}
     n = max(len(group.samples) for group in groups)
     for source, samples in sources.items():
+        of_source = [group for group in groups if group.prompt.data_source == source]
         scored = [sample.reward for sample in samples if isinstance(sample.reward, Reward)]
         parts = _validation_parts(scored)
         core, aux = (logged_parts(logged, f"{section}/{source}/", f"/mean@{n}") for section in ("val-core", "val-aux"))
@@ -179,9 +182,29 @@ def validation_metrics(groups: Sequence[Group], logged: Collection[str] = ()) ->
             values = parts.get(name, [])
             metrics[f"{section}/{source}/{name}/mean@{n}"] = sum(values) / len(scored) if scored else math.nan
             metrics[f"val-aux/{source}/{name}/coverage@{n}"] = len(values) / len(samples)
+        for name in core:
+            metrics |= _of_several_responses(of_source, source, name, n)
         metrics[f"val-aux/{source}/{RESPONSE_LENGTH}/mean@{n}"] = float(
             np.mean([sample.response.length for sample in samples])
         )
+    return metrics
+
+
+def _of_several_responses(groups: Sequence[Group], source: str, name: str, n: int) -> dict[str, float]:
+    """Return best@k/mean, worst@k/mean and maj@k/mean of the part `name` for k up to `n` responses, over prompts."""
+    answered = [[each for sample in group.samples if isinstance(each := sample.reward, Reward)] for group in groups]
+    answered = [rewards for rewards in answered if rewards]
+    scores = [[(each.accuracy or 0.0) if name == "acc" else each.value for each in rewards] for rewards in answered]
+    answers = [[each.pred for each in rewards] for rewards in answered]
+    votes = any(answer is not None for each in answers for answer in each)
+    metrics = {}
+    for k in sizes(n) if answered else ():
+        section = f"val-core/{source}/{name}" if k == n else f"val-aux/{source}/{name}"
+        metrics[f"{section}/best@{k}/mean"] = float(np.mean([best_at(each, k) for each in scores]))
+        metrics[f"val-aux/{source}/{name}/worst@{k}/mean"] = float(np.mean([worst_at(each, k) for each in scores]))
+        if votes:
+            majority = [majority_at(each, voted, k) for each, voted in zip(scores, answers, strict=True)]
+            metrics[f"{section}/maj@{k}/mean"] = float(np.mean(majority))
     return metrics
 
 

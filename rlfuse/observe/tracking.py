@@ -55,7 +55,8 @@ def write_failures(path: Path, rows: Sequence[dict[str, str]]) -> None:
 def sample_row(sample: Sample, contact_sheet: str | None = None) -> dict[str, Any]:
     """Return a finished sample as a row of `samples.jsonl` and of the wandb table.
 
-    `contact_sheet`: path in the run folder of the picture of its clips. `columns` is the unchanged row of the data, so
+    `contact_sheet`: path in the run folder of the picture of its clips. `token_rewards`: [token index, value] of those
+    that are not 0. `columns` is the unchanged row of the data, so
     that another reward can score the sample later.
     """
     prompt, response, reward = sample.prompt, sample.response, sample.reward
@@ -70,6 +71,8 @@ def sample_row(sample: Sample, contact_sheet: str | None = None) -> dict[str, An
         "response_tokens": response.length,
         "reward": reward.value if scored else None,
         "parts": reward.parts if scored else {},
+        "pred": reward.pred if scored else None,
+        "token_rewards": _nonzero(reward.token_rewards) if scored else None,
         "note": reward.text if scored else f"{reward.function}: {reward.message}" if reward else None,
         "ground_truth": prompt.ground_truth,
         "columns": prompt.columns,
@@ -93,6 +96,10 @@ def write_step(folder: Path, step: int, samples: Sequence[Sample]) -> None:
     rows = (json.dumps(json_safe(verl_row(step, sample)), default=str) for sample in samples)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / f"{step}.jsonl", "".join(f"{row}\n" for row in rows))
+
+
+def _nonzero(token_rewards: Sequence[float] | None) -> list[list[float]] | None:
+    return token_rewards and [[index, value] for index, value in enumerate(token_rewards) if value]
 
 
 def sample_of_row(row: dict[str, Any], prompt_key: str = "prompt") -> Sample:

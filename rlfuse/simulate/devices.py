@@ -77,6 +77,8 @@ class SimulatedTrainer:
         self._accumulated.setdefault(model, []).extend(rows)
         return self._log_probs_of_update(model, rows)
 
+    async def sync_reference(self) -> None: ...
+
     def _log_probs_of_update(self, model: str, rows: Sequence[Row]) -> list[np.ndarray]:
         first = self._by_update and model == "actor" and not self.trained[model]
         return [self._zeros.take(len(row.response_ids))[1] for row in rows] if first else []
@@ -88,7 +90,7 @@ class SimulatedTrainer:
     async def step(self, model: str, lengths: Sequence[int], lr_factor: float = 1.0) -> dict[str, float]:
         rows = self._accumulated.pop(model, [])
         once = Counter(row.id for row in rows)
-        if sorted(row.length for row in rows) != sorted(lengths) or (once and max(once.values()) > 1):
+        if sorted(row.trained_tokens(model) for row in rows) != sorted(lengths) or (once and max(once.values()) > 1):
             raise SimulationError(
                 f"step of {model} over {len(lengths)} rows, but {len(rows)} rows of {len(once)} samples were "
                 "accumulated since its last step"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import cast
 
 from rlfuse.algorithms.learning_rate import lr_factors
 from rlfuse.config import sampling
@@ -23,7 +24,7 @@ from rlfuse.fusion.decisions import Policy
 from rlfuse.fusion.selection import EXACT
 from rlfuse.fusion.tuning import Tuning
 from rlfuse.progress import is_due, timed
-from rlfuse.protocols import Engines, Sampling
+from rlfuse.protocols import Engines, Sampling, WholeModels
 from rlfuse.step.advantages import Advantages
 from rlfuse.step.agreement import MAX_COMPARED_TOKENS, compare
 from rlfuse.step.colocation import hand_over_all, to_engine, to_ranks
@@ -89,6 +90,7 @@ class Controller:
             self.stopping.step = step
             with self.journal.recorder.span("step", step=step):
                 board = await self.learn(step)
+                await self.sync_reference(step)
                 await self.update_weights(step)
             self.checkpoints.remember(step)
             ended, saved = await self._validated(step), False
@@ -206,6 +208,14 @@ class Controller:
         """Push the weights of version `step` to the engines, which then have the devices."""
         with self.journal.recorder.span("update_weights", step=step, cause="optimizer"):
             await self.engines.weights.push(version=step)
+
+    async def sync_reference(self, step: int) -> None:
+        """Mix the actor's new weights into the reference policy if that is due after this step."""
+        ref = self.config.ref
+        if ref.sync_ref_model and step % ref.ref_model_sync_steps == 0:
+            await hand_over_all(to_ranks, self.engines.rollout, self.engines.trainer)
+            with self.journal.recorder.span("update_weights", step=step, cause="ref"):
+                await cast(WholeModels, self.engines.trainer).sync_reference()
 
     async def save(self, step: int, required: bool = False) -> None:
         """Write a checkpoint; the ranks keep the devices. NotSaved if it fails and is `required` or the last."""

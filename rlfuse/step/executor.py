@@ -333,7 +333,7 @@ class Executor:
         for model in decision.models:
             samples = self._samples(self.board.mini_batches[model].accumulated_samples)
             with self._span(f"update_{model}", cause="scored", attributes={"step": True}):
-                lengths = [sample.require_response().length for sample in samples]
+                lengths = [sample.trained_tokens(model) for sample in samples]
                 self.has_updated = True
                 self.context.note(await self.engines.trainer.step(model, lengths, self.context.lr_factors[model]))
         self.board.stepped(decision)

@@ -164,7 +164,7 @@ class TrainerProfile:
         import numpy as np
         import torch
 
-        from rlfuse.config.schema import Config
+        from rlfuse.config.schema import Config, OptimConfig
         from rlfuse.engines.deepspeed.optimizer import trainable
         from rlfuse.engines.trainer.models import load_policy
 
@@ -173,7 +173,7 @@ class TrainerProfile:
         self.config.model.path, self.config.model.dtype = str(folder), dtype
         self.config.actor.use_kl_loss, self.config.data.max_response_length = False, options.tokens
         model = load_policy(str(folder), self.config.model)
-        self.engine = trainable(model, self.config.actor, 1e-6, device)
+        self.engine = trainable(model, self.config.actor, OptimConfig(lr=1e-6), device)
         self.engine.train()
         self.synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
         self.took: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0, 0])

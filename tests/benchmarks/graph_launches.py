@@ -23,7 +23,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from worlds.emulated_graphs import Count, EmulatedRecording, Graph
 
-from rlfuse.config.schema import Config, ModelConfig
+from rlfuse.config.schema import Config, ModelConfig, OptimConfig
 from rlfuse.engines.deepspeed.optimizer import trainable
 from rlfuse.engines.trainer import cuda_graphs
 from rlfuse.engines.trainer.micro_batch_losses import actor_loss, log_probs
@@ -68,7 +68,7 @@ class Passes:
 
     def __init__(self, shape: dict[str, int], sizes: tuple[int, ...]):
         self._config, self._sizes, self._rows = Config(), sizes, rows()
-        self._engine = trainable(model_of(**shape), self._config.actor, 1e-4, "cpu")
+        self._engine = trainable(model_of(**shape), self._config.actor, OptimConfig(lr=1e-4), "cpu")
         self.recorder = Recorder("trainer/0")
         if sizes:
             cuda_graphs.PassGraphs({"actor": self._engine.module}, sizes, self.recorder)

@@ -64,7 +64,7 @@ class Trainer:
         import torch
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
-        from rlfuse.config.schema import Config
+        from rlfuse.config.schema import Config, OptimConfig
         from rlfuse.engines.deepspeed.optimizer import trainable
         from rlfuse.engines.trainer.models import load_policy
 
@@ -80,7 +80,7 @@ class Trainer:
             )  # fmt: skip
             Qwen3ForCausalLM._from_config(sizes, dtype=getattr(torch, model.dtype)).save_pretrained(folder)
             model.path = folder
-            self.engine = trainable(load_policy(folder, model), self.config.actor, 1e-6, device)
+            self.engine = trainable(load_policy(folder, model), self.config.actor, OptimConfig(lr=1e-6), device)
         self.engine.train()
 
     def row(self, loss: str, tokens: int) -> Any:

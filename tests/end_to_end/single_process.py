@@ -82,8 +82,8 @@ class Whole:
         self.config, self.name = config, name
         load = load_policy if name == "actor" else load_critic
         self.model = load(config.model.path if name == "actor" else config.critic.path, config.model)
-        decay = config.actor.optim.weight_decay
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, weight_decay=decay)
+        optim = config.actor.optim if name == "actor" else config.critic.optim
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, weight_decay=optim.weight_decay)
 
     def step(self, rows):
         """The gradient before clipping, and the mini-batch's mean diagnostics."""

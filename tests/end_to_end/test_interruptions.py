@@ -30,6 +30,8 @@ def found(driven, disk):
         "critic.optim.lr": 1e-3,
         "rollout.n": 2,
         "algorithm.use_kl_in_reward": "true",
+        "ref.sync_ref_model": "true",
+        "ref.ref_model_sync_steps": 1,
         "reward.functions": f"[{{path: {disk}/reward.py:even, normalise: true}}]",
         "fusion": "serial",
         "trainer.deterministic": "true",

@@ -330,6 +330,63 @@ async def test_steps_and_checkpoints_know_what_was_accumulated(group, policy_fol
     await group.save(tmp_path / "checkpoint")
 
 
+def masked(row):
+    return replace(row, tensors=row.tensors | {"loss_mask": np.zeros(len(row.response_ids), np.float32)})
+
+
+async def test_masked_rows_change_neither_gradient_nor_means(group, policy_folder):
+    rows, config = make_rows(), settings(policy_folder, alone=True)
+    _, expected = await assert_gradients_match(await group.take(config), rows[:4])
+    serial = await group.gradients()
+    await group.take(config)
+    await group.accumulate(("actor",), [*rows[:4], *map(masked, rows[4:])])
+    metrics = await group.step("actor", [*lengths(rows[:4]), 0, 0, 0])
+    assert distance(await group.gradients(), serial) < 1e-6 and metrics == pytest.approx(expected, rel=1e-5)
+    await group.accumulate(("actor",), [*map(masked, rows)])
+    empty = await group.step("actor", [0] * len(rows))
+    assert empty["actor/grad_norm"] == empty["actor/pg_loss"] == empty["actor/entropy"] == 0
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [(0, "bfloat16"), (1, "float32"), (2, "bfloat16"), (3, "float32"), ("fsdp2", "bfloat16")]
+)
+async def test_the_reference_is_mixed_with_the_actor_and_resumed_from_the_checkpoint(
+    group, policy_folder, tmp_path, stage, dtype
+):
+    rows, config = make_rows(), settings(policy_folder, stage, dtype=dtype, alone=True)
+    config.ref.sync_ref_model, config.ref.ref_model_mixup_alpha = True, 0.25
+    config.actor.optim.lr = 0.02
+
+    async def checkpoint_of(name):
+        await group.save(tmp_path / name)
+        return {
+            model: Qwen2ForCausalLM.from_pretrained(tmp_path / name / model / "huggingface", dtype=torch.float32)
+            for model in ("actor", "ref")
+        }
+
+    await group.take(config)
+    start = dict(Qwen2ForCausalLM.from_pretrained(policy_folder, dtype=torch.float32).named_parameters())
+    await group.update("actor", rows)
+    await group.sync_reference()
+    saved = await checkpoint_of("first")
+    actor, rounding = dict(saved["actor"].named_parameters()), {"float32": 1e-6, "bfloat16": 8e-3}[dtype]
+    for name, found in saved["ref"].named_parameters():
+        assert not torch.equal(actor[name], start[name])
+        torch.testing.assert_close(found, 0.25 * actor[name] + 0.75 * start[name], rtol=rounding, atol=1e-6)
+
+    async def go_on():
+        scores = [await scores_of(group, "ref", rows)]
+        await group.update("actor", rows)
+        await group.sync_reference()
+        return [*scores, await scores_of(group, "ref", rows)]
+
+    expected = await go_on()
+    await group.take(config)
+    await group.load(tmp_path / "first")
+    for have, want in zip(await go_on(), expected, strict=True):
+        np.testing.assert_array_equal(np.concatenate(have), np.concatenate(want))
+
+
 @pytest.mark.parametrize("stage", [0, 1, 3, "fsdp2"])
 async def test_clipping_scales_the_step_by_the_global_norm(group, policy_folder, stage):
     """The clipped gradient is the whole one times limit / norm, whichever engine does it."""

@@ -42,6 +42,7 @@ def settings(folder, zero_stage=1, mode="token-mean", dtype="float32", budget=64
     actor.zero_stage, actor.loss_agg_mode = 1 if zero_stage == "fsdp2" else zero_stage, mode
     actor.grad_clip, actor.ppo_max_token_len_per_gpu = clip, budget
     actor.optim.lr = config.critic.optim.lr = LR
+    config.critic.optim.weight_decay = 0.0
     actor.optim.weight_decay, actor.use_kl_loss, actor.kl_loss_coef, actor.entropy_coeff = 0.0, True, 0.1, 0.01
     return config
 
@@ -93,7 +94,8 @@ class Probe(TrainerGroup):
             rank.setup()
 
         self.config = config
-        self._accumulated = {"actor": [], "critic": []}
+        self._accumulated = {"actor": [], "critic": []} if config.uses_critic else {"actor": []}
+        self._buckets = {}
         await asyncio.gather(*(rank.__ray_call__.remote(reload, config) for rank in self.ranks))
         return self
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from rlfuse.config.schema import ActorConfig
+from rlfuse.config.schema import ActorConfig, OptimConfig
 from rlfuse.engines.deepspeed.deepspeed_model import DeepSpeedModel
 from rlfuse.engines.deepspeed.optimizer import trainable
 
@@ -33,7 +33,7 @@ def engine(device, width, stage, dtype, **actor):
     """`Layers` under AdamW and ZeRO, on the device."""
     settings = ActorConfig(zero_stage=stage, grad_clip=0.0, **actor)
     model = Layers(width, dtype)
-    return movable(trainable(model if stage == 3 else model.to(device), settings, 1e-2, device))
+    return movable(trainable(model if stage == 3 else model.to(device), settings, OptimConfig(lr=1e-2), device))
 
 
 def movable(engine):

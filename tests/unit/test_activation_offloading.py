@@ -24,7 +24,7 @@ from transformers import (
 from rlfuse.cluster.host_memory import free_bytes
 from rlfuse.config.checks import check
 from rlfuse.config.facts import Facts
-from rlfuse.config.schema import Config, ModelConfig
+from rlfuse.config.schema import Config, ModelConfig, OptimConfig
 from rlfuse.engines.deepspeed.deepspeed_model import DeepSpeedModel
 from rlfuse.engines.deepspeed.optimizer import take_step, trainable
 from rlfuse.engines.trainer import activation_offloading
@@ -267,7 +267,7 @@ def rank_of(stage, tmp_path, dtype="float32", **model):
         setattr(config.model, key, value)
     rank = TrainerRank(config, 0, 1, "cpu")
     policy = model_of("qwen2").to(getattr(torch, dtype))
-    rank.engines = {"actor": DeepSpeedModel(trainable(policy, config.actor, 1e-2, "cpu"), 1)}
+    rank.engines = {"actor": DeepSpeedModel(trainable(policy, config.actor, OptimConfig(lr=1e-2), "cpu"), 1)}
     rank.tower, rank.sums, rank.ropes, rank.exporters = None, {}, {"actor": None}, {"actor": None}
     rank.packed, rank.shares, rank.tensor = True, False, None
     rank.parallel = SimpleNamespace(part=lambda degree: None)

@@ -52,6 +52,18 @@ def test_distillation_needs_no_reward():
         ({"rollout__tensor_model_parallel_size": 2}, ["must divide the 1 slots"]),
         ({"rollout__tensor_model_parallel_size": 3, "trainer__n_gpus_per_node": 3}, ["16 attention heads"]),
         ({"rollout__temperature": 0.0}, ["rollout.temperature=0.0: must be above 0", "val_kwargs.temperature=0"]),
+        ({"ref__sync_ref_model": True}, ["ref.sync_ref_model=true: has no effect without a KL penalty or loss"]),
+        (
+            {
+                "ref__sync_ref_model": True,
+                "actor__use_kl_loss": True,
+                "training__pipeline_parallel_size": 2,
+                "trainer__n_gpus_per_node": 2,
+            },
+            ["ref.sync_ref_model=true: can't be combined with pipeline parallelism"],
+        ),
+        ({"actor__optim__betas": [0.9]}, ["actor.optim.betas=[0.9]: must be two numbers of 0 or more and below 1"]),
+        ({"critic__optim__betas": [0.9, 1.0]}, ["critic.optim.betas=[0.9,1.0]: must be two numbers"]),
         ({"algorithm__gamma": float("nan")}, ["algorithm.gamma=nan: must be 0 or more and 1 or less"]),
         (
             {"trainer__deterministic": True},

@@ -15,7 +15,7 @@ from rlfuse.cluster import watchdog
 from rlfuse.config.checks import check
 from rlfuse.config.facts import Facts
 from rlfuse.config.graph_checks import BLOCKERS, graph_sizes, no_graphs_reason
-from rlfuse.config.schema import Config, ModelConfig
+from rlfuse.config.schema import Config, ModelConfig, OptimConfig
 from rlfuse.engines.deepspeed.deepspeed_model import DeepSpeedModel
 from rlfuse.engines.deepspeed.optimizer import take_step, trainable
 from rlfuse.engines.trainer import cuda_graphs
@@ -63,7 +63,7 @@ def rank_of(stage, dtype, how, checkpointing=False, tied=True):
         if kind:
             torch.nn.init.normal_(model.score.weight)
         model = prepare_for_training(model.to(DTYPES[dtype]), ModelConfig(enable_gradient_checkpointing=checkpointing))
-        rank.engines[name] = DeepSpeedModel(trainable(model, config.actor, 1e-2, "cpu"), 1)
+        rank.engines[name] = DeepSpeedModel(trainable(model, config.actor, OptimConfig(lr=1e-2), "cpu"), 1)
     rank.tower, rank.sums, rank.ropes, rank.tensor = None, {}, {"actor": None, "critic": None}, None
     rank.packed, rank.shares, rank.parallel = True, True, SimpleNamespace(part=lambda degree: None)
     if how == "recorded":

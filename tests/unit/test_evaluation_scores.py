@@ -53,7 +53,7 @@ def test_statistics_by_source_and_overall_exclude_failures():
     assert found["sums"]["pass@k"] == {1: 0.75, 2: 1.0} and found["sums"]["stderr"] == pytest.approx(0.25)
     assert found["words"] | {"length": None} == {
         "prompts": 1, "samples": 2, "failed": 1, "reward": -0.25, "score": 0.0, "stderr": None, "pass@k": {1: 0.0},
-        "finish": {"stop": 2}, "length": None, "parts": {"f/acc": 0.0},
+        "best@n": 0.0, "maj@n": None, "finish": {"stop": 2}, "length": None, "parts": {"f/acc": 0.0},
         "coverage": {"f/acc": 0.5},
     }  # fmt: skip
     assert found[scores.ALL]["pass@k"] == {1: 0.5, 2: 1.0}, "pass@2 is of the prompts with two scores"
@@ -123,3 +123,25 @@ def test_a_table_has_a_row_for_each_source_and_a_column_for_each_k():
     show(scores.statistics_by_source(groups, 0.5), groups, 0.5, console)
     told = console.export_text()
     assert all(word in told for word in ("pass@1", "pass@2", "[b]words", "0.500 ±0.000", "reward is above 0.5"))
+
+
+def test_best_and_majority_of_several_responses():
+    groups = make_groups(prompts_of("sums", "sums"), 4, 0, 0)
+    rewards = [
+        Reward(value, {"f/acc": value}, pred=pred) for value, pred in zip([1, 0, 0, 1, 0, 0, 0], "7117abc", strict=True)
+    ]
+    answered(groups, [*rewards, RewardFailure("f", "timed out")])
+    best = [1 - (2 / 4) ** 4, 0.0]
+    tie = {votes: math.comb(4, votes) / 2**4 for votes in range(5)}  # 7 and 1 have two responses each
+    majority = [tie[4] + tie[3] + tie[2] / 2, 0.0]
+    metrics, figures = validation_metrics(groups), scores.statistics_by_source(groups, 0.5)["sums"]
+    assert metrics["val-core/sums/acc/best@4/mean"] == figures["best@n"] == pytest.approx(np.mean(best))
+    assert metrics["val-core/sums/acc/maj@4/mean"] == figures["maj@n"] == pytest.approx(np.mean(majority))
+    assert metrics["val-aux/sums/acc/best@2/mean"] == pytest.approx((1 - (2 / 4) ** 2) / 2)
+    assert metrics["val-aux/sums/acc/worst@4/mean"] == pytest.approx((2 / 4) ** 4 / 2)
+    core = [name for name in metrics if name.startswith("val-core/")]
+    assert core == [f"val-core/sums/acc/{name}" for name in ("mean@4", "best@4/mean", "maj@4/mean")]
+    console = Console(record=True, width=200)
+    show({"sums": figures}, groups, 0.5, console)
+    told = console.export_text()
+    assert "best@4" in told and "maj@4" in told

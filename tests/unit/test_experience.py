@@ -3,6 +3,7 @@
 import copy
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -379,3 +380,17 @@ def test_only_passes_that_the_loss_alone_reads_can_wait_for_their_mini_batch(cha
     experience.prepare(batch)
     experience.complete(batch)
     assert all(np.isfinite(each["advantages"]).all() for each in tensors(batch))
+
+
+def test_truncated_responses_are_compared_but_left_out_of_the_loss():
+    keys = dict(algorithm__adv_estimator="grpo", algorithm__norm_adv_by_std_in_grpo=False)
+    experience = Experience(config(**keys, actor__mask_truncated_completions=True))
+    batch = groups([[1.0, 0.0, 0.5]], [[2, 3, 1]])
+    samples = batch[0].samples
+    samples[1].response = replace(samples[1].response, finish_reason="length")
+    worked_out(experience, batch)
+    assert [sample.tensors["loss_mask"].tolist() for sample in samples] == [[1, 1], [0, 0, 0], [1]]
+    np.testing.assert_allclose([s.tensors["advantages"][0] for s in samples], [0.5, -0.5, 0.0], atol=1e-6)
+    assert [sample.trained_tokens("actor") for sample in samples] == [2, 0, 1]
+    assert samples[1].trained_tokens("critic") == 3 and "loss_mask" in experience.actor_tensors
+    assert "loss_mask" not in Experience(config(**keys)).actor_tensors

@@ -4,9 +4,11 @@ import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
 from test_moves import DTYPES, PAIRS, group  # noqa: F401
-from test_resumed_settings import rank_of, step
+from test_resumed_settings import rank_of, small_model, step
 
-from rlfuse.config.schema import OptimConfig
+from rlfuse.config.parallel_mesh import ParallelMesh
+from rlfuse.config.schema import Config, OptimConfig
+from rlfuse.engines.fsdp2.fsdp2_model import Fsdp2Model
 from rlfuse.engines.pipeline.pipeline_rank import PipelineRank
 from rlfuse.engines.trainer.trainer_rank import TrainerRank
 
@@ -51,3 +53,32 @@ def test_an_update_changes_weights_by_the_learning_rate_also_when_resumed(tmp_pa
     for each, its in ((rank, model), (resumed, its_model)):
         step(each, its)
     assert steps_of(resumed) == {2} and all(map(torch.equal, masters(rank), masters(resumed)))
+
+
+def loss_of(model):
+    return model(input_ids=torch.arange(8)[None]).logits.log_softmax(-1)[..., 3].sum()
+
+
+@pytest.mark.parametrize("kind, stage", [(TrainerRank, 0), (TrainerRank, 2), (PipelineRank, 1), ("fsdp2", 0)])
+def test_updates_follow_adamw_with_these_betas_and_eps(kind, stage):
+    (first, second), eps = (0.6, 0.8), 1e-3
+    optim = OptimConfig(weight_decay=0.0, betas=[first, second], eps=eps)
+    plain = small_model("float32")
+    gradients = torch.autograd.grad(loss_of(plain), [*plain.parameters()])
+    if kind == "fsdp2":
+        optim.lr, config = RATE, Config()
+        config.actor.grad_clip, config.model.dtype = 0.0, "float32"
+        model = engine = Fsdp2Model.trained(small_model("float32"), config, optim, "cpu", ParallelMesh())
+        weights = lambda: [each.full_tensor().detach().clone() for each in engine.module.parameters()]  # noqa: E731
+    else:
+        rank, model, _ = rank_of(kind, stage, "float32", lr=RATE, grad_clip=0.0, optim=optim)
+        engine, weights = rank.engines["actor"], lambda: masters(rank)
+    before = weights()
+    for count, factor in ((10.0, 0.0), (5.0, 0.5)):
+        engine.backward(loss_of(model))
+        engine.step(count, factor)
+    for old, new, gradient in zip(before, weights(), gradients, strict=True):
+        of_two = [gradient / 10, gradient / 5]
+        moment = (first * (1 - first) * of_two[0] + (1 - first) * of_two[1]) / (1 - first**2)
+        square = (second * (1 - second) * of_two[0] ** 2 + (1 - second) * of_two[1] ** 2) / (1 - second**2)
+        torch.testing.assert_close(new - old, -0.5 * RATE * moment / (square.sqrt() + eps), rtol=1e-3, atol=1e-7)

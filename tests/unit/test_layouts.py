@@ -45,7 +45,7 @@ class Layout:
         config.data.max_response_length, config.trainer.n_gpus_per_node = 32, RANKS
         config.actor.zero_stage, config.actor.grad_clip, config.actor.use_kl_loss = self.zero_stage, 0.0, True
         config.actor.optim.lr = config.critic.optim.lr = RATE
-        config.actor.optim.weight_decay = 0.0
+        config.actor.optim.weight_decay = config.critic.optim.weight_decay = 0.0
         config.training.tensor_model_parallel_size, config.training.pipeline_parallel_size = self.tensor, self.stages
         return config
 

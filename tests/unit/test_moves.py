@@ -15,7 +15,7 @@ from small_network import Network, loss
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlfuse.config.parallel_mesh import ParallelMesh
-from rlfuse.config.schema import ActorConfig, Config
+from rlfuse.config.schema import ActorConfig, Config, OptimConfig
 from rlfuse.engines.deepspeed import optimizer, stage_states
 from rlfuse.engines.deepspeed.deepspeed_model import DeepSpeedModel
 from rlfuse.engines.deepspeed.memory import ZeroMemory
@@ -51,7 +51,9 @@ def group():
 
 
 def engine(stage, dtype, **actor):
-    return movable(trainable(Network(DTYPES[dtype]), ActorConfig(zero_stage=stage, **actor), 1e-2, "cpu"))
+    return movable(
+        trainable(Network(DTYPES[dtype]), ActorConfig(zero_stage=stage, **actor), OptimConfig(lr=1e-2), "cpu")
+    )
 
 
 def movable(engine):
@@ -201,7 +203,7 @@ def stages(dtype="float32", **actor):
     tape = Tape()
     split_linears(network, tape)
     settings, device = ActorConfig(zero_stage=1, **actor), "cuda"  # fused AdamW, as on a GPU; it runs on CPUs too
-    return movable(trainable(DeviceStages({"3": network}), settings, 1e-2, device)), network
+    return movable(trainable(DeviceStages({"3": network}), settings, OptimConfig(lr=1e-2), device)), network
 
 
 def run(network, seeds):
@@ -396,7 +398,9 @@ def test_bytes_of_an_fsdp2_model(dtype):
     config = Config()
     config.model.dtype = dtype
     small = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, vocab_size=16)
-    model = Fsdp2Model.trained(LlamaForCausalLM(small).to(DTYPES[dtype]), config, 1e-2, "cpu", ParallelMesh())
+    model = Fsdp2Model.trained(
+        LlamaForCausalLM(small).to(DTYPES[dtype]), config, OptimConfig(lr=1e-2), "cpu", ParallelMesh()
+    )
     held, plan = sum(each.numel() for each in model.module.parameters()), Fsdp2Memory(config, 1, "cpu")
     for _ in range(2):
         model.backward(model(input_ids=torch.arange(8)[None]).logits.float().square().sum())

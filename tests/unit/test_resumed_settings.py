@@ -30,19 +30,24 @@ KINDS = [(TrainerRank, 0, "float32"), (TrainerRank, 0, "bfloat16"), (TrainerRank
 KINDS += [(TrainerRank, 2, "float32"), (TrainerRank, 3, "bfloat16"), (PipelineRank, 1, "float32")]
 
 
-def rank_of(kind, stage, dtype, lr, **actor):
-    """A rank with one small actor, always the same; what takes inputs, and what `save` is called with."""
+def small_model(dtype):
     torch.manual_seed(1)
     sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, vocab_size=16, tie_word_embeddings=False)
-    model = Qwen2ForCausalLM(Qwen2Config(num_attention_heads=2, num_key_value_heads=2, **sizes)).to(DTYPES[dtype])
+    return Qwen2ForCausalLM(Qwen2Config(num_attention_heads=2, num_key_value_heads=2, **sizes)).to(DTYPES[dtype])
+
+
+def rank_of(kind, stage, dtype, lr, optim=None, **actor):
+    """A rank with one small actor, always the same; what takes inputs, and what `save` is called with."""
+    model = small_model(dtype)
     config, settings = Config(), ActorConfig(zero_stage=stage, **actor)
+    optim = dataclasses.replace(optim or OptimConfig(), lr=lr)
     config.model.dtype = dtype
     rank = kind(config, 0, 1, "cpu")
     if kind is PipelineRank:
-        rank.engines = {"actor": DeepSpeedModel(trainable(DeviceStages({"0": model}), settings, lr, "cpu"), 1)}
+        rank.engines = {"actor": DeepSpeedModel(trainable(DeviceStages({"0": model}), settings, optim, "cpu"), 1)}
         rank.layout = {"actor": Pipelines("actor", 1)}
         return rank, model, ()
-    rank.engines, rank.tower = {"actor": DeepSpeedModel(trainable(model, settings, lr, "cpu"), 1)}, None
+    rank.engines, rank.tower = {"actor": DeepSpeedModel(trainable(model, settings, optim, "cpu"), 1)}, None
     rank.exporters = {"actor": Exporter(model, 0, sharded=rank.engines["actor"])}
     return rank, rank.engines["actor"], ({"actor": [list(rank.exporters["actor"].tensors)]},)
 
@@ -69,7 +74,7 @@ def test_a_new_rate_decay_and_clipping_are_what_the_optimizer_uses(tmp_path, kin
     writer, model, more = rank_of(kind, stage, dtype, lr=1e-2, grad_clip=1.0)
     step(writer, model)
     assert writer.save(tmp_path, *more) is None
-    optim = OptimConfig(weight_decay=0.5)
+    optim = OptimConfig(weight_decay=0.5, betas=[0.8, 0.95], eps=1e-6)
     reader, model, _ = rank_of(kind, stage, dtype, lr=1e-3, grad_clip=0.25, optim=optim)
     reader.load(tmp_path)
     if kind is TrainerRank:
@@ -79,7 +84,8 @@ def test_a_new_rate_decay_and_clipping_are_what_the_optimizer_uses(tmp_path, kin
     weights = [weights_of(reader)]
     for factor in (0.0, 0.5, 1.0):
         assert math.isfinite(step(reader, model, factor))
-        assert {(each["lr"], each["weight_decay"]) for each in actor.optimizer.param_groups} == {(1e-3 * factor, 0.5)}
+        used = {tuple(each[name] for name in optim.adamw) for each in actor.optimizer.param_groups}
+        assert used == {(1e-3 * factor, 0.5, (0.8, 0.95), 1e-6)}
         assert actor.get_lr() == [1e-3 * factor] and getattr(actor.optimizer, "clip_grad", 0.25) == 0.25
         weights.append(weights_of(reader))
     moved = [(after - before).abs().max().item() for before, after in pairwise(weights)]

@@ -7,7 +7,7 @@ import torch
 from test_moves import DTYPES, PAIRS, accumulate, assert_same, engine, group, run, same, saved, stages, states_of  # noqa: F401
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlfuse.config.schema import ActorConfig, Config
+from rlfuse.config.schema import ActorConfig, Config, OptimConfig
 from rlfuse.engines.deepspeed.deepspeed_model import DeepSpeedModel
 from rlfuse.engines.deepspeed.optimizer import take_step, trainable
 from rlfuse.engines.pipeline.layout import Pipelines
@@ -78,7 +78,10 @@ def rank_of(kind, stage, dtype):
         return rank, ()
     settings, sizes = ActorConfig(zero_stage=stage), dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1)
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=16, num_attention_heads=2, **sizes)).to(DTYPES[dtype])
-    rank.engines, rank.tower = {"actor": DeepSpeedModel(trainable(model, settings, 1e-2, "cpu"), 1)}, None
+    rank.engines, rank.tower = (
+        {"actor": DeepSpeedModel(trainable(model, settings, OptimConfig(lr=1e-2), "cpu"), 1)},
+        None,
+    )
     rank.exporters = {"actor": Exporter(model, 0, sharded=rank.engines["actor"])}
     return rank, ({"actor": [list(rank.exporters["actor"].tensors)]},)
 

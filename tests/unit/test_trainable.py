@@ -73,6 +73,32 @@ def test_gradients_are_those_of_trainable_tokens(models, way):
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
+def test_masked_responses_have_no_gradient_and_do_not_count(models, way):
+    model, plain = models
+    rows = episodes()
+    kept, masked = [rows[0], rows[2]], rows[1]
+    for row in rows:
+        row.tensors["loss_mask"] = np.full(len(row.response_ids), row is not masked, np.float32)
+    plain.zero_grad()
+    expected = by_hand(plain, kept)
+    expected.backward()
+    model.zero_grad()
+    loss, sums = actor_loss(Config(), model, collate(rows, **way))
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+    _, alone = actor_loss(Config(), model, collate(kept, **way))
+    assert {name: float(value) for name, value in sums.items()} == pytest.approx(
+        {name: float(value) for name, value in alone.items()}, rel=1e-5
+    )
+    for name, parameter in model.named_parameters():
+        wanted = plain.get_parameter(name).grad
+        assert (parameter.grad - wanted).norm() <= 1e-5 * (1 + wanted.norm()), name
+    lengths = [row.trained_tokens("actor") for row in rows]
+    assert lengths == [kept[0].length, 0, kept[1].length] and masked.trained_tokens("critic") == masked.length
+    assert loss_divisor(lengths, "token-mean") == sum(lengths) and loss_divisor(lengths, "seq-mean-token-mean") == 2
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
 @torch.no_grad()
 def test_log_probs_are_those_of_a_row_without_observations(models, way):
     """At trainable tokens, and 0 elsewhere: the observation stays in the context."""

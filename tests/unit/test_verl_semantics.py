@@ -19,14 +19,22 @@ from worlds.scenes import Scene
 from rlfuse.algorithms.advantages import advantages_and_returns, whiten
 from rlfuse.algorithms.corrections import correction_weights
 from rlfuse.algorithms.kl import KL_KINDS, AdaptiveKl, kl_estimate
-from rlfuse.algorithms.learning_rate import lr_factors
+from rlfuse.algorithms.learning_rate import lr_factor, lr_factors
 from rlfuse.algorithms.losses import AGG_MODES, loss_divisor, loss_sum
 from rlfuse.algorithms.objectives import actor_objective, critic_objective
 from rlfuse.config import sampling
 from rlfuse.config.documentation import by_name
 from rlfuse.config.estimators import ESTIMATORS
 from rlfuse.config.other_frameworks import SAME_NAME, counterpart
-from rlfuse.config.schema import ActorConfig, Config, DataConfig, OptimConfig, RolloutCorrection, TrainerConfig
+from rlfuse.config.schema import (
+    ActorConfig,
+    Config,
+    CriticOptim,
+    DataConfig,
+    OptimConfig,
+    RolloutCorrection,
+    TrainerConfig,
+)
 from rlfuse.data.prompts import _fit
 from rlfuse.progress import is_due
 from rlfuse.run.job import training_steps
@@ -36,8 +44,11 @@ UNITS = Path(__file__).parent
 VERLS = json.loads((UNITS / "verl_keys.json").read_text())
 
 KEYS_BY_TEST = {
-    "test_the_learning_rate_follows_verls_scheduler": "actor.optim.lr actor.optim.lr_warmup_steps critic.optim.lr "
-    "actor.optim.lr_warmup_steps_ratio actor.optim.lr_scheduler_type",
+    "test_the_learning_rate_follows_verls_scheduler": " ".join(
+        f"{model}.optim.{leaf}"
+        for model in ("actor", "critic")
+        for leaf in ("lr", "lr_warmup_steps", "lr_warmup_steps_ratio", "lr_scheduler_type", "min_lr_ratio")
+    ),
     "test_learning_rate_per_step_and_critic_warmup": "actor.ppo_epochs "
     "trainer.critic_warmup actor.ppo_mini_batch_size data.train_batch_size rollout.n",
     "test_a_run_ends_with_its_steps_or_epochs": "trainer.total_epochs trainer.total_training_steps",
@@ -62,6 +73,7 @@ KEYS_BY_TEST = {
     "test_dynamic_sampling.py": "algorithm.filter_groups.enable algorithm.filter_groups.max_num_gen_batches",
     "test_data.py": "data.filter_overlong_prompts data.shuffle data.seed data.prompt_key data.train_files "
     "data.apply_chat_template_kwargs data.val_files rollout.val_kwargs.n",
+    "test_first_update.py": "actor.optim.betas critic.optim.betas critic.optim.weight_decay",
     "test_resumed_settings.py": "actor.optim.weight_decay actor.grad_clip",
     "test_checkpoints.py": "trainer.max_ckpt_to_keep trainer.resume_mode",
 }
@@ -98,22 +110,35 @@ def test_each_key_with_a_name_of_verl_is_tested_once():
 # The run --------------------------------------------------------------------------------------------------------------
 
 
-def verls_rate(kind, advances, warmup, total):
+def verls_rate(kind, advances, warmup, total, least=0.0):
     """Return the fraction of the learning rate after this many steps of verl's scheduler (one per training step)."""
     if advances < warmup:
         return advances / max(1, warmup)
-    progress = (advances - warmup) / max(1, total - warmup)
-    return 1.0 if kind == "constant" else max(0.0, math.cos(math.pi * progress) / 2 + 0.5)
+    start, end = warmup, total
+    if kind == "wsd":  # verl's stable_ratio is 0.9
+        start += int((total - warmup) * 0.9)
+        end += 0 if advances >= start else math.inf
+    progress = (advances - start) / max(1, end - start)
+    if kind == "constant" or progress < 0:
+        return 1.0
+    if kind == "linear":  # Megatron's and transformers'
+        return max(least, 1 - (1 - least) * progress)
+    return max(least, math.cos(math.pi * progress) * (1 - least) / 2 + (1 + least) / 2)
 
 
-@pytest.mark.parametrize("kind", ["constant", "cosine"])
+@pytest.mark.parametrize(
+    "kind, least", [("constant", 0), ("linear", 0.1), ("cosine", 0), ("cosine", 0.2), ("wsd", 0.1)]
+)
 @pytest.mark.parametrize(
     "warmup, ratio, counted", [(-1, 0.0, 0), (0, 0.25, 5), (3, 0.25, 3), (-1, 0.13, 2), (20, 0, 20)]
 )
-def test_the_learning_rate_follows_verls_scheduler(kind, warmup, ratio, counted):
+def test_the_learning_rate_follows_verls_scheduler(kind, least, warmup, ratio, counted):
     config, total = Config(), 20
-    config.actor.optim = OptimConfig(lr_warmup_steps=warmup, lr_warmup_steps_ratio=ratio, lr_scheduler_type=kind)
-    wanted = [verls_rate(kind, step, counted, total) for step in range(total)]
+    config.actor.optim = OptimConfig(
+        lr_warmup_steps=warmup, lr_warmup_steps_ratio=ratio, lr_scheduler_type=kind, min_lr_ratio=least
+    )
+    config.critic.optim = CriticOptim(**vars(config.actor.optim))
+    wanted = [verls_rate(kind, step, counted, total, least) for step in range(total)]
     for mini_batch, epochs in ((64, 1), (4, 3)):
         config.actor.ppo_mini_batch_size, config.actor.ppo_epochs = mini_batch, epochs
         found = [lr_factors(config, step, total) for step in range(1, total + 1)]
@@ -122,8 +147,17 @@ def test_the_learning_rate_follows_verls_scheduler(kind, warmup, ratio, counted)
     for step in range(9, total + 1):
         waited = lr_factors(config, step, total)
         assert waited["critic"] == pytest.approx(wanted[step - 1])
-        assert waited["actor"] == pytest.approx(verls_rate(kind, step - 9, counted, 12))
-    assert kind == "constant" or counted == 20 or wanted[11] > 0.25 > 0.1 > waited["actor"] > 0
+        assert waited["actor"] == pytest.approx(verls_rate(kind, step - 9, counted, 12, least))
+    assert (kind, least) != ("cosine", 0) or counted == 20 or wanted[11] > 0.25 > 0.1 > waited["actor"] > 0
+
+
+@pytest.mark.parametrize("given, decay", [(4, 4), (99, 15), (None, 2)])
+def test_a_wsd_schedule_decays_over_its_last_steps(given, decay):
+    optim = OptimConfig(lr_warmup_steps=5, lr_scheduler_type="wsd", lr_wsd_decay_steps=given, min_lr_ratio=0.1)
+    stable = [step / 5 for step in range(5)] + [1.0] * (15 - decay)
+    last = [0.1 + 0.9 * math.cos(math.pi * step / (2 * decay)) ** 2 for step in range(decay)]
+    assert [lr_factor(optim, step, 20) for step in range(1, 21)] == pytest.approx(stable + last)
+    assert lr_factor(optim, 21, 20) == pytest.approx(0.1)
 
 
 class Rated(World):
@@ -144,6 +178,7 @@ class Rated(World):
         config = super().config()
         config.trainer.critic_warmup = self.critic_warmup
         config.actor.optim = OptimConfig(lr_warmup_steps=2, lr_scheduler_type="cosine")
+        config.critic.optim = CriticOptim(lr_warmup_steps=1)
         return config
 
     def log_step(self, step, board, spans):

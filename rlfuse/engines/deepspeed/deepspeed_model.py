@@ -21,9 +21,10 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from transformers import PreTrainedModel
 
 from rlfuse.config.parallel_mesh import ParallelMesh
-from rlfuse.config.schema import Config
+from rlfuse.config.schema import Config, OptimConfig
 from rlfuse.engines.deepspeed import deepspeed_ops, optimizer, stage_states
 from rlfuse.engines.trainer.saving import CheckpointWriter
+from rlfuse.engines.trainer.sharded_model import mixed
 from rlfuse.engines.trainer.tensor_parallel import TensorShares
 
 TAG = "deepspeed"
@@ -57,12 +58,12 @@ class DeepSpeedModel:
 
     @classmethod
     def trained(
-        cls, model: PreTrainedModel, config: Config, lr: float, device: str, mesh: ParallelMesh
+        cls, model: PreTrainedModel, config: Config, optim: OptimConfig, device: str, mesh: ParallelMesh
     ) -> DeepSpeedModel:
         for parameter in model.parameters():
             if getattr(parameter, "is_tied_copy", False):
                 parameter.ds_pipe_replicated = True  # not counted in the norm
-        return cls(optimizer.trainable(model, config.actor, lr, device, _grid(mesh)), mesh.copies)
+        return cls(optimizer.trainable(model, config.actor, optim, device, _grid(mesh)), mesh.copies)
 
     @classmethod
     def frozen(cls, model: PreTrainedModel, config: Config, device: str) -> DeepSpeedModel:
@@ -107,6 +108,13 @@ class DeepSpeedModel:
 
     def step_tensors(self) -> Iterable[torch.Tensor]:
         return _step_tensors(self.engine)
+
+    @torch.no_grad()
+    def mix_into(self, frozen: DeepSpeedModel, share: float) -> None:
+        weights = dict(self.module.named_parameters())
+        for name, parameter in frozen.module.named_parameters():
+            own, other = (getattr(each, "ds_tensor", each).data for each in (weights[name], parameter))
+            other.copy_(mixed(own, other, share))
 
     def not_finite(self) -> str | None:
         return optimizer.not_finite(self.module)

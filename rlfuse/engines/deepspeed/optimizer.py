@@ -20,18 +20,20 @@ from deepspeed.utils import groups
 from transformers import PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
-from rlfuse.config.schema import ActorConfig
+from rlfuse.config.schema import ActorConfig, OptimConfig
 from rlfuse.engines.deepspeed.memory import REDUCE_BUCKET_ELEMENTS
 from rlfuse.engines.trainer.tensor_parallel import is_share
 
 
-def trainable(model: Any, settings: ActorConfig, lr: float, device: str, grid: Any = None) -> deepspeed.DeepSpeedEngine:
-    """Return a DeepSpeed engine for `model` with AdamW at the full learning rate `lr` (`set_lr`), clipping and ZeRO.
+def trainable(
+    model: Any, settings: ActorConfig, optim: OptimConfig, device: str, grid: Any = None
+) -> deepspeed.DeepSpeedEngine:
+    """Return a DeepSpeed engine for `model` with AdamW at the full learning rate (`set_lr`), clipping and ZeRO.
 
     `grid`: ranks with parts of a model (stages or shares of layers); `model` is then this rank's part, and gradients
     are clipped by the norm over all parts.
     """
-    optimizer = _optimizer(model, settings, lr, device)
+    optimizer = _optimizer(model, settings, optim, device)
     config = _config(settings, model.dtype)
     own = settings.zero_stage == 0 and (model.dtype == torch.float32 or grid is not None)
     if own:  # DeepSpeed would not report or check the norm here, or omit parts of the model
@@ -113,12 +115,12 @@ def _sums(settings: ActorConfig, dtype: torch.dtype) -> torch.dtype:
 
 
 def restore_run_settings(engine: deepspeed.DeepSpeedEngine) -> None:
-    """Restore this run's weight decay and clipping, which loading a checkpoint has replaced.
+    """Restore this run's weight decay, betas, eps and clipping, which loading a checkpoint has replaced.
 
     The learning rate is set before every step.
     """
     for group in engine.basic_optimizer.param_groups:
-        group["weight_decay"] = engine.basic_optimizer.defaults["weight_decay"]
+        group |= {name: engine.basic_optimizer.defaults[name] for name in ("weight_decay", "betas", "eps")}
     if hasattr(engine.optimizer, "clip_grad"):  # otherwise the hook of `_clip_before_steps` clips
         engine.optimizer.clip_grad = engine.gradient_clipping()
 
@@ -238,8 +240,7 @@ def _config(settings: ActorConfig, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _optimizer(model: Any, settings: ActorConfig, lr: float, device: str) -> torch.optim.Optimizer:
-    options = {"lr": lr, "weight_decay": settings.optim.weight_decay}
+def _optimizer(model: Any, settings: ActorConfig, optim: OptimConfig, device: str) -> torch.optim.Optimizer:
     if settings.offload_optimizer:
-        return deepspeed.ops.adam.DeepSpeedCPUAdam(model.parameters(), **options)
-    return torch.optim.AdamW(model.parameters(), fused=device != "cpu", **options)
+        return deepspeed.ops.adam.DeepSpeedCPUAdam(model.parameters(), **optim.adamw)
+    return torch.optim.AdamW(model.parameters(), fused=device != "cpu", **optim.adamw)

@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from rlfuse.config.parallel_mesh import ParallelMesh
-from rlfuse.config.schema import Config
+from rlfuse.config.schema import Config, OptimConfig
 from rlfuse.engines.trainer.saving import CheckpointWriter
+from rlfuse.engines.trainer.sharded_model import mixed
 from rlfuse.errors import EngineError
 
 
@@ -60,10 +61,11 @@ class Fsdp2Model:
         return nullcontext()
 
     @classmethod
-    def trained(cls, model: PreTrainedModel, config: Config, lr: float, device: str, mesh: ParallelMesh) -> Fsdp2Model:
+    def trained(
+        cls, model: PreTrainedModel, config: Config, optim: OptimConfig, device: str, mesh: ParallelMesh
+    ) -> Fsdp2Model:
         found = cls(model, config, device)
-        decay = config.actor.optim.weight_decay
-        found._lr, found.optimizer = lr, torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=decay)
+        found._lr, found.optimizer = optim.lr, torch.optim.AdamW(model.parameters(), **optim.adamw)
         return found
 
     @classmethod
@@ -118,6 +120,12 @@ class Fsdp2Model:
         states = self.optimizer.state.values() if self.optimizer else ()
         moments = [value for state in states for value in state.values()]
         return [each.to_local() if isinstance(each, DTensor) else each for each in moments]
+
+    @torch.no_grad()
+    def mix_into(self, frozen: Fsdp2Model, share: float) -> None:
+        weights = dict(self._local())
+        for (name, other), parameter in zip(frozen._local(), frozen.module.parameters(), strict=True):
+            other.copy_(mixed(weights[name], other, share).to(frozen._dtypes[id(parameter)]))
 
     def not_finite(self) -> str | None:
         return next((name for name, each in self._local() if not each.isfinite().all()), None)

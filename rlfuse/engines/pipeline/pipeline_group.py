@@ -129,7 +129,7 @@ class PipelineGroup(RankGroup):
         trains, scores = _micro_batch_counts(schedule)
         work = [self._distribute(counts, of) for counts, of in ((trains, rows), (scores, scored or {}))]
         for name in rows:
-            self._accumulated[name] += [row.length for row in rows[name]]
+            self._accumulated[name] += [row.trained_tokens(name) for row in rows[name]]
         return await self._run(schedule, *work, planned)
 
     def _distribute(self, counts: Mapping[str, int], rows: Mapping[str, Sequence[Row]]) -> Work:

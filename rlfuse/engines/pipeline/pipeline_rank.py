@@ -154,11 +154,11 @@ class PipelineRank(Rank):
 
     def _make_trainable(self, name: str, models: Mapping[int, PreTrainedModel]) -> None:
         pipelines, config = self.layout[name], self.config
-        lr = config.actor.optim.lr if name == "actor" else config.critic.optim.lr
+        optim = config.actor.optim if name == "actor" else config.critic.optim
         if all(is_tied(model) for model in models.values()):
             self.ties[name] = _TiedEmbedding(pipelines, models, self.world, self.shares.get(name))
         module = DeviceStages({str(stage): model for stage, model in models.items()}).train()
-        self.engines[name] = self.backend.trained(module, config, lr, self.device, pipelines.mesh(self.world))
+        self.engines[name] = self.backend.trained(module, config, optim, self.device, pipelines.mesh(self.world))
 
     @property
     def _answers(self) -> bool:

@@ -59,7 +59,7 @@ class RankGroup:
         self.config, self.ranks, self._lock = config, list(ranks), _SharedExclusiveLock()
         self.recorder = Recorder("trainer")
         self._accumulated: dict[str, list[int]] = {model: [] for model in self.models}
-        """Model -> trainable tokens of each row accumulated since its last step."""
+        """Model -> tokens in the loss of each row accumulated since its last step."""
         self._completed_calls: set[tuple[int, str]] = set()
         """(rank, action) pairs that have succeeded once; the first call may compile kernels."""
         self._roles: dict[int, str] = {}
@@ -125,8 +125,8 @@ class RankGroup:
     async def step(self, model: str, lengths: Sequence[int], lr_factor: float = 1.0) -> dict[str, float]:
         """Take one optimizer step; return mean diagnostics, `lr` and `grad_norm` as `model/name`.
 
-        `lr_factor`: fraction of the full learning rate. ValueError unless `lengths` are the trainable tokens of the
-        rows accumulated since the last step, in any order.
+        `lr_factor`: fraction of the full learning rate. ValueError unless `lengths` are the tokens in the loss of the
+        rows accumulated since the last step, in any order. If there are none, the gradient is 0.
         """
         if not (accumulated := self._accumulated[model]):
             raise ValueError(
@@ -139,7 +139,8 @@ class RankGroup:
                 "each row once."
             )
         self._accumulated[model] = []
-        count = loss_divisor(lengths, self.config.actor.loss_agg_mode, self.config.data.max_response_length)
+        mode, longest = self.config.actor.loss_agg_mode, self.config.data.max_response_length
+        count = loss_divisor(lengths, mode, longest) if any(lengths) else 1.0
         sums = await self._all("step", f"update the {model}", model, count, lr_factor)
         return step_metrics(model, sums, count, lengths)
 

@@ -35,7 +35,7 @@ class RewardModelRank(TrainerRank):
                 (head,) = (m for m in model.children() if getattr(m, "out_features", None) == len(labels))
                 self.backend.zero(head.parameters())
             model.config.get_text_config().pad_token_id = padding
-            self.engines = {MODEL_PART: self._trainable(model, config.actor.optim.lr)}
+            self.engines = {MODEL_PART: self._trainable(model, config.actor.optim)}
         if model.is_remote_code():
             check_forward(model, path)
         self.tower, self.sums, self.ropes = None, {}, {MODEL_PART: None}

@@ -15,6 +15,9 @@ from typing import Any
 from rlfuse.engines.trainer.offloading import on_device
 from rlfuse.files import sync_all
 
+REFERENCE = Path("ref", "huggingface")
+"""Folder of a synchronized reference policy within a checkpoint."""
+
 
 class CheckpointWriter:
     """Writer of this rank's checkpoint files; `problem` describes the first failure, None if there is none."""

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from transformers import PreTrainedModel
 
 from rlfuse.config.parallel_mesh import ParallelMesh
-from rlfuse.config.schema import Config
+from rlfuse.config.schema import Config, OptimConfig
 from rlfuse.engines.trainer.backends import BACKENDS, import_object
 from rlfuse.engines.trainer.saving import CheckpointWriter
 from rlfuse.engines.trainer.tensor_parallel import TensorShares
@@ -48,9 +48,9 @@ class ShardedModel(Protocol):
 
     @classmethod
     def trained(
-        cls, model: PreTrainedModel, config: Config, lr: float, device: str, mesh: ParallelMesh
+        cls, model: PreTrainedModel, config: Config, optim: OptimConfig, device: str, mesh: ParallelMesh
     ) -> ShardedModel:
-        """Return `model`, or this rank's part of it, with AdamW at the full learning rate `lr`."""
+        """Return `model`, or this rank's part of it, with AdamW at the full learning rate of `optim`."""
 
     @classmethod
     def frozen(cls, model: PreTrainedModel, config: Config, device: str) -> ShardedModel: ...
@@ -87,6 +87,12 @@ class ShardedModel(Protocol):
     def step_tensors(self) -> Iterable[torch.Tensor]:
         """Return those of `tensors` that only `step` reads."""
 
+    def mix_into(self, frozen: Self, share: float) -> None:
+        """Set the weights of `frozen` to `share` of this model's plus the rest of its own, in the model's dtype.
+
+        Both have the same parameters, sharded in the same way.
+        """
+
     def not_finite(self) -> str | None:
         """Return the name of a parameter that is not finite on this rank, or None."""
 
@@ -94,7 +100,7 @@ class ShardedModel(Protocol):
         """Save weights and optimizer state; `load` with the same number of ranks continues bitwise equal."""
 
     def load(self, folder: Path) -> None:
-        """Load what `save` wrote; learning rate, weight decay and clipping are those of this run."""
+        """Load what `save` wrote; learning rate, weight decay, betas, eps and clipping are those of this run."""
 
 
 class StagesModel(ShardedModel, Protocol):
@@ -118,6 +124,11 @@ class StagesModel(ShardedModel, Protocol):
 def sharded_model(strategy: str) -> type[ShardedModel]:
     """Return the class that `actor.strategy` selects."""
     return import_object(BACKENDS[strategy].model)
+
+
+def mixed(own: torch.Tensor, other: torch.Tensor, share: float) -> torch.Tensor:
+    """Return `share` * `own` + (1 - `share`) * `other`, float32."""
+    return torch.lerp(other.float(), own.float(), share)
 
 
 def check_finite(model: str, parameter: str | None) -> None:

@@ -119,7 +119,7 @@ class TrainerGroup(RankGroup):
         `score`."""
         shares = self._plan(rows, slot, trained=True)
         for model in models:
-            self._accumulated[model] += [row.length for row in rows]  # checked by the next step
+            self._accumulated[model] += [row.trained_tokens(model) for row in rows]  # checked by the next step
         action = f"accumulate gradients of the {' and '.join(models)}"
         return await self._send("accumulate", action, models, shares, rows, slot)
 
@@ -180,6 +180,10 @@ class TrainerGroup(RankGroup):
         most = self.config.actor.ppo_micro_batch_size_per_gpu
         return units_by_prompt(rows, capacity, ranks, most) if self.shares_prompts else unit_per_row(rows)
 
+    async def sync_reference(self) -> None:
+        """Implement `WholeModels.sync_reference`."""
+        await self._all("sync_reference", "mix the actor into the reference")
+
     # Weights and checkpoints -------------------------------------------------------------------------------------
 
     async def bucket_plan(self, model: str = "actor") -> list[list[str]]:
@@ -216,7 +220,8 @@ class TrainerGroup(RankGroup):
         NotSaved if a file could not be written.
         """
         self._check_no_gradients("saved")
-        buckets = {model: await self.bucket_plan(model) for model in self.models}
+        synced = ["ref"] if self.config.ref.sync_ref_model else []
+        buckets = {model: await self.bucket_plan(model) for model in (*self.models, *synced)}
         check_written(await self._all("save", f"save a checkpoint to {folder}", folder.absolute(), buckets))
         (folder / "trainer.json").write_text(json.dumps(self._shape()))
 

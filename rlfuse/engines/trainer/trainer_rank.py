@@ -24,7 +24,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rlfuse.config.parallel_mesh import ParallelMesh
-from rlfuse.config.schema import ModelConfig
+from rlfuse.config.schema import ModelConfig, OptimConfig
 from rlfuse.engines.trainer import fused_log_probs
 from rlfuse.engines.trainer.activation_offloading import RankActivations
 from rlfuse.engines.trainer.attention import attends_by_layout
@@ -51,7 +51,7 @@ from rlfuse.engines.trainer.models import (
     response_logits,
     splits_exactly,
 )
-from rlfuse.engines.trainer.saving import CheckpointWriter, checkpoint_writer
+from rlfuse.engines.trainer.saving import REFERENCE, CheckpointWriter, checkpoint_writer
 from rlfuse.engines.trainer.sequence_parallel import SequenceParallel, SequenceSlice
 from rlfuse.engines.trainer.sequence_parallel_packing import Costs, degrees_up_to
 from rlfuse.engines.trainer.sharded_model import ShardedModel, check_finite
@@ -75,6 +75,8 @@ class TrainerRank(Rank):
 
     activations: RankActivations | None = None
     """Activation offloading; None where it is off."""
+    synced: Exporter | None = None
+    """Exporter of a reference policy that is mixed with the actor, and so belongs to checkpoints."""
     shared: Sequence[torch.Tensor] = ()
     """Weight buckets that engines are loading."""
 
@@ -105,13 +107,12 @@ class TrainerRank(Rank):
             policy = self._load(load_policy, start)
             if self.tower:
                 self.tower.attach_to(policy)
-            self.engines["actor"] = self._trainable(policy, config.actor.optim.lr)
+            self.engines["actor"] = self._trainable(policy, config.actor.optim)
             if config.uses_critic:
                 critic = self._load(load_critic, config.critic.path or start)
-                self.engines["critic"] = self._trainable(critic, config.critic.optim.lr)
+                self.engines["critic"] = self._trainable(critic, config.critic.optim)
             if config.uses_reference:
-                reference = self._load(load_policy, config.ref.path or start)
-                self.engines["ref"] = self.backend.frozen(reference, config, self.device)
+                self.engines["ref"] = self._frozen(config.ref.path or start)
         modules = {name: each.module for name, each in self.engines.items()}
         for module in (*modules.values(), *self.extra_modules):
             self.progress.follow(module)
@@ -122,6 +123,7 @@ class TrainerRank(Rank):
             for name, engine in self.engines.items()
             if name != "ref"
         }
+        self.synced = self._synced_reference() if config.ref.sync_ref_model else None
         self.packed = config.model.use_remove_padding and all(map(self._packs, self.engines))
         self.shares = self.packed and all(map(attends_by_layout, modules.values()))
         for name in self.exporters:
@@ -131,6 +133,21 @@ class TrainerRank(Rank):
         parameters = {name: self._matmul_parameters(name) for name in self.exporters}
         facts = {"packed": self.packed, "shares_prompts": self.shares, "lines": lines, "parameters": parameters}
         return facts | {"unfused": fused_log_probs.unavailable(self.device)}
+
+    def _frozen(self, path: str) -> ShardedModel:
+        return self.backend.frozen(self._load(load_policy, path), self.config, self.device)
+
+    def _synced_reference(self) -> Exporter:
+        """Return the exporter of the reference. EngineError if it has other parameters than the actor."""
+        sharded = self.engines["ref"]
+        exporter = Exporter(sharded.module, self.rank, self.tensor, sharded)
+        if differ := set(exporter.sizes()) ^ set(self.exporters["actor"].sizes()):
+            name, size = min(differ)
+            raise EngineError(
+                f"ref.sync_ref_model=true mixes actor and reference, but only one of them has {name} with {size:,} "
+                f"bytes. Set ref.path={self.config.ref.path} to a model with the actor's architecture."
+            )
+        return exporter
 
     def _matmul_parameters(self, name: str) -> tuple[int, int]:
         """Return `matmul_parameters` of a model of this rank."""
@@ -156,8 +173,8 @@ class TrainerRank(Rank):
         model = self.config.model
         return self.tensor.load(lambda: load(path, model)) if self.tensor else load(path, model)
 
-    def _trainable(self, model: PreTrainedModel, lr: float) -> ShardedModel:
-        return self.backend.trained(model, self.config, lr, self.device, self.mesh)
+    def _trainable(self, model: PreTrainedModel, optim: OptimConfig) -> ShardedModel:
+        return self.backend.trained(model, self.config, optim, self.device, self.mesh)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -310,11 +327,16 @@ class TrainerRank(Rank):
                 span.attributes["max_memory"] = torch.cuda.max_memory_allocated()
         return read_sums(self.sums.pop(model, {})), facts
 
+    @requires_models
+    def sync_reference(self) -> None:
+        """Move the reference policy towards the actor (TR-DPO, Gorbatovski et al. 2024, arXiv 2404.09656)."""
+        self.engines["actor"].mix_into(self.engines["ref"], self.config.ref.ref_model_mixup_alpha)
+
     # Weights and checkpoints -------------------------------------------------------------------------------------
 
     def sizes(self, model: str) -> list[tuple[str, int]]:
         """Return (name, bytes) of the model's tensors."""
-        return self.exporters[model].sizes()
+        return (self.synced if model == "ref" else self.exporters[model]).sizes()
 
     @requires_models
     def export_bucket(self, names: list[str], path: Path) -> None:
@@ -351,13 +373,16 @@ class TrainerRank(Rank):
     def save(self, folder: Path, buckets: dict[str, list[list[str]]]) -> str | None:
         """Write `{actor,critic}/` below `folder`: the backend's state, and a Hugging Face folder in these buckets.
 
-        The actor's Hugging Face folder also gets a trained tower, `tower.safetensors`. Returns the first file that
-        could not be written with the reason. EngineError for weights that are not finite.
+        The actor's Hugging Face folder also gets a trained tower, `tower.safetensors`. A synchronized reference policy
+        is written to `ref/huggingface/`. Returns the first file that could not be written with the reason. EngineError
+        for weights that are not finite.
         """
         with checkpoint_writer(self.engines[name] for name in self.exporters) as files:
             for name, exporter in self.exporters.items():
                 self.engines[name].save(folder / name, files)
                 exporter.save_pretrained(folder / name / "huggingface", buckets[name], files)
+            if self.synced:
+                self.synced.save_pretrained(folder / REFERENCE, buckets["ref"], files)
             if self.tower and self.rank == 0:
                 tower = folder / "actor" / "huggingface" / "tower.safetensors"
                 files.write(tower, lambda: self.tower.write(tower))
@@ -371,14 +396,19 @@ class TrainerRank(Rank):
         files.probe(folder, self.rank)
         for name, exporter in self.exporters.items():
             exporter.save_pretrained(folder / name / "huggingface", [], files)
+        if self.synced:
+            self.synced.save_pretrained(folder / REFERENCE, [], files)
         return files.problem
 
     @requires_models
     def load(self, folder: Path) -> None:
-        """Load weights and optimizer states that `save` wrote; hyperparameters are those of this run."""
+        """Load weights, optimizer states and reference that `save` wrote; hyperparameters are those of this run."""
         for name in self.exporters:
             with self.optimizer_on_device(name):
                 self.engines[name].load(folder / name)
+        if self.synced:
+            with self.backend.loading(self.config):
+                self._frozen(str(folder / REFERENCE)).mix_into(self.engines["ref"], 1.0)  # a copy, in every layout
         if self.tower:
             self.tower.copy_weights_from(self.engines["actor"])
             self.tower.embedded_at = self.tower.updates

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import zip_longest
 
 from rlfuse.config.rewards import RewardEntry
 from rlfuse.rewards.api.items import Item, Outcome, Score
@@ -51,17 +52,21 @@ def uncovered_sources(entries: Sequence[RewardEntry], sources: Sequence[str]) ->
 
 
 def compose(entries: Sequence[RewardEntry], source: str, outcomes: Mapping[str, Outcome]) -> Reward | RewardFailure:
-    """Return the reward of one sample. Its parts are named `{function}` and `{function}/{extra}`; notes are text."""
+    """Return the reward of one sample. Its parts are named `{function}` and `{function}/{extra}`; notes are text.
+
+    Its `pred` is that of the first function that returns one.
+    """
     found = {entry.name: outcomes[entry.name] for entry in entries if entry.name in outcomes}  # in entry order
     if failures := [outcome for outcome in found.values() if isinstance(outcome, RewardFailure)]:
         return _first(failures)
     scores: dict[str, Score] = dict(found)
     parts, text = _log(scores)
+    pred = next((score.pred for score in scores.values() if score.pred is not None), None)
     scoring = [entry for entry in entries if not entry.gate and covers(entry, source)]
     gates = [entry.name for entry in entries if entry.gate and entry.name in scores]
     closed = next((name for name in gates if _stops_scoring(scores[name])), None)
     if closed is not None and scoring:
-        return Reward(0.0, parts, text, dict.fromkeys((entry.name for entry in scoring), 0.0), closed)
+        return Reward(0.0, parts, text, dict.fromkeys((entry.name for entry in scoring), 0.0), closed, pred)
     applied = [entry for entry in scoring if scores[entry.name].value is not None]
     if not applied:
         return RewardFailure(", ".join(entry.name for entry in entries), _why_none(scoring, source))
@@ -70,7 +75,22 @@ def compose(entries: Sequence[RewardEntry], source: str, outcomes: Mapping[str, 
     if not abs(value) <= MAX_REWARD:
         why = f"the weighted sum of {dimensions} is {value:.4g}, outside float32: lower the weights, or set clip"
         return RewardFailure(", ".join(dimensions), why)
-    return Reward(value, parts, text, dimensions)
+    return _with_token_rewards(Reward(value, parts, text, dimensions, pred=pred), applied, scores)
+
+
+def _with_token_rewards(
+    reward: Reward, applied: Sequence[RewardEntry], scores: Mapping[str, Score]
+) -> Reward | RewardFailure:
+    """Return the reward with the weighted sum of its functions' token rewards, if any of them has some."""
+    given = [(entry, found) for entry in applied if (found := scores[entry.name].token_rewards) is not None]
+    if bounded := next((entry for entry, _ in given if entry.clip is not None or entry.normalise), None):
+        key = "normalise" if bounded.clip is None else "clip"
+        why = f"returned token rewards, which {key} can't be applied to: remove {key} from the entry, or return `score`"
+        return RewardFailure(bounded.name, why)
+    if not given:
+        return reward
+    terms = [[entry.weight * value for value in found] for entry, found in given]
+    return replace(reward, token_rewards=tuple(math.fsum(each) for each in zip_longest(*terms, fillvalue=0.0)))
 
 
 def _clipped(entry: RewardEntry, value: float) -> float:

@@ -64,6 +64,11 @@ class Item:
         return 0 if unknown else len(self.response_ids)
 
     @property
+    def known_tokens(self) -> int | None:
+        """Number of tokens in the response; None if unknown."""
+        return self.response_ids.count if isinstance(self.response_ids, UnknownTokens) else len(self.response_ids)
+
+    @property
     def lacks_visual(self) -> bool:
         """True if the row has clips or images that are not available here; saved samples never include them."""
         return not self.visual and any(self.columns.get(name) for name in ("images", "videos"))
@@ -84,6 +89,10 @@ class Score:
     """None if the function does not apply to this item."""
     extras: dict[str, float] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
+    pred: str | None = None
+    """The answer of the response."""
+    token_rewards: tuple[float, ...] | None = None
+    """Parts of `value` that belong to single tokens, one for each response token."""
 
 
 Outcome = Score | RewardFailure

@@ -7,6 +7,7 @@ NaN, infinity, a wrong length and non-numbers raise `InvalidResult`. Parsing may
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlfuse.config.custom_errors import TRACEBACK_LENGTH, headline, text, user_frames, user_traceback
@@ -16,6 +17,10 @@ from rlfuse.samples import Reward, RewardFailure
 
 NOTE_LENGTH = 200
 LINE_LENGTH = 2000
+TOKENS, STEPS = "token_rewards", "step_rewards"
+"""Keys of rewards for single tokens."""
+PRED = "pred"
+"""Key under which verl's functions return the answer that a majority vote counts."""
 Values = list[tuple[Any, dict[str, Any]]]
 """Per sample: the value returned as its reward, and further values to log."""
 
@@ -91,30 +96,86 @@ def log_values(logs: list[dict[str, Any]], key: str, value: Any) -> None:
         log[key] = entry
 
 
-def read_outcome(shape: str, value: Any, log: dict[str, Any]) -> Outcome:
-    """Return the outcome of one sample's result: a number, a dict (verl), None (TRL) or a `Reward`."""
+def read_outcome(shape: str, value: Any, log: dict[str, Any], tokens: int | None = None) -> Outcome:
+    """Return the outcome of one sample's result: a number, a dict (verl), None (TRL) or a `Reward`.
+
+    `tokens`: number of response tokens; None if unknown.
+    """
     if isinstance(value, RewardFailure):
         message = hidden_text(text(str(value.message)))[:LINE_LENGTH] or "(no message)"
         return RewardFailure("", message, hidden_text(text(str(value.traceback or "")))[:TRACEBACK_LENGTH])
-    if shape in ("verl", "verl batch") and isinstance(value, dict):
-        if "score" not in value:
-            raise InvalidResult(f"returned a dict with the keys {list(value)}; the key `score` is required")
-        return Score(number(value["score"]), *_extras({key: value[key] for key in value if key != "score"}))
+    if shape != "openrlhf" and isinstance(value, dict):
+        of_tokens = _token_rewards(value, tokens)
+        if "score" not in value and of_tokens is None:
+            required = f"the key `score` is required, or else `{TOKENS}` or `{STEPS}`"
+            raise InvalidResult(f"returned a dict with the keys {list(value)}; {required}")
+        total = math.fsum([number(value.get("score", 0.0)), *(of_tokens or ())])
+        extras = {key: each for key, each in value.items() if key not in ("score", TOKENS, STEPS)}
+        return Score(number(total), *_extras(log | extras), of_tokens)
     if shape == "samples" and isinstance(value, Reward):
-        return Score(number(value.value), *_extras(value.parts | ({"text": value.text} if value.text else {})))
+        of_tokens = _token_rewards({} if value.token_rewards is None else {TOKENS: value.token_rewards}, tokens)
+        extras = value.parts | ({"text": value.text} if value.text else {}) | ({PRED: value.pred} if value.pred else {})
+        return Score(number(value.value), *_extras(extras), of_tokens)
     none = value is None and shape in ("trl", "samples")
     return Score(None if none else number(value), *_extras(log))
 
 
-def _extras(given: dict[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
-    numbers, notes = {}, {}
+def _token_rewards(given: Mapping[str, Any], tokens: int | None) -> tuple[float, ...] | None:
+    """Return the rewards of single tokens in a result; None if it has none.
+
+    `token_rewards`: one number per response token; `step_rewards`: (index of the step's last token, number) pairs.
+    """
+    if TOKENS in given and STEPS in given:
+        raise InvalidResult(f"returned both {TOKENS} and {STEPS}; return one of them")
+    if TOKENS in given:
+        values = [number(each, "a token reward") for each in _list(TOKENS, given[TOKENS])]
+        if tokens not in (None, len(values)):
+            raise InvalidResult(
+                f"returned {len(values)} {TOKENS} for a response of {tokens} tokens; it must return one per token, "
+                "including the end-of-sequence token"
+            )
+        return tuple(values)
+    return _placed(_list(STEPS, given[STEPS]), tokens) if STEPS in given else None
+
+
+def _placed(steps: Sequence[Any], tokens: int | None) -> tuple[float, ...]:
+    """Return the rewards of steps as one number per response token, 0 except for the last token of each step."""
+    found: dict[int, float] = {}
+    for step in steps:
+        pair = _list(f"an entry of {STEPS}", step)
+        if len(pair) != 2:
+            raise InvalidResult(f"returned {_short(step)} in {STEPS}; an entry must be (token index, number)")
+        end, value = int(position := number(pair[0], "a token index")), number(pair[1], "a step reward")
+        if end != position or not 0 <= end < (math.inf if tokens is None else tokens) or end in found:
+            raise InvalidResult(
+                f"returned a step that ends at token {position:g} of {tokens or 'an unknown number'}; indices must be "
+                "whole numbers from 0, below the number of response tokens, without duplicates"
+            )
+        found[end] = value
+    length = max(found, default=-1) + 1 if tokens is None else tokens
+    return tuple(found.get(index, 0.0) for index in range(length))
+
+
+def _list(name: str, value: Any) -> list[Any]:
+    values = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(values, list | tuple):
+        raise InvalidResult(f"returned {_short(value)} ({type(value).__name__}) as {name}; it must be a list")
+    return list(values)
+
+
+def _extras(given: dict[str, Any]) -> tuple[dict[str, float], dict[str, str], str | None]:
+    """Return numbers, notes, and the answer `pred` of a majority vote (verl)."""
+    numbers, notes, pred = {}, {}, None
     for key, value in given.items():
         name = text(str(key))
+        if name == PRED:
+            pred = None if value is None else text(str(value))
+            continue
         try:
             numbers[name] = number(value)
         except InvalidResult:
             notes[name] = _short(value)
-    return numbers, notes
+    return numbers, notes, pred
 
 
 def _short(value: Any) -> str:

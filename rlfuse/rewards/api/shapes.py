@@ -45,7 +45,7 @@ SHAPE_OF_PARAMETER = {
     "samples": "samples",
 }
 SHAPE_PARAMETERS = {
-    "verl": {"data_source", "solution_str", "ground_truth", "extra_info"},
+    "verl": {"data_source", "solution_str", "ground_truth", "extra_info", "completion_ids"},
     "verl batch": {"data_sources", "solution_strs", "ground_truths", "extra_infos"},
     "trl": {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"},
     "openrlhf": {"queries", "prompts", "labels"},
@@ -120,17 +120,18 @@ class RewardFunction:
 
     def _score(self, items: list[Item], timeout_s: float | None) -> list[Outcome]:
         if not self.is_batched:
-            return [self._read(each) for each in self._results([self._single(item) for item in items], timeout_s)]
+            results = self._results([self._single(item) for item in items], timeout_s)
+            return [self._read(item, value) for item, value in zip(items, results, strict=True)]
         log = _Log(len(items))
         [result] = self._results([self._batch(items, log)], timeout_s)
         if type(result) is not RewardFailure:
             result = self._attempt(lambda: split_results(self.shape, result, log.entries()))
         if type(result) is RewardFailure:
             return [result] * len(items)
-        return [self._read(value, more) for value, more in result]
+        return [self._read(item, value, more) for item, (value, more) in zip(items, result, strict=True)]
 
-    def _read(self, value: Any, more: dict[str, Any] | None = None) -> Outcome:
-        found = self._attempt(read_outcome, self.shape, value, more or {})
+    def _read(self, item: Item, value: Any, more: dict[str, Any] | None = None) -> Outcome:
+        found = self._attempt(read_outcome, self.shape, value, more or {}, item.known_tokens)
         return replace(found, function=self.name) if type(found) is RewardFailure else found
 
     def _attempt(self, action: Callable[..., Any], *arguments: Any) -> Any:
@@ -182,8 +183,11 @@ class RewardFunction:
             "solution_str": item.response,
             "ground_truth": item.ground_truth,
             "extra_info": item.columns.get("extra_info") or {},
+            "completion_ids": item.response_ids,
         }
         columns = {name: item.column(name) for name in self._columns([item])}
+        if "completion_ids" not in self.is_required:  # verl does not pass it, also not as one of **kwargs
+            del given["completion_ids"]
         return {**columns, **self._accepted(given)}
 
     def _batch(self, items: list[Item], log: _Log) -> dict[str, Any]:

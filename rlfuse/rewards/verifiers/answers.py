@@ -216,11 +216,16 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
     return blocks
 
 
-def verdict(score: float, reason: str = "", *, right: bool | None = None, found: bool = True) -> dict[str, Any]:
-    """Return the result dict of a verifier. Pass `right` (the `acc`) if the score is not just 0 or 1."""
+def verdict(
+    score: float, reason: str = "", *, right: bool | None = None, found: bool = True, pred: Any = None
+) -> dict[str, Any]:
+    """Return the result dict of a verifier. Pass `right` (the `acc`) if the score is not just 0 or 1.
+
+    `pred`: the answer for majority votes; equivalent answers should be equal.
+    """
     accurate = bool(score) if right is None else right
     result = {"score": float(score), "acc": float(accurate), "format": float(found)}
-    return {**result, "reason": reason} if reason else result
+    return result | ({"reason": reason} if reason else {}) | ({} if pred is None else {"pred": str(pred)})
 
 
 def not_found(answer: str | None, expected: str) -> dict[str, Any]:
@@ -232,7 +237,7 @@ def not_found(answer: str | None, expected: str) -> dict[str, Any]:
 
 def wrong_answer(found: Any, truth: Any) -> dict[str, Any]:
     """Return the result for a wrong answer."""
-    return verdict(0.0, f"answered {excerpt(found)}, expected {excerpt(truth)}")
+    return verdict(0.0, f"answered {excerpt(found)}, expected {excerpt(truth)}", pred=found)
 
 
 def overlap_result(overlap: float, threshold: float, given: str, true: str) -> dict[str, Any]:

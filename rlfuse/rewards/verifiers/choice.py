@@ -76,7 +76,7 @@ def score(
     letter = _stated(parts, texts) if parts else None
     if letter is None:
         return not_found(answer, f"choice of {', '.join(texts)}" if texts else "letter")
-    return verdict(1.0) if letter == truth else wrong_answer(letter, truth)
+    return verdict(1.0, pred=letter) if letter == truth else wrong_answer(letter, truth)
 
 
 def _stated(parts: Parts, texts: dict[str, str]) -> str | None:

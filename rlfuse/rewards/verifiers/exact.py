@@ -31,12 +31,14 @@ def score(
         raise ground_truth_error(ground_truth, "a non-empty text or a list of them")
     answer = answer_in(solution_str)
     if answer and _plain(answer, ignore_case) in {_plain(truth, ignore_case) for truth in truths}:
-        return verdict(1.0)
+        return verdict(1.0, pred=truths[0])
     parts = parts_of(answer) if answer else None
     if parts is None:
         return not_found(answer, "text")
     right = {_plain(strip_wrapping(truth), ignore_case) for truth in truths}
-    return verdict(1.0) if _plain(parts.stated, ignore_case) in right else wrong_answer(parts.stated, truths[0])
+    if _plain(parts.stated, ignore_case) in right:
+        return verdict(1.0, pred=truths[0])
+    return wrong_answer(parts.stated, truths[0])
 
 
 def _plain(text: str, ignore_case: bool) -> str:

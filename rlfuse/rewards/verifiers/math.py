@@ -51,11 +51,13 @@ def score(
     if not given:
         return not_found(part, "expression")
     if key(given) == key(truth):
-        return verdict(1.0)
+        return verdict(1.0, pred=ground_truth)
     for text in (given, truth):
         if problem := _too_large(text):
             return verdict(0.0, f"{problem}; compared as text only", found=text is truth)
-    return verdict(1.0) if is_equivalent(truth, given) else wrong_answer(part, ground_truth)
+    if is_equivalent(truth, given):
+        return verdict(1.0, pred=ground_truth)
+    return wrong_answer(part, ground_truth)
 
 
 def _true_expression(ground_truth: Any) -> str:

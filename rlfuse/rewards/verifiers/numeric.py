@@ -69,7 +69,7 @@ def score(
     if given[1] != true[1]:  # only one is in percent
         values.append(given[0] / 100 if given[1] else given[0] * 100)
     if any(_near(value, true[0], relative, absolute) for value in values):
-        return verdict(1.0)
+        return verdict(1.0, pred=ground_truth)
     return wrong_answer(_short(given), ground_truth)
 
 

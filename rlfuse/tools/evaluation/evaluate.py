@@ -129,9 +129,10 @@ def show(found: dict[str, dict[str, Any]], groups: Sequence[Group], threshold: f
     """Print tables of scores, pass@k (for several responses per prompt) and lengths in tokens."""
     name, several = score_name(groups), averaged_parts(groups)
     k_values = sorted({k for figures in found.values() for k in figures["pass@k"]})
+    most = max(k_values, default=1)
     scores = _table("responses", *([ACC, *several] if name != REWARD else []), REWARD, "pass@1")
     passes, lengths = (
-        _table(*(f"pass@{k}" for k in k_values)),
+        _table(*(f"pass@{k}" for k in k_values), f"best@{most}", f"maj@{most}"),
         _table("mean tokens", "median", "p95", "max", "truncated"),
     )
     for source, figures in found.items():
@@ -141,11 +142,14 @@ def show(found: dict[str, dict[str, Any]], groups: Sequence[Group], threshold: f
         means += [figure(figures["reward"])] if name != REWARD else []
         of_k = [figure(figures["pass@k"].get(k)) for k in k_values]
         scores.add_row(Text(source), f"{figures['prompts']:,} x {each}", *means, *(of_k[:1] or ["-"]))
-        passes.add_row(Text(source), *of_k)
+        passes.add_row(Text(source), *of_k, figure(figures["best@n"]), figure(figures["maj@n"]))
         length, cut = figures["length"], figures["finish"].get("length", 0) / figures["samples"]
         lengths.add_row(Text(source), *(f"{length[key]:,.0f}" for key in LENGTHS), f"{cut:.1%}")
     console.print(scores, *([passes] if len(k_values) > 1 else []), lengths)
     note = f"pass@k: a response passes if its {name} is above {threshold:g}. ±: standard error over prompts."
+    if most > 1:
+        note += f" best@{most}, maj@{most}: {name} of the best and of the majority answer of {most} responses, drawn "
+        note += "with replacement as in verl."
     console.print(note, markup=False, soft_wrap=True)
     coverage = list(found.values())[-1]["coverage"]
     if partial := [f"{part} {share:.1%}" for part, share in coverage.items() if share < 1]:

@@ -92,7 +92,7 @@ def _restore(sample: Sample, row: Mapping[str, Any]) -> None:
     tokens, log_probs = np.zeros(row["response_tokens"], np.int32), np.empty(0, np.float32)
     sample.response = Response(tokens, log_probs, row["finish"], sample.step, row["response"])
     if row["reward"] is not None:
-        sample.reward = Reward(row["reward"], row["parts"], row["note"])
+        sample.reward = Reward(row["reward"], row["parts"], row["note"], pred=row.get("pred"))
     elif row["note"] is not None:
         function, _, message = row["note"].partition(": ")
         sample.reward = RewardFailure(function, message)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from rlfuse.observe.best_of_n import best_at, majority_at
 from rlfuse.samples import Group, Reward, Sample
 
 ALL = "all"
@@ -91,10 +92,20 @@ def score_statistics(groups: Sequence[Group], threshold: float) -> dict[str, Any
         "pass@k": {
             k: _mean([pass_at_k(n, c, k) for n, c in passed if n >= k]) for k in (k_values(most) if most else ())
         },
+        **_of_several_responses(groups, scored, most),
         "finish": dict(Counter(sample.response.finish_reason for sample in samples)),
         "length": _lengths(lengths),
         **_parts(samples),
     }
+
+
+def _of_several_responses(groups: Sequence[Group], scored: Sequence[Sequence[float]], n: int) -> dict[str, Any]:
+    """Return `best@n` and `maj@n` (null without answers) of `n` responses drawn with replacement, as a validation."""
+    answered = [[each.pred for each in _rewards([group])] for group in groups]
+    answered = [answers for answers in answered if answers]
+    votes = any(answer is not None for answers in answered for answer in answers)
+    majority = [majority_at(*each, n) for each in zip(scored, answered, strict=True)] if votes else []
+    return {"best@n": _mean([best_at(each, n) for each in scored]), "maj@n": _mean(majority)}
 
 
 def _lengths(lengths: Sequence[int]) -> Mapping[str, float]:

@@ -140,7 +140,7 @@ def test_changes_that_can_not_be_made_are_no_reasons_and_keys_are_whole_in_a_pip
     monkeypatch.setenv("COLUMNS", "20")
     key = "training.virtual_pipeline_model_parallel_size"
     neighbours = [Neighbour((key, 2), None, TIMED_OUT), Neighbour(("actor.zero_stage", 9), None, "must be 3 or less")]
-    table_console().print(search_command._neighbours_table(None, neighbours))
+    table_console().print(search_command._neighbours_table(None, neighbours, {}))
     told = capsys.readouterr().out
     assert f"{key}=2" in told and "zero_stage" not in told and "1 more changes are invalid or do not fit" in told
 

@@ -98,7 +98,8 @@ def main(argv: Sequence[str]) -> None:
                 compared = with_untuned_step(job, tuned_plans.plans[0])
                 neighbours = evaluate_neighbours(job, compared, facts)
             plain = simplest(job, compared, facts, began + seconds - time.monotonic())
-        console.print(_plans_table(job, tuned_plans.plans), _neighbours_table(compared, neighbours))
+        table = _neighbours_table(compared, neighbours, job.hardware.errors)
+        console.print(_plans_table(job, tuned_plans.plans), table)
         _show(job, given, found, tuned_plans, arguments, console)
         console.print(_simplest_line(given, compared, plain), soft_wrap=True)
     if not found.plans:
@@ -309,11 +310,11 @@ def _plans_table(job: Job, plans: Sequence[Plan]) -> Table:
     return table
 
 
-def _neighbours_table(best: Plan, neighbours: Sequence[Neighbour]) -> Table:
+def _neighbours_table(best: Plan, neighbours: Sequence[Neighbour], errors: Mapping[str, float]) -> Table:
     table = table_of("Neighbours of the best plan (before thresholds are tuned)", "change", "step time")
     feasible = [each for each in neighbours if each.is_feasible]
     for each in feasible:
-        table.add_row(escape(f"{each.setting[0]}={as_typed(each.setting[1])}"), escape(_why(best, each)))
+        table.add_row(escape(f"{each.setting[0]}={as_typed(each.setting[1])}"), escape(_why(best, each, errors)))
     if excluded := len(neighbours) - len(feasible):
         table.caption = f"{excluded} more changes are invalid or do not fit"
         table.caption_justify = "left"
@@ -329,9 +330,11 @@ def _simplest_line(given: DictConfig, best: Plan, plain: Plan) -> str:
     return f"[bold green]simplest[/]  {escape(words)}  ({step}, equal within the error)"
 
 
-def _why(best: Plan, each: Neighbour) -> str:
+def _why(best: Plan, each: Neighbour, errors: Mapping[str, float]) -> str:
     if each.plan is None:
         return each.reason
+    if not each.plan.seconds.is_significantly_slower(best.seconds, errors):
+        return "equal within the error"
     more = each.plan.seconds.step - best.seconds.step
     mine, others = best.seconds.kinds, each.plan.seconds.kinds
     kinds = [(kind, others[kind] - mine[kind]) for kind in mine]

@@ -63,6 +63,12 @@ DOES_NOT_FIT = 3
 SECONDS, PATIENCE = 60.0, 64  # default time limit; plans without gain before an early end
 SEARCH_SHARE, REFINE_SHARE = 0.5, 0.8  # shares of the time at which the search, and the refinement, end
 SHOWN = 8  # plans in the table
+REMEDIES = {
+    "generating": "shorter responses, rollout.quantization, or a device with more memory bandwidth",
+    "scoring": "algorithm.old_log_probs=engine, no reference, or a device with more FLOP/s",
+    "training": "fewer or shorter samples per step, or a device with more FLOP/s",
+}
+"""Kind of work -> what shortens it on one device, where no other device can take a share."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -350,6 +356,16 @@ def _policies_table(policies: Mapping[str, Seconds], errors: Mapping[str, float]
     return table
 
 
+def bottleneck_line(seconds: Seconds) -> str:
+    """Return the line for plans on one device: the longest kind of work, and what would help most."""
+    kind = max(seconds.kinds, key=seconds.kinds.__getitem__)
+    share = seconds.kinds[kind] / seconds.step
+    return (
+        f"one device: {kind} takes {share:.0%} of the step, so {REMEDIES[kind]} would help most; fusion overlaps only "
+        "reward functions"
+    )
+
+
 def _summary(job: Job, found: SearchResult, tuned_plans: Finalists, errors: Mapping[str, float]) -> list[str]:
     best = found.plans[0].seconds.step
     space = f"{found.structures} structures (parallelism, ZeRO stage, machines)"
@@ -370,6 +386,7 @@ def _summary(job: Job, found: SearchResult, tuned_plans: Finalists, errors: Mapp
     return [
         f"{counts}; {more}",
         *late,
+        *[bottleneck_line(tuned_plans.plans[0].seconds)] * (config.slots == 1),
         *[idle] * (len(cluster.sizes) > 1 and config.slots < devices),
         f"memory: {cluster.memory_margin:.0%} of each device is left free (memory_margin)"
         + ("; host memory is assumed to be sufficient for pinned buffers (host_memory_gb)" if unbounded else ""),

@@ -1,14 +1,20 @@
 """The objective of on-policy distillation against the exact reverse KL, and against TRL's loss on the same rows."""
 
+import asyncio
 from collections import defaultdict
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from rlfuse.algorithms.advantages import advantages_and_returns
 from rlfuse.algorithms.objectives import actor_objective
+from rlfuse.config.rewards import RewardConfig
 from rlfuse.config.schema import ActorConfig
+from rlfuse.errors import RewardError
+from rlfuse.rewards.workers.pool import RewardPool
+from rlfuse.samples import Prompt
 
 LENGTHS, VOCABULARY, TEMPERATURE = (5, 1, 3), 11, 0.7
 
@@ -34,6 +40,21 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl():
     log_probs = exact.log_softmax(-1)
     (log_probs.exp() * (log_probs - teacher.log_softmax(-1))).sum().backward()
     torch.testing.assert_close(sampled.grad, exact.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_without_a_reward_function_no_process_starts_and_nothing_is_scored():
+    prompt = Prompt(0, np.array([1], np.int32), "p", (), "any source", None)
+
+    async def run(pool):
+        pool.check_prompts([prompt])
+        await pool.start()
+        found = await pool.drain()
+        await pool.close()
+        return found
+
+    assert asyncio.run(run(RewardPool(RewardConfig(), required=False))) == []
+    with pytest.raises(RewardError, match="no reward; give at least one function"):
+        RewardPool(RewardConfig())
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from rlfuse.tools.planning import search_command
 from rlfuse.tools.planning.cluster_file import ClusterError, read_cluster
 from rlfuse.tools.planning.node_order import MeasuredLinks, Pair, write_links
 from rlfuse.tools.planning.search import TIMED_OUT, Neighbour
+from rlfuse.tools.planning.step_time import Seconds
 from rlfuse.tools.planning.tables import table_console
 
 TOKEN = "${oc.env:SERVICE_TOKEN}"
@@ -136,11 +137,23 @@ def test_plan_accepts_the_job_file_of_the_best_plan(files, capsys, monkeypatch):
     assert "fits" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("kinds", "told"),
+    [
+        ((6.0, 1.0, 3.0), "generating takes 60% of the step, so shorter responses"),
+        ((1.0, 2.0, 1.0), "scoring takes 50% of the step, so algorithm.old_log_probs=engine"),
+        ((1.0, 2.0, 5.0), "training takes 62% of the step, so fewer or shorter samples"),
+    ],
+)
+def test_on_one_device_the_longest_work_says_what_would_help_most(kinds, told):
+    assert told in search_command.bottleneck_line(Seconds(*kinds))
+
+
 def test_changes_that_can_not_be_made_are_no_reasons_and_keys_are_whole_in_a_pipe(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
     key = "training.virtual_pipeline_model_parallel_size"
     neighbours = [Neighbour((key, 2), None, TIMED_OUT), Neighbour(("actor.zero_stage", 9), None, "must be 3 or less")]
-    table_console().print(search_command._neighbours_table(None, neighbours))
+    table_console().print(search_command._neighbours_table(None, neighbours, {}))
     told = capsys.readouterr().out
     assert f"{key}=2" in told and "zero_stage" not in told and "1 more changes are invalid or do not fit" in told
 

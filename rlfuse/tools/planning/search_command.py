@@ -63,6 +63,12 @@ DOES_NOT_FIT = 3
 SECONDS, PATIENCE = 60.0, 64  # default time limit; plans without gain before an early end
 SEARCH_SHARE, REFINE_SHARE = 0.5, 0.8  # shares of the time at which the search, and the refinement, end
 SHOWN = 8  # plans in the table
+REMEDIES = {
+    "generating": "shorter responses, rollout.quantization, or a device with more memory bandwidth",
+    "scoring": "algorithm.old_log_probs=engine, no reference, or a device with more FLOP/s",
+    "training": "fewer or shorter samples per step, or a device with more FLOP/s",
+}
+"""Kind of work -> what shortens it on one device, where no other device can take a share."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -98,7 +104,8 @@ def main(argv: Sequence[str]) -> None:
                 compared = with_untuned_step(job, tuned_plans.plans[0])
                 neighbours = evaluate_neighbours(job, compared, facts)
             plain = simplest(job, compared, facts, began + seconds - time.monotonic())
-        console.print(_plans_table(job, tuned_plans.plans), _neighbours_table(compared, neighbours))
+        table = _neighbours_table(compared, neighbours, job.hardware.errors)
+        console.print(_plans_table(job, tuned_plans.plans), table)
         _show(job, given, found, tuned_plans, arguments, console)
         console.print(_simplest_line(given, compared, plain), soft_wrap=True)
     if not found.plans:
@@ -309,11 +316,11 @@ def _plans_table(job: Job, plans: Sequence[Plan]) -> Table:
     return table
 
 
-def _neighbours_table(best: Plan, neighbours: Sequence[Neighbour]) -> Table:
+def _neighbours_table(best: Plan, neighbours: Sequence[Neighbour], errors: Mapping[str, float]) -> Table:
     table = table_of("Neighbours of the best plan (before thresholds are tuned)", "change", "step time")
     feasible = [each for each in neighbours if each.is_feasible]
     for each in feasible:
-        table.add_row(escape(f"{each.setting[0]}={as_typed(each.setting[1])}"), escape(_why(best, each)))
+        table.add_row(escape(f"{each.setting[0]}={as_typed(each.setting[1])}"), escape(_why(best, each, errors)))
     if excluded := len(neighbours) - len(feasible):
         table.caption = f"{excluded} more changes are invalid or do not fit"
         table.caption_justify = "left"
@@ -329,9 +336,11 @@ def _simplest_line(given: DictConfig, best: Plan, plain: Plan) -> str:
     return f"[bold green]simplest[/]  {escape(words)}  ({step}, equal within the error)"
 
 
-def _why(best: Plan, each: Neighbour) -> str:
+def _why(best: Plan, each: Neighbour, errors: Mapping[str, float]) -> str:
     if each.plan is None:
         return each.reason
+    if not each.plan.seconds.is_significantly_slower(best.seconds, errors):
+        return "equal within the error"
     more = each.plan.seconds.step - best.seconds.step
     mine, others = best.seconds.kinds, each.plan.seconds.kinds
     kinds = [(kind, others[kind] - mine[kind]) for kind in mine]
@@ -345,6 +354,16 @@ def _policies_table(policies: Mapping[str, Seconds], errors: Mapping[str, float]
     for name, seconds in policies.items():
         table.add_row(name + (f" ({labels[name]})" if name in labels else ""), f"{seconds.step:.2f}")
     return table
+
+
+def bottleneck_line(seconds: Seconds) -> str:
+    """Return the line for plans on one device: the longest kind of work, and what would help most."""
+    kind = max(seconds.kinds, key=seconds.kinds.__getitem__)
+    share = seconds.kinds[kind] / seconds.step
+    return (
+        f"one device: {kind} takes {share:.0%} of the step, so {REMEDIES[kind]} would help most; fusion overlaps only "
+        "reward functions"
+    )
 
 
 def _summary(job: Job, found: SearchResult, tuned_plans: Finalists, errors: Mapping[str, float]) -> list[str]:
@@ -367,6 +386,7 @@ def _summary(job: Job, found: SearchResult, tuned_plans: Finalists, errors: Mapp
     return [
         f"{counts}; {more}",
         *late,
+        *[bottleneck_line(tuned_plans.plans[0].seconds)] * (config.slots == 1),
         *[idle] * (len(cluster.sizes) > 1 and config.slots < devices),
         f"memory: {cluster.memory_margin:.0%} of each device is left free (memory_margin)"
         + ("; host memory is assumed to be sufficient for pinned buffers (host_memory_gb)" if unbounded else ""),

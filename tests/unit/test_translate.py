@@ -424,6 +424,7 @@ def test_values_are_converted_where_they_can_be(given, set_to):
         (["actor_rollout_ref.rollout.thinking_budget=9"], "trainer.task", "rlfuse has no such setting"),
         (["data.custom_cls.path=a.py"], "data.train_files", "rows are read by rlfuse"),
         (["data.train_files=[a/geo3k/train.parquet]"], "reward.functions", "verl scores by data_source"),
+        (["reward_model.reward_manager=mine"], "reward.functions", "called for every sample, without a manager"),
         (["trainer.val_only=True"], "trainer.task", "use `rlfuse eval`"),
         (["algorithm.adv_estimator=gae"], "critic.path", "the command does not set it"),
         (["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc",
@@ -507,6 +508,15 @@ def test_trls_flags_become_keys(flags, set_to, undecided, tmp_path):
 def test_keys_of_unknown_values_are_left_open(command, keys, tmp_path):
     (tmp_path / "run.sh").write_text(command)
     assert translate(read([str(tmp_path / "run.sh")])).undecided.keys() == keys
+
+
+def test_settings_without_effect_are_listed(tmp_path):
+    (tmp_path / "run.sh").write_text(f"{TRL} --optim adamw_torch --logging_steps 1 --model_revision main")
+    listed = {given for settings in translate(read([str(tmp_path / "run.sh")])).notes.values() for given in settings}
+    assert {"optim=adamw_torch", "logging_steps=1", "model_revision=main"} <= listed
+    words = ["reward_model.reward_manager=dapo", "actor_rollout_ref.actor.optim.optimizer=AdamW"]
+    listed = str(translate(read(["--", "verl.trainer.main_ppo", *words])).notes)
+    assert all(word in listed for word in words)
 
 
 def test_a_config_file_of_trl_is_read_with_its_command(tmp_path, monkeypatch):

@@ -101,15 +101,17 @@ class Translation:
         """List a setting that the job does not need."""
         self.notes.setdefault(why, []).append(given)
 
-    def has_row(self, name: str) -> bool:
-        """Return whether UNDECIDED has a row for a setting."""
-        return any(row.key for row in _rows(self.framework, name))
+    def has_row(self, name: str, exactly: bool = False) -> bool:
+        """Return whether UNDECIDED has a row for a setting, or, unless `exactly`, for a group that it is in."""
+        return any(row.key and (row.name == name or not exactly) for row in _rows(self.framework, name))
 
     def decide(self, name: str, value: Any) -> None:
-        """Leave a key open for a setting without a counterpart, if its value has an effect."""
+        """Leave a key open for a setting without a counterpart, or list it if its value has no effect."""
         row = next((row for row in _rows(self.framework, name) if row.key and row.applies(value)), None)
         if row is not None:
             self.leave_open(row.key, f"{name}={as_typed(value)}: {row.why}")
+        else:
+            self.note("as in rlfuse", f"{name}={as_typed(value)}")
 
     def set_wandb_mode(self, environment: Mapping[str, str]) -> None:
         """Set what wandb does with the run by default, or by WANDB_MODE."""

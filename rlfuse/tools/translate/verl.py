@@ -267,6 +267,8 @@ def _translate_other(job: Translation, given: Given, name: str, value: Any, in_v
         written = found.values.get(as_typed(value))
         ours = value if written is None else yaml.safe_load(written)
         job.set(found.keys[0], ours, in_verl, in_verl if written else name)
+    elif job.has_row(name, exactly=True):
+        job.decide(name, value)
     elif WITHOUT_EFFECT.search(name) or value in (None, False, {}, []):
         job.note(found.note if found is not None and not found.keys else "no effect on what is trained", in_verl)
     elif job.has_row(name):

@@ -339,7 +339,7 @@ def test_a_killed_job_is_a_job_error():
 def test_a_run_reads_its_folder(folder):
     run = rlfuse.Run(ROOT / "notebooks" / "data" / "run")
     assert len(run.metrics.loc[1:]) == 12 and len(run.samples) == 384 and run.summary["steps"] == 12
-    assert run.checkpoint is None is run.model and Path(run) == run.folder
+    assert run.checkpoint is None is run.model and Path(run) == run.folder == Path(str(run))
     for step in (2, 10):
         (folder / f"global_step_{step}" / "actor" / "huggingface").mkdir(parents=True)
         (folder / f"global_step_{step}" / "COMPLETE").touch()
@@ -372,6 +372,8 @@ def test_a_plan_has_tables_and_a_verdict():
     assert not small.fits and "does not fit" in small.text
     with pytest.raises(ConfigError, match="--device-memory -1: needs a number above 0"):
         rlfuse.plan(**settings, device_memory=-1)
+    recorded = rlfuse.plan(**settings, device_memory=2000, costs_from=rlfuse.Run(ROOT / "notebooks" / "data" / "run"))
+    assert "typical slot of the run" in recorded.text
 
 
 # Names ---------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import datasets
 import numpy as np
 import pandas as pd
 import pytest
+import yaml
 
 import rlfuse
 from rlfuse.api import commands, functions
@@ -86,6 +87,16 @@ def test_a_call_composes_the_job_of_its_words():
     assert (config.rollout.n, config.data.train_batch_size, config.model.path) == (2, 16, "model")
     assert config.reward.functions == rows and config.data.val_files == [] and config.trainer.job_name == "my_job"
     assert [row for _, row in read_raw_rows(config.data.train_files[0])] == ROWS
+    by_file = {
+        "algorithm": "grpo",
+        "rollout": {"n": 2},
+        "model": {"path": "model"},
+        "reward": {"functions": rows},
+        "data": settings["data"] | {"train_files": config.data.train_files},
+        "actor": settings["actor"],
+    }
+    Path("my_job.yaml").write_text(yaml.safe_dump(by_file))
+    assert load(["my_job.yaml"]) == config
 
 
 def test_a_config_object_takes_the_place_of_a_file_and_is_overridden():

@@ -31,6 +31,8 @@ class Run(os.PathLike[str]):
     def __fspath__(self) -> str:
         return str(self.folder)
 
+    __str__ = __fspath__
+
     @property
     def metrics(self) -> pd.DataFrame:
         """All scalars: a row per step (0 is the validation before step 1), a column per name."""

@@ -15,6 +15,7 @@ import datasets
 import numpy as np
 import pandas as pd
 import pytest
+import yaml
 
 import rlfuse
 from rlfuse.api import commands, functions
@@ -86,6 +87,16 @@ def test_a_call_composes_the_job_of_its_words():
     assert (config.rollout.n, config.data.train_batch_size, config.model.path) == (2, 16, "model")
     assert config.reward.functions == rows and config.data.val_files == [] and config.trainer.job_name == "my_job"
     assert [row for _, row in read_raw_rows(config.data.train_files[0])] == ROWS
+    by_file = {
+        "algorithm": "grpo",
+        "rollout": {"n": 2},
+        "model": {"path": "model"},
+        "reward": {"functions": rows},
+        "data": settings["data"] | {"train_files": config.data.train_files},
+        "actor": settings["actor"],
+    }
+    Path("my_job.yaml").write_text(yaml.safe_dump(by_file))
+    assert load(["my_job.yaml"]) == config
 
 
 def test_a_config_object_takes_the_place_of_a_file_and_is_overridden():
@@ -339,7 +350,7 @@ def test_a_killed_job_is_a_job_error():
 def test_a_run_reads_its_folder(folder):
     run = rlfuse.Run(ROOT / "notebooks" / "data" / "run")
     assert len(run.metrics.loc[1:]) == 12 and len(run.samples) == 384 and run.summary["steps"] == 12
-    assert run.checkpoint is None is run.model and Path(run) == run.folder
+    assert run.checkpoint is None is run.model and Path(run) == run.folder == Path(str(run))
     for step in (2, 10):
         (folder / f"global_step_{step}" / "actor" / "huggingface").mkdir(parents=True)
         (folder / f"global_step_{step}" / "COMPLETE").touch()
@@ -372,6 +383,8 @@ def test_a_plan_has_tables_and_a_verdict():
     assert not small.fits and "does not fit" in small.text
     with pytest.raises(ConfigError, match="--device-memory -1: needs a number above 0"):
         rlfuse.plan(**settings, device_memory=-1)
+    recorded = rlfuse.plan(**settings, device_memory=2000, costs_from=rlfuse.Run(ROOT / "notebooks" / "data" / "run"))
+    assert "typical slot of the run" in recorded.text
 
 
 # Names ---------------------------------------------------------------------------------------------------------------

@@ -168,10 +168,13 @@ def gpg(scores: Tensor, groups: Tensor, mask: Tensor, n: int = 1) -> Tensor:
     groups of equal scores, which have no gradient; 1 if all groups are like that. verl divides by the number of
     non-zero scores instead, which is the same only if no other group contains a score of 0.
     """
-    centred = _centred(scores, groups, False, n)
-    spread, _ = _group_means((centred.abs() > 1e-6 * scores.abs().max()).double(), groups)
-    has_gradient = int((spread > 0).sum())
-    return _over_tokens(centred * (len(scores) / max(1, has_gradient)), mask)
+    _, index = groups.unique(return_inverse=True)
+    lowest, highest = (
+        torch.zeros_like(scores).scatter_reduce(0, index, scores, extreme, include_self=False)[index]
+        for extreme in ("amin", "amax")
+    )
+    unequal = int((lowest < highest).sum())
+    return _over_tokens(_centred(scores, groups, False, n) * (len(scores) / max(1, unequal)), mask)
 
 
 @ESTIMATORS.built_in()

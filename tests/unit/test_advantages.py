@@ -107,7 +107,7 @@ def test_group_baselines_by_hand(name, n):
     first, second, alone = BASELINES[name]
     alone = 0.0 if n == 1 else alone  # a group of one keeps its score if the others were not lost
     expected = [1 - first, 5 - second, 2 - first, 5 - second, 6 - first, 4 - alone]
-    factor = 6 / (6 - (2 if n == 1 else ALL_EQUAL_OR_ALONE)) if name == "gpg" else 1.0
+    factor = 6 / (6 - ALL_EQUAL_OR_ALONE) if name == "gpg" else 1.0
     assert_rows(advantages, [[factor * a] * length for a, length in zip(expected, LENGTHS, strict=True)])
     assert torch.equal(advantages, returns)
 

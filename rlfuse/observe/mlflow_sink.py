@@ -20,6 +20,8 @@ from rlfuse.observe.tracking import FAILURE_FIELDS
 
 MAX_METRICS, MAX_PARAMETERS, MAX_CHARS = 1000, 100, 5000
 """MLflow's limits for a request, and for the text of a parameter or tag."""
+LIMITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
+"""Seconds and repetitions of a request, for which a step waits: by default a lost server would cost minutes."""
 COLUMNS = ("id", "prompt", "response", "ground_truth", "reward")
 
 
@@ -31,6 +33,8 @@ class MLflow:
     """
 
     def __init__(self, config: Config, resolved: dict[str, Any], folder: Path, start: int):
+        for variable, value in LIMITS.items():
+            os.environ.setdefault(variable, value)
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
         from mlflow.exceptions import MlflowException

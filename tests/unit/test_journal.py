@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlfuse.config.schema import Config
-from rlfuse.errors import NotWritten, RewardError
+from rlfuse.errors import ConfigError, NotWritten, RewardError
 from rlfuse.events import Span, read_events
 from rlfuse.files import RowFile
 from rlfuse.observe.alerts import Alert
@@ -422,6 +422,7 @@ def test_tensorboard_shows_scalars_samples_pictures_and_alerts(tmp_path):
     assert "zero spread" in texts["alerts/text_summary"] and "      line" in texts["errors/reward/text_summary"]
 
 
+@pytest.mark.slow
 def test_mlflow_shows_settings_scalars_samples_pictures_and_alerts(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -455,3 +456,14 @@ def test_mlflow_shows_settings_scalars_samples_pictures_and_alerts(tmp_path, mon
     table = json.loads((artifacts / "val" / "generations" / "step_2.json").read_text())
     assert table["columns"] == ["id", "prompt", "response", "ground_truth", "reward", "exact"]
     assert table["data"] == [["1/0/0", "how many?", "seven", "7", 0.25, 1.0]]
+
+
+@pytest.mark.slow
+def test_an_mlflow_server_out_of_reach_is_one_message(tmp_path, monkeypatch):
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    from rlfuse.observe.mlflow_sink import MLflow
+
+    with pytest.raises(ConfigError, match=r"mlflow could not start a run .*check MLFLOW_TRACKING_URI"):
+        MLflow(Config(), {}, tmp_path, 0)
+    assert not list(tmp_path.iterdir())

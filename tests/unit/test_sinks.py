@@ -158,10 +158,12 @@ def test_steps_that_wandb_lost_with_its_process_are_in_the_run_all_the_same(tmp_
     parts = steps()
     assert len(parts) == 3
     newest = max(tmp_path.glob("wandb/offline-run-*/*.wandb"))
-    newest.write_bytes(newest.read_bytes() + b"sum!\x08\0\1\xffdamaged")
+    content = newest.read_bytes()
+    newest.write_bytes(content + b"sum!\x08\0\1\xffdamaged")
     for step in (7, 8, 9):  # of a process that was killed, and after the checkpoint that the run resumes from
         log(None, step)
     sink = Wandb(config, {}, tmp_path, 8)
+    newest.write_bytes(content)
     sink.log(9, {"critic/score/mean": 4.5})
     sink.close(0)
     wait_for(lambda: steps() == [*parts, [7, 8, 9]])

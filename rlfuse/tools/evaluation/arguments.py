@@ -85,7 +85,8 @@ def read(
         raise ConfigError(
             ["trainer.task=reward_model: reward models are evaluated during training; use the job of a policy"]
         )
-    job.trainer.task = TrainerConfig.task  # a policy of sft or dpo answers prompts as any other
+    if job.trainer.task != TrainerConfig.task:  # a policy of sft or dpo answers prompts as any other
+        job.trainer.task, job.actor.ppo_mini_batch_size = TrainerConfig.task, job.data.train_batch_size
     job.model.path = source.path
     job.critic.path = job.ref.path = None
     if files:

@@ -75,6 +75,8 @@ class TrainerRank(Rank):
 
     activations: RankActivations | None = None
     """Activation offloading; None where it is off."""
+    tensor: TensorParallelGroup | None = None
+    """Tensor-parallel group of this rank."""
     shared: Sequence[torch.Tensor] = ()
     """Weight buckets that engines are loading."""
 

@@ -133,7 +133,7 @@ def lost_message(gone: Sequence[Node], occupants: Mapping[Node, str]) -> str:
     names = "; ".join(f"{node}, which ran {occupants[node]}" for node in gone)
     return (
         f"lost node {names}. Neither its processes nor its Ray services answer. Bring it back or add "
-        "another, or rerun the command with fewer slots (trainer.nnodes, trainer.n_gpus_per_node), with which it resumes."
+        "another, or rerun the command with fewer slots (trainer.nnodes, trainer.n_gpus_per_node) to resume with those."
     )
 
 

@@ -132,10 +132,8 @@ def lost_message(gone: Sequence[Node], occupants: Mapping[Node, str]) -> str:
     """Return the message of a node loss."""
     names = "; ".join(f"{node}, which ran {occupants[node]}" for node in gone)
     return (
-        f"lost node {names}. Neither its processes nor its Ray services answer. Bring it back or add another: "
-        "with training.pipeline_parallel_size=1 a run resumes only with as many slots as before (trainer.nnodes * "
-        "trainer.n_gpus_per_node), on any nodes. With fewer, start a new run from the weights "
-        "(model.path=CHECKPOINT/actor/huggingface)."
+        f"lost node {names}. Neither its processes nor its Ray services answer. Bring it back or add "
+        "another, or rerun the command with fewer slots (trainer.nnodes, trainer.n_gpus_per_node) to resume with those."
     )
 
 

@@ -72,11 +72,6 @@ FRAMES = Resume(Effect.EXPERIMENT, "the model receives different frames")
 WEIGHTS = Resume(Effect.FIXED, "weights are loaded from the checkpoint")
 STORED = Resume(Effect.FIXED, "weights and optimizer state are stored this way")
 TRAINED = Resume(Effect.FIXED, "training task and rollout engine")
-LAYOUT = Resume(
-    Effect.FIXED,
-    "optimizer state is sharded this way",
-    Resume(Effect.NEXT_STEP, "placement of work; the checkpoint can be loaded with this layout"),
-)
 ESTIMATOR = Resume(
     ADVANTAGE.effect, ADVANTAGE.reason, Resume(Effect.FIXED, "adds or removes the critic, unlike the checkpoint")
 )

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from rlfuse.config.declare import as_typed
 from rlfuse.config.facts import Facts
 from rlfuse.config.schema import Config
-
-STATE = (
-    "actor.strategy",
-    "actor.zero_stage",
-    "training.tensor_model_parallel_size",
-    "model.dtype",
-    "video.freeze_vision_tower",
-)
-"""Keys that decide how a checkpoint shards the states of models without pipeline stages."""
 
 
 def value_of(config: Config, name: str) -> object:
@@ -35,13 +25,6 @@ def divisors(number: int) -> list[int]:
     """Return all divisors, ascending; above 10^12, only those up to 10^6 and their complements."""
     small = [each for each in range(1, math.isqrt(min(number, 10**12)) + 1) if number % each == 0]
     return sorted({*small, *(number // each for each in small)})
-
-
-def state_layout(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings that are equal if checkpoints shard states equally: ZeRO 2 equals 1. Old checkpoints lack
-    keys."""
-    known = {"actor.strategy": "deepspeed", "training.tensor_model_parallel_size": 1} | dict(settings)
-    return known | {"actor.zero_stage": {2: 1}.get(known["actor.zero_stage"], known["actor.zero_stage"])}
 
 
 def pipeline_problems(config: Config, facts: Facts) -> Iterator[str]:

@@ -15,7 +15,6 @@ from rlfuse.config.declare import (
     ESTIMATOR,
     FRAMES,
     KL_CONTROL,
-    LAYOUT,
     LENGTH,
     LOGGING,
     LOSS,
@@ -339,9 +338,9 @@ class OptimConfig:
 class ActorConfig:
     """Policy updates, and the trainer backend of actor, critic and reference."""
 
-    strategy: str = key("deepspeed", LAYOUT, choices="deepspeed (by zero_stage) | fsdp2 (fully_shard; CPUs)")
+    strategy: str = key("deepspeed", SCHEDULING, choices="deepspeed (by zero_stage) | fsdp2 (fully_shard; CPUs)")
     """Trainer backend."""
-    zero_stage: int = key(1, LAYOUT, at_least=0, at_most=3)
+    zero_stage: int = key(1, SCHEDULING, at_least=0, at_most=3)
     """ZeRO stage of DeepSpeed."""
     offload_optimizer: bool = key(False, STORED)
     """Keep the optimizer state in host memory (ZeRO 1-3, GPUs)."""
@@ -475,7 +474,7 @@ class RefConfig:
 class TrainingConfig:
     """Parallelism of actor, critic and reference."""
 
-    pipeline_parallel_size: int = key(1, LAYOUT, at_least=1)
+    pipeline_parallel_size: int = key(1, SCHEDULING, at_least=1)
     """Number of pipeline stages; must divide the slots, and the rest is data parallelism. 1: no pipeline
     parallelism."""
     virtual_pipeline_model_parallel_size: int = key(1, SCHEDULING, at_least=1)
@@ -485,7 +484,7 @@ class TrainingConfig:
     vocabulary_parallel: bool = key(False, SCHEDULING)
     """Shard the output heads of actor and reference by vocabulary over all devices of a pipeline, so that a large
     vocabulary does not slow down the last stage."""
-    tensor_model_parallel_size: int = key(1, LAYOUT, at_least=1)
+    tensor_model_parallel_size: int = key(1, SCHEDULING, at_least=1)
     """Tensor-parallel size of actor, critic and reference; can be combined with pipeline parallelism. 1: no tensor
     parallelism."""
     ulysses_sequence_parallel_size: int = key(1, SCHEDULING, at_least=1)
@@ -644,9 +643,9 @@ class TrainerConfig:
     timeline_freq: int = key(10, LOGGING, unit="steps", at_least=0, or_minus_one=True)
     """Interval for drawing the timeline of the slots (timelines/ in the run folder, wandb), also after the last step;
     -1 or 0: never."""
-    nnodes: int = key(1, LAYOUT, at_least=1)
+    nnodes: int = key(1, SCHEDULING, at_least=1)
     """Number of nodes."""
-    n_gpus_per_node: int = key(1, LAYOUT, at_least=1)
+    n_gpus_per_node: int = key(1, SCHEDULING, at_least=1)
     """Slots per node: GPUs, or, on CPU hosts, processes that share the cores."""
     total_epochs: int | None = key(None, LENGTH, at_least=1)
     """Number of epochs over the training files; null: 1, or as many as total_training_steps needs."""

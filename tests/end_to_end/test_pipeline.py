@@ -323,8 +323,7 @@ async def test_what_does_not_fit_says_so(two, folders, tmp_path):
         await two.save("/nowhere")
     for model in COUNTS:
         await two.step(model, lengths(BATCHES[0]))
-    (tmp_path / "trainer.json").write_text('{"ranks": 2}')
-    with pytest.raises(EngineError, match=r"not written by pipeline ranks.*pipeline_parallel_size=1"):
+    with pytest.raises(EngineError, match=r"has no state to resume from"):
         await two.load(tmp_path)
 
 

@@ -27,8 +27,8 @@ CUDA = "deepspeed.accelerator.cuda_accelerator.CUDA_Accelerator"
 RECEIVERS = {
     "engines/deepspeed/optimizer.py: engine.optimizer": ZERO_1,
     "engines/deepspeed/optimizer.py: grid": "deepspeed.runtime.pipe.topology.PipelineParallelGrid",
-    "engines/deepspeed/stage_states.py: engine": DEEPSPEED,
-    "engines/deepspeed/stage_states.py: engine.optimizer": ZERO_1,
+    "engines/deepspeed/states.py: engine": DEEPSPEED,
+    "engines/deepspeed/states.py: engine.optimizer": ZERO_1,
     "engines/pipeline/waits.py: work": "torch.distributed.Work",
     "engines/vllm/rollout_worker.py: cache": "vllm.config.CacheConfig",
     "engines/vllm/rollout_worker.py: self._engine": ASYNC_LLM,

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors import safe_open
 from small_network import Network, loss
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rlfuse.config.parallel_mesh import ParallelMesh
 from rlfuse.config.schema import ActorConfig, Config, OptimConfig
-from rlfuse.engines.deepspeed import optimizer, stage_states
+from rlfuse.engines.deepspeed import optimizer, states
 from rlfuse.engines.deepspeed.deepspeed_model import DeepSpeedModel
 from rlfuse.engines.deepspeed.memory import ZeroMemory
 from rlfuse.engines.deepspeed.optimizer import freeze, take_step, trainable
@@ -25,10 +25,11 @@ from rlfuse.engines.fsdp2.memory import Fsdp2Memory
 from rlfuse.engines.pipeline import split_backward
 from rlfuse.engines.pipeline.split_backward import Tape, split_linears
 from rlfuse.engines.pipeline.stages import DeviceStages
-from rlfuse.engines.trainer import offloading
+from rlfuse.engines.trainer import offloading, state_files
 from rlfuse.engines.trainer.base_rank import Rank
 from rlfuse.engines.trainer.offloading import to_device, to_host
 from rlfuse.engines.trainer.saving import checkpoint_writer
+from rlfuse.engines.trainer.state_files import SavedState
 from rlfuse.engines.trainer.trainer_rank import TrainerRank
 from rlfuse.errors import EngineError
 
@@ -70,28 +71,14 @@ def accumulate(engine, seeds):
 
 def saved(engine, folder: Path):
     """{name: tensor} of what a rank saves of an engine."""
-    with checkpoint_writer([engine]) as files:
-        engine.save_checkpoint(str(folder), tag="deepspeed", save_latest=False)
-    assert files.problem is None
-    found = {}
-
-    def collect(value, name):
-        if torch.is_tensor(value):
-            found[name] = value
-        elif isinstance(value, dict | list | tuple):
-            for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-                collect(each, f"{name}/{key}")
-
-    for file in folder.rglob("*.pt"):
-        collect(torch.load(file, weights_only=False), file.name)
-    return found
+    return {name: tensor for name, tensor in states_of(engine, folder).items() if name != "metadata"}
 
 
 def assert_same(ours, theirs):
     assert ours.keys() == theirs.keys() and len(ours) > 8
     for name, tensor in theirs.items():
         assert torch.equal(ours[name], tensor), name
-    assert any(tensor.any() for name, tensor in theirs.items() if "fp32" in name or "weight" in name)
+    assert any(tensor.any() for name, tensor in theirs.items() if "weight" in name)
 
 
 @pytest.mark.slow
@@ -116,6 +103,33 @@ def test_neither_states_nor_training_notice_a_move(tmp_path, stage, dtype):
     accumulate(twin, range(2, 6))
     assert take_step(mover, 4.0, 1) == take_step(twin, 4.0, 1) > 0
     assert_same(saved(mover, tmp_path / "mover"), saved(twin, tmp_path / "twin"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before", PAIRS)
+@pytest.mark.parametrize("after", PAIRS)
+def test_a_state_is_continued_under_every_zero_stage(tmp_path, before, after):
+    """With one rank; stages of a dtype step alike, so the continued training is that of the saved one."""
+    if before[1] != after[1]:
+        return
+    trained, resumed = engine(*before), engine(*after)
+    for seed in range(2):
+        accumulate(trained, [seed])
+        take_step(trained, 1.0, 1)
+    states_of(trained, tmp_path / "before")
+    accumulate(resumed, [7])
+    take_step(resumed, 1.0, 1)  # what it has now is replaced
+    resume(resumed, tmp_path / "before")
+    assert same(states_of(resumed, tmp_path / "after"), states_of(trained, tmp_path / "again"))
+    norms = []
+    for each in (trained, resumed):
+        accumulate(each, range(2, 4))
+        norms.append(take_step(each, 2.0, 1))
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    ours, theirs = states_of(resumed, tmp_path / "resumed"), states_of(trained, tmp_path / "trained")
+    assert ours.pop("metadata") == theirs.pop("metadata") and ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=1e-6)
 
 
 def of_optimizer(engine):
@@ -214,14 +228,20 @@ def run(network, seeds):
 
 
 def states_of(trained, folder):
+    model = DeepSpeedModel(trained, 1)
     with checkpoint_writer([trained]) as files:
-        stage_states.save(trained, folder, 0, files)
+        state_files.save(folder, 0, model.parts(), model.steps, files)
     assert files.problem is None
-    return load_file(folder / "rank_0.safetensors") | {"optimizer": (folder / "optimizer.json").read_text()}
+    with safe_open(folder / "state_0.safetensors", "pt") as opened:
+        return {key: opened.get_tensor(key) for key in opened.keys()} | {"metadata": opened.metadata()}  # noqa: SIM118
+
+
+def resume(trained, folder):
+    DeepSpeedModel(trained, 1).load(SavedState(folder))
 
 
 def same(ours, theirs):
-    assert ours.pop("optimizer") == theirs.pop("optimizer")
+    assert ours.pop("metadata") == theirs.pop("metadata")
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -239,10 +259,10 @@ def test_states_of_pipelines_are_saved_from_anywhere_and_continued(tmp_path, dty
     to_device(trained)
     assert same(states_of(trained, tmp_path / "back"), dict(there))
     fresh, resumed = stages(dtype)
-    stage_states.load(fresh, tmp_path / "away")
+    resume(fresh, tmp_path / "away")
     run(other, range(5, 8))
     take_step(twin, 3.0, 1)  # and back to what was saved
-    stage_states.load(twin, tmp_path / "away")
+    resume(twin, tmp_path / "away")
     norms = []
     for engine_, module in ((trained, network), (fresh, resumed), (twin, other)):
         run(module, range(2, 5))
@@ -258,7 +278,7 @@ def test_a_resumed_optimizer_has_what_a_first_step_gives_it(tmp_path):
     run(network, range(2))
     take_step(stepped, 2.0, 1)
     states_of(stepped, tmp_path)
-    stage_states.load(resumed, tmp_path)
+    resume(resumed, tmp_path)
     kinds = []
     for each in (stepped, resumed):
         (state,) = each.optimizer.optimizer.state.values()
@@ -283,14 +303,13 @@ class Counting(torch.optim.AdamW):
         for group in self.param_groups:
             assert not group["lr"]
             for flat in group["params"]:
-                self.state[flat] = {"step": 1, **{name: torch.zeros_like(flat) for name in stage_states.MOMENTS}}
+                self.state[flat] = {"step": 1, **{name: torch.zeros_like(flat) for name in state_files.MOMENTS}}
 
 
 def resumed_at_5(flat, optimizer):
     flat.grad = torch.full_like(flat, 7.0)
     gradient, rate = flat.grad, optimizer.param_groups[0]["lr"]
-    zero = SimpleNamespace(optimizer=optimizer, _lazy_init_hp_params_optimizer_state=lambda: None)
-    stage_states._make_moments(SimpleNamespace(optimizer=zero), 5)
+    states.make_moments(SimpleNamespace(basic_optimizer=optimizer, optimizer=None), 5)
     assert flat.grad is gradient and optimizer.param_groups[0]["lr"] == rate > 0
     return optimizer.state[flat]
 

@@ -245,7 +245,6 @@ class Ranks(PipelineTrainer):
 
 
 async def test_layers_move_only_where_ranks_are_saved_and_have_room(tmp_path):
-    (tmp_path / "trainer.json").write_text('{"pipelines": true}')
     for room, layers in ((9, (8, 4)), (0, (6, 6))):
         group = Ranks(2, room)
         await group.setup([ACTOR, CRITIC])
@@ -262,7 +261,6 @@ async def test_layers_move_only_where_ranks_are_saved_and_have_room(tmp_path):
 @pytest.mark.parametrize("took, layers", [((10.0, 20.0), (9, 3)), ((10.0, 10.5), (6, 6)), ((10.0, 5.0), (6, 6))])
 async def test_layers_move_by_what_stages_were_measured_to_take(tmp_path, took, layers):
     """Of an actor whose head takes a third, where that is worth it; the critic is as it was modelled."""
-    (tmp_path / "trainer.json").write_text('{"pipelines": true}')
     group = Ranks(2, 9)
     await group.setup([ACTOR, CRITIC])
     await group.replan([], tmp_path)

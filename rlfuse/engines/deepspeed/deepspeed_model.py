@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-import copyreg
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import cache
-from pathlib import Path
+from functools import cache, partial
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address
 from transformers import PreTrainedModel
 
 from rlfuse.config.parallel_mesh import ParallelMesh
 from rlfuse.config.schema import Config, OptimConfig
-from rlfuse.engines.deepspeed import deepspeed_ops, optimizer, stage_states
-from rlfuse.engines.trainer.saving import CheckpointWriter
+from rlfuse.engines.deepspeed import deepspeed_ops, optimizer, states
 from rlfuse.engines.trainer.sharded_model import mixed
-from rlfuse.engines.trainer.tensor_parallel import TensorShares
-
-TAG = "deepspeed"
-# DeepSpeed's optimizer states hold these besides tensors and plain data.
-torch.serialization.add_safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address])
-# Pickle by value: Python before 3.11.4 uses `getattr`, which `weights_only` loading rejects.
-copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))
+from rlfuse.engines.trainer.state_files import Part, SavedState
+from rlfuse.engines.trainer.tensor_parallel import TensorShares, share_of
 
 
 class DeepSpeedModel:
@@ -119,28 +108,19 @@ class DeepSpeedModel:
     def not_finite(self) -> str | None:
         return optimizer.not_finite(self.module)
 
-    def save(self, folder: Path, files: CheckpointWriter) -> None:
-        with guard_writes(self.engine, files):
-            self.engine.save_checkpoint(str(folder), tag=TAG, save_latest=False)
+    def parts(self, shares: TensorShares | None = None) -> Iterator[Part]:
+        return states.parts(self.engine, self._named(), partial(share_of, shares))
 
-    def load(self, folder: Path) -> None:
-        loaded, _ = self.engine.load_checkpoint(str(folder), tag=TAG)
-        if loaded is None:
-            raise FileNotFoundError(f"{folder}: DeepSpeed found no checkpoint to load")
-        optimizer.restore_run_settings(self.engine)
+    def load(self, saved: SavedState, shares: TensorShares | None = None) -> None:
+        states.load(self.engine, self._named(), partial(share_of, shares), saved)
 
-    # Stages
+    def _named(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Return the parameters under the names of the whole model: without the stage index, if it has stages."""
+        staged = isinstance(self.module, torch.nn.ModuleDict)
+        return [(name.split(".", 1)[1] if staged else name, each) for name, each in self.module.named_parameters()]
 
     def close(self) -> None:
         self.engine.destroy()
-
-    def save_by_name(
-        self, folder: Path, rank: int | None, files: CheckpointWriter, shares: TensorShares | None
-    ) -> None:
-        stage_states.save(self.engine, folder, rank, files, shares)
-
-    def load_by_name(self, folder: Path, shares: TensorShares | None) -> None:
-        stage_states.load(self.engine, folder, shares)
 
 
 # Cached: models of equal degree share the groups, and every gloo group starts threads.
@@ -183,31 +163,3 @@ def _reachable(root: Any) -> Iterator[torch.Tensor]:
             waiting += [*value, *getattr(value, "__dict__", {}).values()]
         elif type(value).__module__.startswith(("deepspeed.runtime.", "torch.optim.")):
             waiting += getattr(value, "__dict__", {}).values()
-
-
-@contextmanager
-def guard_writes(engine: deepspeed.DeepSpeedEngine, files: CheckpointWriter) -> Iterator[None]:
-    """Write the files of the engine's `save_checkpoint` with `files` within the block."""
-    engine.checkpoint_engine = _GuardedEngine(engine.checkpoint_engine, files)
-    engine._copy_recovery_script = lambda *_: None  # unused next to huggingface/, and written unguarded
-    try:
-        yield
-    finally:
-        engine.checkpoint_engine = engine.checkpoint_engine.wrapped
-        del engine._copy_recovery_script
-
-
-class _GuardedEngine:
-    """DeepSpeed's checkpoint writer with failures handled by `files`."""
-
-    def __init__(self, wrapped: Any, files: CheckpointWriter):
-        self.wrapped, self._files = wrapped, files
-
-    def save(self, state_dict: Any, path: str) -> None:
-        self._files.write(path, lambda: self.wrapped.save(state_dict, path))
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        self._files.write(path, lambda: self.wrapped.makedirs(path, exist_ok=exist_ok))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.wrapped, name)

@@ -114,17 +114,6 @@ def _sums(settings: ActorConfig, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if settings.grad_accum_dtype == "float32" else dtype
 
 
-def restore_run_settings(engine: deepspeed.DeepSpeedEngine) -> None:
-    """Restore this run's weight decay, betas, eps and clipping, which loading a checkpoint has replaced.
-
-    The learning rate is set before every step.
-    """
-    for group in engine.basic_optimizer.param_groups:
-        group |= {name: engine.basic_optimizer.defaults[name] for name in ("weight_decay", "betas", "eps")}
-    if hasattr(engine.optimizer, "clip_grad"):  # otherwise the hook of `_clip_before_steps` clips
-        engine.optimizer.clip_grad = engine.gradient_clipping()
-
-
 def set_lr(engine: deepspeed.DeepSpeedEngine, factor: float) -> float:
     """Set the learning rate of the next step to `factor` times the full rate, and return it."""
     lr = factor * engine.basic_optimizer.defaults["lr"]

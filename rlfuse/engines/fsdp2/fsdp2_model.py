@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,12 +18,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from rlfuse.config.parallel_mesh import ParallelMesh
 from rlfuse.config.schema import Config, OptimConfig
-from rlfuse.engines.trainer.saving import CheckpointWriter
 from rlfuse.engines.trainer.sharded_model import mixed
+from rlfuse.engines.trainer.state_files import MOMENTS, WEIGHT, Part, SavedState
+from rlfuse.engines.trainer.tensor_parallel import TensorShares
 from rlfuse.errors import EngineError
 
 
@@ -133,30 +134,29 @@ class Fsdp2Model:
     def _local(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, each.detach().to_local()) for name, each in self.module.named_parameters())
 
-    # Each rank has its own file.
-
-    def save(self, folder: Path, files: CheckpointWriter) -> None:
-        files.write(folder, lambda: folder.mkdir(parents=True, exist_ok=True))
-        path = folder / f"fsdp2_{dist.get_rank()}.pt"
-        files.write(path, lambda: torch.save(self._state(), path))
-
-    def load(self, folder: Path) -> None:
-        saved = torch.load(folder / f"fsdp2_{dist.get_rank()}.pt", weights_only=True)
-        self.optimizer.state.clear()
-        self._make_moments({name.rpartition("/")[0] for name in saved["moments"]})
-        state = self._state()
-        for kind in ("weights", "moments"):
-            for name, tensor in state[kind].items():
-                tensor.copy_(saved[kind][name])
-        self.steps = saved["steps"]
-
-    def _state(self) -> dict[str, Any]:
-        """Return this rank's shards by name, without a copy."""
-        moments = {}
+    def parts(self, shares: TensorShares | None = None) -> Iterator[Part]:
         for name, parameter in self.module.named_parameters():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                moments[f"{name}/{key}"] = value.to_local() if isinstance(value, DTensor) else value
-        return {"weights": dict(self._local()), "moments": moments, "steps": self.steps}
+            state = self.optimizer.state.get(parameter, {})
+            fields = {WEIGHT: parameter.detach(), **{key: state[key] for key in MOMENTS if key in state}}
+            _, (first, *_) = compute_local_shape_and_global_offset(
+                parameter.shape, parameter.device_mesh, parameter.placements
+            )
+            start = first * math.prod(parameter.shape[1:])  # sharded by rows
+            local = {key: value.to_local().view(-1) for key, value in fields.items()}
+            if local[WEIGHT].numel():
+                yield Part(name, tuple(parameter.shape), start, local, steps=int(state.get("step", 0)))
+
+    def load(self, saved: SavedState, shares: TensorShares | None = None) -> None:
+        steps = {name: saved.steps(name) for name, _ in self.module.named_parameters()}
+        self.optimizer.state.clear()
+        self._make_moments({name for name, count in steps.items() if count})
+        for name, parameter in self.module.named_parameters():
+            if state := self.optimizer.state.get(parameter):
+                state["step"].fill_(steps[name])
+        for part in self.parts():
+            for field, tensor in part.tensors.items():
+                tensor.copy_(saved.read(field, part))
+        self.steps = saved.updates
 
     def _make_moments(self, names: set[str]) -> None:
         """Create the moments of parameters `names` by a step with zero gradients and learning rate."""

@@ -37,8 +37,6 @@ from rlfuse.protocols import PassResult
 from rlfuse.samples import MicroBatch, Row
 
 T = TypeVar("T")
-CHECKPOINT_FORMAT = {"pipelines": True}
-"""Content of a checkpoint's `trainer.json`. Checkpoints can be loaded under any pipeline layout."""
 Work = Mapping[str, tuple[list[list[Share]], Sequence[Row]]]
 """Model -> its micro-batches as [pipeline][micro-batch], and the rows that they index."""
 
@@ -236,7 +234,6 @@ class PipelineGroup(RankGroup):
         for model in self._accumulated:
             await self._export(model, folder.absolute() / model / "huggingface")
         check_written(await self._all("save", f"save a checkpoint to {folder}", folder.absolute()))
-        (folder / "trainer.json").write_text(json.dumps(CHECKPOINT_FORMAT))
 
     async def save_metadata(self, folder: Path) -> None:
         """Write a checkpoint's files without weights and optimizer state. Raises NotSaved if a file could not be
@@ -265,13 +262,8 @@ class PipelineGroup(RankGroup):
             return (await all_of([*map(asyncio.ensure_future, calls)]))[ranks.index(rank)]
 
     async def load(self, folder: Path) -> None:
-        """Load a checkpoint of `save`, written under this or another number of stages, pipelines and ranks."""
+        """Load a checkpoint, written under this or another layout of ranks."""
         self._check_no_gradients("loaded")
-        if json.loads((folder / "trainer.json").read_text()) != CHECKPOINT_FORMAT:
-            raise EngineError(
-                f"{folder} was not written by pipeline ranks. Resume it with training.pipeline_parallel_size=1, or "
-                f"start a new run from its weights with model.path={folder / 'actor' / 'huggingface'}."
-            )
         await self._all("load", f"load the checkpoint {folder}", folder.absolute())
 
     async def move_layers(self, saved: Path) -> bool:

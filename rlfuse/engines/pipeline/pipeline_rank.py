@@ -39,13 +39,14 @@ from rlfuse.engines.pipeline.stages import (
     check_head,
     check_training_passes,
 )
-from rlfuse.engines.trainer import fused_log_probs
+from rlfuse.engines.trainer import fused_log_probs, state_files
 from rlfuse.engines.trainer.base_rank import Rank, requires_models
 from rlfuse.engines.trainer.micro_batch_losses import read_sums
 from rlfuse.engines.trainer.models import packs_exactly
 from rlfuse.engines.trainer.offloading import on_device
 from rlfuse.engines.trainer.saving import CheckpointWriter, checkpoint_writer
 from rlfuse.engines.trainer.sharded_model import StagesModel, check_finite
+from rlfuse.engines.trainer.state_files import WHOLE, SavedState
 from rlfuse.engines.trainer.tensor_parallel import TensorParallelGroup, TensorShares
 from rlfuse.engines.weights.exporting import Exporter
 from rlfuse.events import Span
@@ -281,23 +282,25 @@ class PipelineRank(Rank):
         return files.problem
 
     def save(self, folder: Path) -> str | None:
-        """Write the optimizer states by parameter name to `{actor,critic}/pipeline/` in `folder`.
+        """Write this rank's part of the training state to `{actor,critic}/` in `folder`.
 
         Returns the write error, if any. Raises EngineError if weights are not finite.
         """
         with checkpoint_writer(self.engines.values()) as files:
             for name, engine in self.engines.items():
-                rank = self.rank if self.layout[name].mesh(self.world).leads(self.rank, "dp", "tp") else None
-                engine.save_by_name(folder / name / "pipeline", rank, files, self._shares(name))
+                first = self.tensor is None or self.tensor.is_writer
+                held = (part for part in engine.parts(self._shares(name)) if not part.is_tied_copy)
+                written = (part for part in held if first or part.share != WHOLE)
+                state_files.save(folder / name, self.rank, written, engine.steps, files)
                 check_finite(name, engine.not_finite())
         return files.problem
 
     @requires_models
     def load(self, folder: Path) -> None:
-        """Load weights, optimizer and learning rate schedule of `save`, written under any stages."""
+        """Load weights and optimizer states that `save` wrote, under any layout."""
         for name, engine in self.engines.items():
             with self.optimizer_on_device(name):
-                engine.load_by_name(folder / name / "pipeline", self._shares(name))
+                engine.load(SavedState(folder / name), self._shares(name))
 
     def _shares(self, model: str) -> TensorShares | None:
         """Return the group with which this rank shares tensors of the model, if any."""

@@ -1,16 +1,15 @@
 """Protocol of a trainer backend: a model sharded over ranks.
 
 Role: trainer ranks create models with `sharded_model(config.actor.strategy)` and use only this protocol.
-Invariant: gradients are sums until `step` divides them once. Every rank calls `step`, `gathered`, `save` and `load`;
+Invariant: gradients are sums until `step` divides them once. Every rank calls `step`, `gathered` and `load`;
 `Config.sharded_weights` and `sharded_gradients` say whether passes and backward passes are collective, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Protocol, Self
 
 import torch
@@ -19,7 +18,7 @@ from transformers import PreTrainedModel
 from rlfuse.config.parallel_mesh import ParallelMesh
 from rlfuse.config.schema import Config, OptimConfig
 from rlfuse.engines.trainer.backends import BACKENDS, import_object
-from rlfuse.engines.trainer.saving import CheckpointWriter
+from rlfuse.engines.trainer.state_files import Part, SavedState
 from rlfuse.engines.trainer.tensor_parallel import TensorShares
 from rlfuse.errors import EngineError
 
@@ -96,29 +95,21 @@ class ShardedModel(Protocol):
     def not_finite(self) -> str | None:
         """Return the name of a parameter that is not finite on this rank, or None."""
 
-    def save(self, folder: Path, files: CheckpointWriter) -> None:
-        """Save weights and optimizer state; `load` with the same number of ranks continues bitwise equal."""
+    def parts(self, shares: TensorShares | None = None) -> Iterator[Part]:
+        """Yield the parts of trained parameters and moments that this rank holds, as views.
 
-    def load(self, folder: Path) -> None:
-        """Load what `save` wrote; learning rate, weight decay, betas, eps and clipping are those of this run."""
+        `shares`: group of ranks with shares of parameters.
+        """
+
+    def load(self, saved: SavedState, shares: TensorShares | None = None) -> None:
+        """Load a saved state; the settings of the optimizer are those of this run. Every rank calls."""
 
 
 class StagesModel(ShardedModel, Protocol):
-    """Additional methods for pipelines: states by parameter name, loadable under any split into stages."""
+    """A model of which a rank has stages of pipelines."""
 
     def close(self) -> None:
         """Release the model and its optimizer."""
-
-    def save_by_name(
-        self, folder: Path, rank: int | None, files: CheckpointWriter, shares: TensorShares | None
-    ) -> None:
-        """Gather this rank's parameters and moments; write them as the file of `rank`, if given.
-
-        `shares`: group of ranks with shares of parameters, which are written whole.
-        """
-
-    def load_by_name(self, folder: Path, shares: TensorShares | None) -> None:
-        """Load the states that `save_by_name` wrote for this rank's parameters. FileNotFoundError if there are none."""
 
 
 def sharded_model(strategy: str) -> type[ShardedModel]:

@@ -26,6 +26,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from rlfuse.config.parallel_mesh import ParallelMesh
 from rlfuse.engines.trainer.attention import attends_by_layout
+from rlfuse.engines.trainer.state_files import WHOLE, Share
 from rlfuse.errors import EngineError
 
 KEY = "training.tensor_model_parallel_size"
@@ -94,6 +95,13 @@ class TensorParallelGroup(MemoryOnlyGroup):
 def is_share(parameter: nn.Parameter | Tensor) -> bool:
     """Return whether the parameter is this rank's share of a larger tensor."""
     return getattr(parameter, "tensor_model_parallel", False)
+
+
+def share_of(shares: TensorShares | None, parameter: nn.Parameter) -> Share:
+    """Return which share of a parameter this rank has; `shares`: its group."""
+    if shares is None or not is_share(parameter):
+        return WHOLE
+    return Share(shares.index, shares.degree, parameter.partition_dim)
 
 
 # Which models ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ order. A long row is split over several ranks if it has to be or if that is fast
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,6 @@ import ray
 from rlfuse.cluster import watchdog
 from rlfuse.cluster.placement import Slots
 from rlfuse.config.parallel_mesh import ParallelMesh
-from rlfuse.config.parallelism import STATE, state_layout, value_of
 from rlfuse.config.schema import Config
 from rlfuse.engines.trainer.lockstep_packing import plan_lockstep
 from rlfuse.engines.trainer.makespan import bounds, makespan
@@ -38,7 +36,6 @@ from rlfuse.engines.trainer.sequence_parallel_packing import (
     units_by_prompt,
 )
 from rlfuse.engines.weights.sync import plan_buckets
-from rlfuse.errors import EngineError
 from rlfuse.protocols import PassResult
 from rlfuse.samples import Row
 
@@ -215,40 +212,20 @@ class TrainerGroup(RankGroup):
         await self._all("release_ipc", "release a bucket")
 
     async def save(self, folder: Path) -> None:
-        """Save each model to its own folder below `folder`, with the layout that `load` checks.
-
-        NotSaved if a file could not be written.
-        """
+        """Save each model to its own folder below `folder`. NotSaved if a file could not be written."""
         self._check_no_gradients("saved")
         synced = ["ref"] if self.config.ref.sync_ref_model else []
         buckets = {model: await self.bucket_plan(model) for model in (*self.models, *synced)}
         check_written(await self._all("save", f"save a checkpoint to {folder}", folder.absolute(), buckets))
-        (folder / "trainer.json").write_text(json.dumps(self._shape()))
 
     async def save_metadata(self, folder: Path) -> None:
         """Write all that `save` writes except weights and optimizer state. NotSaved if a file could not be written."""
         check_written(await self._all("save_metadata", f"write files to {folder}", folder.absolute()))
 
     async def load(self, folder: Path) -> None:
-        """Load what `save` wrote; the run must have the same ranks and the same sharding of states."""
+        """Load what `save` wrote, under this or another layout of ranks."""
         self._check_no_gradients("loaded")
-        saved = json.loads((folder / "trainer.json").read_text())
-        if "ranks" not in saved:
-            raise EngineError(
-                f"Checkpoint {folder} was written by pipeline stages. Resume with training.pipeline_parallel_size "
-                f"above 1, or start a new run with model.path={folder / self.models[0] / 'huggingface'}."
-            )
-        if state_layout(saved) != state_layout(self._shape()):
-            raise EngineError(
-                f"Checkpoint {folder} was written with {saved}, but this run has {self._shape()}. Use the saved "
-                f"settings to resume, or start a new run with "
-                f"model.path={folder / self.models[0] / 'huggingface'}."
-            )
         await self._all("load", f"load the checkpoint {folder}", folder.absolute())
-
-    def _shape(self) -> dict[str, Any]:
-        config = self.config
-        return {"ranks": len(self.ranks), "critic": config.uses_critic, **{key: value_of(config, key) for key in STATE}}
 
 
 def _by_row(shares: Sequence[Sequence[Share]], answers: Sequence[Any], rows: int) -> list[np.ndarray]:

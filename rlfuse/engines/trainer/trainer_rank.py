@@ -12,7 +12,7 @@ non-finite loss or gradient is skipped on every rank, and non-finite weights are
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from rlfuse.config.parallel_mesh import ParallelMesh
 from rlfuse.config.schema import ModelConfig, OptimConfig
-from rlfuse.engines.trainer import fused_log_probs
+from rlfuse.engines.trainer import fused_log_probs, state_files
 from rlfuse.engines.trainer.activation_offloading import RankActivations
 from rlfuse.engines.trainer.attention import attends_by_layout
 from rlfuse.engines.trainer.base_rank import Rank, requires_models
@@ -55,6 +55,7 @@ from rlfuse.engines.trainer.saving import REFERENCE, CheckpointWriter, checkpoin
 from rlfuse.engines.trainer.sequence_parallel import SequenceParallel, SequenceSlice
 from rlfuse.engines.trainer.sequence_parallel_packing import Costs, degrees_up_to
 from rlfuse.engines.trainer.sharded_model import ShardedModel, check_finite
+from rlfuse.engines.trainer.state_files import WHOLE, Part, SavedState
 from rlfuse.engines.trainer.tensor_parallel import TensorParallelGroup
 from rlfuse.engines.trainer.vision_tower import MicroBatchClip, TowerSettings, TrainedTower
 from rlfuse.engines.weights import cuda_ipc
@@ -75,6 +76,8 @@ class TrainerRank(Rank):
 
     activations: RankActivations | None = None
     """Activation offloading; None where it is off."""
+    tensor: TensorParallelGroup | None = None
+    """Tensor-parallel group of this rank."""
     synced: Exporter | None = None
     """Exporter of a reference policy that is mixed with the actor, and so belongs to checkpoints."""
     shared: Sequence[torch.Tensor] = ()
@@ -379,7 +382,8 @@ class TrainerRank(Rank):
         """
         with checkpoint_writer(self.engines[name] for name in self.exporters) as files:
             for name, exporter in self.exporters.items():
-                self.engines[name].save(folder / name, files)
+                model = self.engines[name]
+                state_files.save(folder / name, self.rank, self._written(model), model.steps, files)
                 exporter.save_pretrained(folder / name / "huggingface", buckets[name], files)
             if self.synced:
                 self.synced.save_pretrained(folder / REFERENCE, buckets["ref"], files)
@@ -402,16 +406,24 @@ class TrainerRank(Rank):
 
     @requires_models
     def load(self, folder: Path) -> None:
-        """Load weights, optimizer states and reference that `save` wrote; hyperparameters are those of this run."""
+        """Load weights, optimizer states and reference that `save` wrote under any layout; hyperparameters are those of
+        this run."""
         for name in self.exporters:
             with self.optimizer_on_device(name):
-                self.engines[name].load(folder / name)
+                self.engines[name].load(SavedState(folder / name), self.tensor)
         if self.synced:
             with self.backend.loading(self.config):
                 self._frozen(str(folder / REFERENCE)).mix_into(self.engines["ref"], 1.0)  # a copy, in every layout
         if self.tower:
             self.tower.copy_weights_from(self.engines["actor"])
             self.tower.embedded_at = self.tower.updates
+
+    def _written(self, model: ShardedModel) -> Iterator[Part]:
+        """Return the parts of a model that this rank writes: of several ranks with equal parts, only the first."""
+        first = self.mesh.leads(self.rank, "tp")
+        if not self.config.sharded_optimizer and not self.mesh.leads(self.rank, "dp", "sp"):
+            return iter(())
+        return (part for part in model.parts(self.tensor) if first or part.share != WHOLE)
 
     # Events ------------------------------------------------------------------------------------------------------
 

@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from rlfuse.config.custom_functions import custom_functions_of, traits_of
-from rlfuse.config.declare import LAYOUT, RESUME_FROM, RUN_NAME, Effect, Resume
+from rlfuse.config.declare import RESUME_FROM, RUN_NAME, Effect, Resume
 from rlfuse.config.documentation import by_name
 from rlfuse.config.facts import reward_file, reward_functions
 from rlfuse.config.job_file import settings_of
-from rlfuse.config.parallelism import state_layout
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden
 from rlfuse.errors import ConfigError
@@ -105,8 +104,6 @@ def _effect(key: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Re
     declared = by_name()[key].resume
     if declared.sometimes is None:
         return declared
-    if declared is LAYOUT:
-        return declared.sometimes if _loads(before, after) else declared
     return declared.sometimes if _trains_critic(before[key]) != _trains_critic(after[key]) else declared
 
 
@@ -115,18 +112,6 @@ def _trains_critic(estimator: str) -> bool:
         return traits_of(estimator).needs_critic
     except ConfigError:
         return False
-
-
-def _loads(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Return whether a trainer of one layout can load checkpoints of the other layout."""
-    stages, width = "training.pipeline_parallel_size", "training.tensor_model_parallel_size"
-    pipelines = min(before[stages], after[stages]) > 1
-    if (before[width] != after[width] and not pipelines) or before["actor.strategy"] != after["actor.strategy"]:
-        return False
-    if len({state_layout(each)["actor.zero_stage"] for each in (before, after)}) > 1:
-        return False
-    slots = {each["trainer.nnodes"] * each["trainer.n_gpus_per_node"] for each in (before, after)}
-    return pipelines or (before[stages] == after[stages] and len(slots) == 1)
 
 
 def input_digests(config: Config) -> dict[str, str]:

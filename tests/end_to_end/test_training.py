@@ -329,8 +329,10 @@ async def test_steps_and_checkpoints_know_what_was_accumulated(group, policy_fol
     await group.save(tmp_path / "checkpoint")
 
 
-def masked(row):
-    return replace(row, tensors=row.tensors | {"loss_mask": np.zeros(len(row.response_ids), np.float32)})
+def masked(rows, counted):
+    """Rows of which only the first ones count in the loss."""
+    kept = [np.full(len(row.response_ids), index < counted, np.float32) for index, row in enumerate(rows)]
+    return [replace(row, tensors=row.tensors | {"loss_mask": mask}) for row, mask in zip(rows, kept, strict=True)]
 
 
 async def test_masked_rows_change_neither_gradient_nor_means(group, policy_folder):
@@ -338,10 +340,10 @@ async def test_masked_rows_change_neither_gradient_nor_means(group, policy_folde
     _, expected = await assert_gradients_match(await group.take(config), rows[:4])
     serial = await group.gradients()
     await group.take(config)
-    await group.accumulate(("actor",), [*rows[:4], *map(masked, rows[4:])])
+    await group.accumulate(("actor",), masked(rows, 4))
     metrics = await group.step("actor", [*lengths(rows[:4]), 0, 0, 0])
     assert distance(await group.gradients(), serial) < 1e-6 and metrics == pytest.approx(expected, rel=1e-5)
-    await group.accumulate(("actor",), [*map(masked, rows)])
+    await group.accumulate(("actor",), masked(rows, 0))
     empty = await group.step("actor", [0] * len(rows))
     assert empty["actor/grad_norm"] == empty["actor/pg_loss"] == empty["actor/entropy"] == 0
 

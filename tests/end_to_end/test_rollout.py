@@ -102,11 +102,12 @@ async def test_samples_stream_as_they_finish_with_all_their_fields(engine, tiny_
     assert await engine.drain() == []
 
 
-async def test_baselines_are_decoded_greedily_among_sampled_responses(engine, reference):
+async def test_baselines_are_decoded_greedily_among_sampled_responses(engine):
     samples = [replace(sample(i, k), is_baseline=k == 2) for i in range(3) for k in range(3)]
     responses = await collect(engine, samples, Sampling(1.0, 0.9, -1, 12))
     plain = await collect(engine, [each for each in samples if not each.is_baseline], Sampling(1.0, 0.9, -1, 12))
-    greedy = await collect(engine, [each for each in samples if each.is_baseline], Sampling(0.0, 1.0, -1, 12))
+    greedy = [replace(each, is_baseline=False) for each in samples if each.is_baseline]
+    greedy = await collect(engine, greedy, Sampling(0.0, 1.0, -1, 12))
     for each in samples:
         alone = (greedy if each.is_baseline else plain)[each.id]
         assert responses[each.id].token_ids.tolist() == alone.token_ids.tolist()

@@ -29,6 +29,8 @@ RECEIVERS = {
     "engines/deepspeed/optimizer.py: grid": "deepspeed.runtime.pipe.topology.PipelineParallelGrid",
     "engines/deepspeed/states.py: engine": DEEPSPEED,
     "engines/deepspeed/states.py: engine.optimizer": ZERO_1,
+    "engines/deepspeed/states.py: wrapper": "deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer",
+    "engines/deepspeed/states.py: zero": "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",
     "engines/pipeline/waits.py: work": "torch.distributed.Work",
     "engines/vllm/rollout_worker.py: cache": "vllm.config.CacheConfig",
     "engines/vllm/rollout_worker.py: self._engine": ASYNC_LLM,

@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from rlfuse import train
+from rlfuse import application
 from rlfuse.config.compose import CONF, compose_job
 from rlfuse.config.documentation import by_name
 from rlfuse.config.presets import contents
@@ -191,9 +191,9 @@ def test_a_sweep_runs_what_its_folders_and_rows_are_named_after(
     def run(job, trial, _):
         jobs.append((OmegaConf.select(job, key), trial.name, dict(trial.settings)))
 
-    monkeypatch.setattr(train, "_run", run)
+    monkeypatch.setattr(application, "_run", run)
     argv = ["-m", "--config-dir", str(folder), str(folder / "job.yaml"), *(word.strip("'") for word in words)]
-    assert train.main([*argv, f"trainer.default_local_dir={folder / 'runs'}"]) == 0
+    assert application.main([*argv, f"trainer.default_local_dir={folder / 'runs'}"]) == 0
     assert [value for value, _, _ in jobs] == values
     assert len({name for _, name, _ in jobs}) == 2 and len({str(settings) for *_, settings in jobs}) == 2
     if label is not None:

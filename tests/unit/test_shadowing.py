@@ -23,7 +23,7 @@ WORKER = """
 import os, subprocess, sys
 from rlfuse.cluster.worker_environment import job_environment
 from rlfuse.config.compose import read_command
-from rlfuse.train import run_command
+from rlfuse.application import run_command
 
 CHECK = "from rlfuse.cluster.worker_environment import prepare_worker; prepare_worker(); "
 CHECK += "import json, helper_of_mine, of_the_job"

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from rlfuse import train
+from rlfuse import application
 from rlfuse.config.compose import load, read_command
 from rlfuse.errors import ConfigError
 from rlfuse.run.sweeps import LONGEST_NAME, Trial, print_table, sweep_name, swept_values
@@ -96,7 +96,7 @@ def test_a_sweep_gives_each_job_its_folder_and_goes_on_where_one_fails(job, ran,
     monkeypatch.chdir(job.parent)
     monkeypatch.delenv("WANDB_RUN_GROUP", raising=False)
     argv = ["-m", "trainer.experiment_name=a", str(job), "rollout.n=1,2,4", "actor.optim.weight_decay=0.1"]
-    assert train.main(argv) == 2
+    assert application.main(argv) == 2
     assert [config.rollout.n for config in ran] == [2, 4]
     assert [config.run_folder.name for config in ran] == ["a-rollout.n=2", "a-rollout.n=4"], "by what varies"
     assert ran.groups == ["a", "a"] and "WANDB_RUN_GROUP" not in os.environ
@@ -119,13 +119,13 @@ def test_a_sweep_over_groups_of_ones_own(job, ran, capsys):
     (job.parent / "lengths" / "long.yaml").write_text("# @package _global_\ndata:\n  max_response_length: 32\n")
     (job.parent / "lengths" / "short.yaml").write_text("data:\n  max_response_length: 16\n")
     argv = ["--config-dir", str(job.parent), str(job), "+lengths=short,long", "-m", "algorithm=rloo"]
-    assert train.main(argv) == 0
+    assert application.main(argv) == 0
     assert [(config.data.max_response_length, config.algorithm.adv_estimator) for config in ran] == [
         (16, "rloo"),
         (32, "rloo"),
     ]
     assert [config.run_folder.name for config in ran] == ["mine-lengths=short", "mine-lengths=long"]
-    assert train.main(argv) == 0 and len(ran) == 2, "a job that is done is not trained again"
+    assert application.main(argv) == 0 and len(ran) == 2, "a job that is done is not trained again"
     assert [line.split()[:3] for line in capsys.readouterr().out.splitlines()[-3:-1]] == [
         ["0", "short", "finished"],
         ["1", "long", "finished"],
@@ -143,13 +143,13 @@ def test_a_job_that_was_told_to_leave_takes_its_sweep_along(job, monkeypatch):
         raise Stopped("SIGTERM", signal.SIGTERM)
 
     monkeypatch.setitem(sys.modules, "rlfuse.run.build", types.SimpleNamespace(run=leave))
-    assert train.main(["-m", str(job), "rollout.n=2,4"]) == train.PREEMPTED and len(started) == 1
+    assert application.main(["-m", str(job), "rollout.n=2,4"]) == application.PREEMPTED and len(started) == 1
 
 
 @pytest.mark.slow
 def test_ctrl_c_in_the_last_step_of_a_job_ends_its_sweep_too(job, ran, monkeypatch):
-    monkeypatch.setattr(train, "stop_signal", lambda: signal.SIGINT)
-    assert train.main(["-m", str(job), "rollout.n=2,4"]) == train.INTERRUPTED and len(ran) == 1
+    monkeypatch.setattr(application, "stop_signal", lambda: signal.SIGINT)
+    assert application.main(["-m", str(job), "rollout.n=2,4"]) == application.INTERRUPTED and len(ran) == 1
 
 
 @pytest.mark.slow
@@ -158,7 +158,7 @@ def test_an_optimising_sweeper_gets_the_last_validation_score(job, ran, capsys):
     argv = ["-m", str(job), "hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=2"]
     argv += ["hydra.sweeper.sampler.seed=1", "rollout.n=choice(1,2,4)"]
     argv += ["hydra.sweeper.direction=maximize", f"data.val_files=[{job.parent}/train.jsonl]"]
-    assert train.main([*argv, "hydra.sweeper.max_failure_rate=1"]) == 0
+    assert application.main([*argv, "hydra.sweeper.max_failure_rate=1"]) == 0
     assert [config.rollout.n for config in ran] == [2, 4], "rollout.n=1 is refused, 4 is trained once"
     found = yaml.safe_load((job.parent / "runs" / "rlfuse" / "optimization_results.yaml").read_text())
     assert found == {"name": "optuna", "best_params": {"rollout.n": 4}, "best_value": 0.5}
@@ -174,11 +174,11 @@ def test_an_optimising_sweeper_gets_the_last_validation_score(job, ran, capsys):
 def test_a_sweeper_that_could_not_optimise_the_score_is_told_so_before_a_job_starts(job):
     config, sweeper = load([str(job)]), OmegaConf.create({"_target_": "a.B", "direction": "minimize"})
     with pytest.raises(ConfigError) as error:
-        train.check_sweeper(sweeper, config)
+        application.check_sweeper(sweeper, config)
     assert [problem.split(":")[0] for problem in error.value.problems] == [
         "data.val_files=[]",
         "hydra.sweeper.direction=minimize",
     ]
-    train.check_sweeper(
+    application.check_sweeper(
         OmegaConf.create({"_target_": "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"}), config
     )

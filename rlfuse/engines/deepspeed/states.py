@@ -55,7 +55,7 @@ def count_steps(engine: Any) -> int:
 
 
 def _whole(engine: Any) -> Callable[[torch.nn.Parameter], Held]:
-    masters, states = dict(_copies(engine)), engine.basic_optimizer.state
+    masters, states = dict(_copies(engine.optimizer)), engine.basic_optimizer.state
 
     def held(parameter: torch.nn.Parameter) -> Held:
         master = masters.get(parameter, parameter)
@@ -65,9 +65,8 @@ def _whole(engine: Any) -> Callable[[torch.nn.Parameter], Held]:
     return held
 
 
-def _copies(engine: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """Yield each bfloat16 parameter with its float32 copy under ZeRO 0."""
-    wrapper = engine.optimizer
+def _copies(wrapper: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Yield each bfloat16 parameter with its float32 copy under ZeRO 0. `wrapper`: the engine's optimizer."""
     if isinstance(wrapper, FP16_UnfusedOptimizer):
         for weights, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
             yield from zip(weights, masters, strict=True)
@@ -101,7 +100,7 @@ def _update_weights(engine: Any, named: Named) -> None:
     if stage in (1, 2):
         engine.optimizer.update_lp_params()
     elif stage == 0:
-        for weight, master in _copies(engine):
+        for weight, master in _copies(engine.optimizer):
             weight.data.copy_(master)
     else:
         for _, parameter in named:

@@ -15,9 +15,9 @@ train() { # stage, settings
     python -m rlfuse.train "trainer.experiment_name=$name-$1" "${@:2}"
 }
 
-for task in quickstart demonstrations preferences; do
-    python -m rlfuse.cli prepare "$task"
-done
+python -m rlfuse.cli prepare quickstart
+python -m rlfuse.cli prepare demonstrations
+python -m rlfuse.cli prepare preferences
 train sft experiment=sft trainer.total_training_steps=8
 policy=$(weights_of sft actor)
 train dpo experiment=dpo "model.path=$policy"

@@ -1,7 +1,7 @@
 """Draw batches in the order of a custom sampler: `data.sampler`, for example a curriculum.
 
-Role: a `PromptSource` whose rows the user's class selects. It is iterated once per epoch, one batch at a time, and told
-the finished samples of each step before the next batch is drawn. Its state is saved with each checkpoint.
+Role: a `PromptSource` whose rows the user's class selects. It is iterated once per epoch, one batch at a time, and
+receives the finished samples of each step before the next batch is drawn. Its state is saved with each checkpoint.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class SamplerSource(PromptSource):
         return [self.prompts[row] for row in rows]
 
     def upcoming(self) -> list[Prompt]:
-        """Return no prompts: the next batch is unknown until the sampler is told the results of this step."""
+        """Return no prompts: the next batch is unknown until the sampler has received the samples of this step."""
         return []
 
     def update(self, groups: Sequence[Group]) -> None:

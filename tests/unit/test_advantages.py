@@ -207,10 +207,8 @@ def test_place_at_end_refuses_empty_responses():
 def test_padding_changes_nothing(estimator):
     def estimate(width: int, junk: float):
         rewards, values, mask = batch(5, width, junk)
-        baselines = torch.linspace(-1, 1, 6)
-        return adv.advantages_and_returns(
-            estimator, rewards, values, GROUPS, mask, 0.95, 0.9, True, baselines=baselines
-        )
+        more = {"baselines": torch.linspace(-1, 1, 6), "old_log_probs": values, "ref_log_probs": rewards}
+        return adv.advantages_and_returns(estimator, rewards, values, GROUPS, mask, 0.95, 0.9, True, **more)
 
     for narrow, wide in zip(estimate(5, 0.0), estimate(9, math.nan), strict=True):
         assert torch.equal(narrow, wide[:, :5])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlfuse import cli, train
+from rlfuse import application, cli
 from rlfuse.config.compose import CONF, compose_job, load, read_command
 from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
@@ -108,7 +108,7 @@ def test_interpolation_and_the_date(job):
 @pytest.mark.parametrize("preset", sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml")))
 def test_every_preset_is_sound(job, preset):
     job.write_text(job.read_text().replace("algorithm: grpo\n", "").replace("  n: 4\n", ""))
-    config = load([str(job), f"algorithm={preset}"])
+    config = load([str(job), f"algorithm={preset}", *["ref.path=teacher"] * (preset == "distill")])
     assert config.uses_critic == (preset == "ppo")
 
 
@@ -163,7 +163,7 @@ def test_options_settings_and_the_file_come_in_any_order(job, option):
     ],
 )
 def test_options_that_can_not_be_say_what_can(words, part, job, ran, capsys):
-    assert train.main([*words, *([] if "a.yaml" in words else [str(job)])]) == 2
+    assert application.main([*words, *([] if "a.yaml" in words else [str(job)])]) == 2
     told = capsys.readouterr().err
     assert part in told and "Traceback" not in told and ran == []
 
@@ -177,7 +177,7 @@ def test_failures_of_a_run_and_their_status(job, monkeypatch, capsys):
             raise error
 
         monkeypatch.setitem(sys.modules, "rlfuse.run.build", types.SimpleNamespace(run=run))
-        return train.main([str(job)]), capsys.readouterr().err
+        return application.main([str(job)]), capsys.readouterr().err
 
     assert fail(EngineError("rollout 0 died")) == (1, "rollout 0 died\n(RLFUSE_TRACEBACK=1 shows the traceback)\n")
     assert train.known_failure(ConfigError(["x"])) == 2 and fail(KeyboardInterrupt())[0] == 130

@@ -44,6 +44,7 @@ def finished(step, number, reward):
 def board_of(samples):
     kept = [Group(s.prompt, [s]) for s in samples if isinstance(s.reward, Reward)]
     return SimpleNamespace(
+        kinds=("reward",),
         groups=[Group(s.prompt, [s]) for s in samples],
         partials={},
         unneeded_groups=lambda: ([], {}),

@@ -71,7 +71,7 @@ def accumulate(engine, seeds):
 
 def saved(engine, folder: Path):
     """{name: tensor} of what a rank saves of an engine."""
-    return {name: tensor for name, tensor in states_of(engine, folder).items() if name != "metadata"}
+    return {name: tensor for name, tensor in states_of(engine, folder).items() if name != "parts"}
 
 
 def assert_same(ours, theirs):
@@ -127,7 +127,7 @@ def test_a_state_is_continued_under_every_zero_stage(tmp_path, before, after):
         norms.append(take_step(each, 2.0, 1))
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
     ours, theirs = states_of(resumed, tmp_path / "resumed"), states_of(trained, tmp_path / "trained")
-    assert ours.pop("metadata") == theirs.pop("metadata") and ours.keys() == theirs.keys()
+    assert ours.pop("parts") == theirs.pop("parts") and ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=1e-6)
 
@@ -233,7 +233,7 @@ def states_of(trained, folder):
         state_files.save(folder, 0, model.parts(), model.steps, files)
     assert files.problem is None
     with safe_open(folder / "state_0.safetensors", "pt") as opened:
-        return {key: opened.get_tensor(key) for key in opened.keys()} | {"metadata": opened.metadata()}  # noqa: SIM118
+        return {key: opened.get_tensor(key) for key in opened.keys()} | {"parts": opened.metadata()["parts"]}
 
 
 def resume(trained, folder):
@@ -241,7 +241,7 @@ def resume(trained, folder):
 
 
 def same(ours, theirs):
-    assert ours.pop("metadata") == theirs.pop("metadata")
+    assert ours.pop("parts") == theirs.pop("parts")
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 

@@ -358,7 +358,7 @@ def test_arguments_reach_the_functions(write):
     [
         ([f"{ESTIMATOR}=mine.py:scaled"], "parameter `scale` .* or set algorithm.adv_estimator_kwargs.scale"),
         (["fusion.policy=mine.py:later"], r"takes \(view, patience\) instead of .* or set fusion.policy_kwargs"),
-        (["actor.loss_mode_kwargs.shift=1"], "loss_mode=vanilla is a built-in function without arguments"),
+        (["actor.loss_mode_kwargs.shift=1"], "actor.loss_mode=vanilla takes no arguments; remove them"),
         ([*PASSED[:2], "algorithm.adv_estimator_kwargs.sclae=1"], "`sclae`: mine.py:scaled has no parameter of"),
         ([*PASSED[:2], "algorithm.adv_estimator_kwargs.mask=1"], "`mask`: rlfuse passes it; remove it"),
         (["trainer.metrics_kwargs.count.least=1"], "metrics_kwargs.count: trainer.metrics has no function"),

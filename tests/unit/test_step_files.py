@@ -107,6 +107,8 @@ def test_samples_are_kept_as_people_read_them(tmp_path):
         "ground_truth": "1",
         "columns": {},
         "contact_sheet": None,
+        "pred": None,
+        "token_rewards": None,
     }
     assert second["reward"] is None and second["parts"] == {} and second["note"] == "judge: timed out"
     log = StepFile(tmp_path / "samples.jsonl", after=0)

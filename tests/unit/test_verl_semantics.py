@@ -56,6 +56,7 @@ KEYS_BY_TEST = {
     "test_the_actors_loss": "actor.clip_ratio actor.clip_ratio_low actor.clip_ratio_high actor.clip_ratio_c "
     "actor.entropy_coeff actor.use_kl_loss actor.kl_loss_coef actor.loss_agg_mode actor.loss_mode "
     "actor.tau_pos actor.tau_neg",
+    "test_journal.py": "trainer.rollout_data_dir trainer.validation_data_dir",
     "test_covariance.py": "actor.clip_cov_ratio actor.clip_cov_lb actor.clip_cov_ub actor.kl_cov_ratio "
     "actor.ppo_kl_coef",
     "test_the_critics_loss": "critic.cliprange_value",

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from omegaconf import MISSING
 
-from rlfuse.config.declare import LAYOUT, ROUNDING, SCHEDULING, Effect, Key, as_typed
+from rlfuse.config.declare import ROUNDING, SCHEDULING, Effect, Key, as_typed
 from rlfuse.config.documentation import by_name, groups
 from rlfuse.config.keys import accepts_entry, explain_value, fits, is_free
 from rlfuse.tools.translate.undecided import UNDECIDED, Undecided
@@ -26,7 +26,7 @@ WANDB_MODES = {"offline": "offline", "dryrun": "offline", "disabled": "disabled"
 def affects_training(key: str) -> bool:
     """Return whether a key changes what is trained, by the effect of a change on resume."""
     resume = by_name()[key].resume
-    return resume.effect is not Effect.IMMEDIATE and resume not in (LAYOUT, ROUNDING, SCHEDULING)
+    return resume.effect is not Effect.IMMEDIATE and resume not in (ROUNDING, SCHEDULING)
 
 
 @dataclass(frozen=True, slots=True)

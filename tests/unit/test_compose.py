@@ -108,7 +108,7 @@ def test_interpolation_and_the_date(job):
 @pytest.mark.parametrize("preset", sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml")))
 def test_every_preset_is_sound(job, preset):
     job.write_text(job.read_text().replace("algorithm: grpo\n", "").replace("  n: 4\n", ""))
-    config = load([str(job), f"algorithm={preset}", *["ref.path=teacher"] * (preset == "distill")])
+    config = load([str(job), f"algorithm={preset}", *[f"ref.path={job.parent / 'model'}"] * (preset == "distill")])
     assert config.uses_critic == (preset == "ppo")
 
 
@@ -180,7 +180,7 @@ def test_failures_of_a_run_and_their_status(job, monkeypatch, capsys):
         return application.main([str(job)]), capsys.readouterr().err
 
     assert fail(EngineError("rollout 0 died")) == (1, "rollout 0 died\n(RLFUSE_TRACEBACK=1 shows the traceback)\n")
-    assert train.known_failure(ConfigError(["x"])) == 2 and fail(KeyboardInterrupt())[0] == 130
+    assert application.known_failure(ConfigError(["x"])) == 2 and fail(KeyboardInterrupt())[0] == 130
     status, text = fail(ZeroDivisionError("a defect"))
     assert status == 1 and text.count("Traceback") == 1
     monkeypatch.setenv("RLFUSE_TRACEBACK", "1")

@@ -233,7 +233,8 @@ def states_of(trained, folder):
         state_files.save(folder, 0, model.parts(), model.steps, files)
     assert files.problem is None
     with safe_open(folder / "state_0.safetensors", "pt") as opened:
-        return {key: opened.get_tensor(key) for key in opened.keys()} | {"parts": opened.metadata()["parts"]}
+        tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+        return tensors | {"parts": opened.metadata()["parts"]}
 
 
 def resume(trained, folder):

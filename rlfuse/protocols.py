@@ -184,8 +184,17 @@ class Trainer(Recorded, Protocol):
     async def release_device(self, slot: int) -> None:
         """Move the slot's models off the device (role `rollout`); no-op if they are off."""
 
+    saves_in_background: bool
+    """True if files may still be written when `save` has returned."""
+
     async def save(self, folder: Path) -> None:
-        """Write `actor/` (which contains `huggingface/`) and `critic/` to `folder`."""
+        """Write `actor/` (which contains `huggingface/`) and `critic/` to `folder`; it is complete after `saved`."""
+
+    async def is_saving(self) -> bool:
+        """Return whether files of the last `save` are still being written."""
+
+    async def saved(self) -> None:
+        """Wait until all files of the last `save` are on the disk. NotSaved if one could not be written."""
 
     async def save_metadata(self, folder: Path) -> None:
         """Write everything that `save` writes, except weights and optimizer state."""

@@ -3,6 +3,7 @@
     /dev/shm/rlfuse-kv-*          an engine's KV caches and sockets    engines.vllm.kv_transfer.store.KVCacheStore
     /dev/shm/rlfuse-weights-*     the buckets of a weight transfer     engines.weights.staging.WeightStaging
     /dev/shm/rlfuse-embeddings-*  a node's embeddings of clips         video.cache.EmbeddingCache
+    /dev/shm/rlfuse-checkpoint-*  a rank's files of a checkpoint       engines.trainer.saving.StagedFiles
     {tmp}/rlfuse-run-*            Ray's session and temporary files of a driver and its processes
     /dev/shm/{sem.mp-,psm_,...}   semaphores and messages of libraries, recorded by `attach` in a folder above
 
@@ -32,7 +33,8 @@ from rlfuse.clock import BOOT
 
 SHARED_MEMORY = Path("/dev/shm")
 RUN = "rlfuse-run-"
-KV, WEIGHTS, EMBEDDINGS = KINDS = ("rlfuse-kv-", "rlfuse-weights-", "rlfuse-embeddings-")
+KV, WEIGHTS, EMBEDDINGS, CHECKPOINT = "rlfuse-kv-", "rlfuse-weights-", "rlfuse-embeddings-", "rlfuse-checkpoint-"
+KINDS = KV, WEIGHTS, EMBEDDINGS, CHECKPOINT
 LIBRARIES = re.compile(r"sem\.mp-|psm_|vllm_dist")
 """Python's semaphores and shared blocks, and vLLM's shared memory between the processes of an engine."""
 LONGEST_ROOT = 18

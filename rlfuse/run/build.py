@@ -318,6 +318,7 @@ def _checkpointing(
         inputs.config,
         start=job.state["step"],
         save=save,
+        writer=trainer,
         state=state,
         parameters=sum(map(sum, facts["parameters"].values())),
     )

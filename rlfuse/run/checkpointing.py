@@ -1,13 +1,16 @@
-"""Write checkpoints during a run: atomically, and published once the step's rows are on disk.
+"""Write checkpoints during a run: in the background, atomically, and published once the step's rows are on disk.
 
-No step is started that could not be saved: if the next checkpoint will not fit on the disk, the run ends.
+Ranks copy their state to shared memory; the next steps run while the files are written. No step is started that could
+not be saved: if the next checkpoint will not fit on the disk, the run ends. Waits: for the files before the next
+checkpoint and at the end of the run, bounded by the limits of calls to the ranks.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from rlfuse.config.schema import Config
 from rlfuse.errors import NotSaved
@@ -36,8 +39,23 @@ def next_save(
     return "wait"
 
 
+POLL_S = 0.05
+
+
+class Writer(Protocol):
+    """The trainer."""
+
+    saves_in_background: bool
+    """True if its files may still be written when its `save` has returned."""
+
+    async def is_saving(self) -> bool: ...
+
+    async def saved(self) -> None: ...
+
+
 class Checkpointing:
-    """Writer of checkpoints. `save(folder, weights)` writes the models; `state(step)` returns the remaining state."""
+    """Writer of checkpoints. `save(folder, weights)` has the models written by `writer`; `state(step)` returns the
+    remaining state."""
 
     def __init__(
         self,
@@ -46,13 +64,16 @@ class Checkpointing:
         *,
         start: int,
         save: Callable[[Path, bool], Awaitable[None]],
+        writer: Writer,
         state: Callable[[int], dict[str, Any]],
         parameters: int,
     ):
-        self._log, self._save, self._state = log, save, state
+        self._log, self._save, self._writer, self._state = log, save, writer, state
         self._keep, self._every = config.trainer.max_ckpt_to_keep, config.trainer.save_freq
         self._first_bytes = BYTES_PER_PARAMETER * parameters
         self.step = self._written = start
+        self._writing: tuple[int, asyncio.Task[None]] | None = None
+        """Step and task of the checkpoint whose files are being written."""
         self._remembered: dict[int, dict[str, Any]] = {}
         self._missed = False
         self._free: int | None = None
@@ -108,12 +129,43 @@ class Checkpointing:
         return next_save(needed, free, taken, is_saved=step == self.step, missed=self._missed)
 
     async def write(self, step: int, required: bool = False) -> None:
-        """Write a checkpoint. If it fails, raise NotSaved if it is `required` or the last, and an alert otherwise."""
+        """Begin to write a checkpoint, and return once training may continue; wait for it if the run ends with it.
+
+        If it fails, raise NotSaved if it is `required` or the last, and an alert otherwise.
+        """
+        await self.settle()
+        copied, state = asyncio.Event(), self._remembered[step]
+
+        async def filled() -> None:
+            copied.set()
+            while await self._writer.is_saving():
+                await asyncio.sleep(POLL_S)
+            await self._writer.saved()
+
+        folder, keep = self._log.folder, self._keep
+        writing = checkpoints.write(folder, step, state, lambda to: self._save(to, True), self.step, keep, filled)
+        self._writing = step, asyncio.ensure_future(writing)
+        self._writing[1].add_done_callback(lambda task: task.cancelled() or task.exception())  # if nobody awaits it
+        waiting = asyncio.ensure_future(copied.wait())
+        await asyncio.wait([self._writing[1], waiting], return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        ends = required or step == self._log.total_steps or self._log.stopping.by is not None
+        if ends or not self._writer.saves_in_background or self._writing[1].done():
+            await self._finish(ends)
+
+    async def settle(self) -> None:
+        """Wait for the checkpoint that is being written, and publish it."""
+        await self._finish()
+        self.publish()
+
+    async def _finish(self, required: bool = False) -> None:
+        if self._writing is None:
+            return
+        (step, writing), self._writing = self._writing, None
         try:
-            state, models = self._remembered[step], lambda folder: self._save(folder, True)
-            await checkpoints.write(self._log.folder, step, state, models, self.step, self._keep)
+            await writing
         except NotSaved as error:
-            if required or step == self._log.total_steps or self._log.stopping.by is not None:
+            if required:
                 raise
             needed, free = self._disk_space()
             self._missed = free < needed
@@ -121,6 +173,12 @@ class Checkpointing:
             self._log.loggers.alert(step, Alert("no checkpoint", text))
         else:
             self._written = step
+
+    async def publish_written(self) -> None:
+        """Publish the last checkpoint if its files are written."""
+        if self._writing is not None and self._writing[1].done():
+            await self._finish()
+        self.publish()
 
     def publish(self) -> None:
         """Publish the checkpoint written last, so that runs resume from it; rows of its step are flushed to disk

@@ -166,7 +166,14 @@ class SimulatedTrainer:
     async def replan(self, rates: Sequence[float], saved: Path | None = None) -> None:
         self._rates = list(rates) if rates else [1.0] * len(self.devices)
 
+    saves_in_background = False
+
     async def save(self, folder: Path) -> None: ...
+
+    async def is_saving(self) -> bool:
+        return False
+
+    async def saved(self) -> None: ...
 
     async def save_metadata(self, folder: Path) -> None: ...
 

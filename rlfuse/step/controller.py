@@ -101,7 +101,7 @@ class Controller:
             spans = await self.journal.collect(step)
             self.metrics.add(await self.health.check_step(step, spans, self.tuning.costs))
             self.metrics.log_step(step, board, spans)
-            self.checkpoints.publish()
+            await self.checkpoints.publish_written()
             if ended:
                 raise ended
             self.tuning.learn(board, spans)
@@ -147,6 +147,7 @@ class Controller:
 
     async def _save_at_end(self, step: int) -> None:
         """Save the last complete step after a reward error. The run ends with that error even if saving fails."""
+        await self.checkpoints.settle()
         if self.checkpoints.step < step:
             try:
                 await self.save(step, required=True)
@@ -231,6 +232,7 @@ class Controller:
 
     async def stop_after(self, step: int) -> None:
         """Save the step and raise Stopped. If saving fails, a node drain is cancelled instead."""
+        await self.checkpoints.settle()
         if self.checkpoints.step != step:
             await self.save(step)
             self.checkpoints.publish()

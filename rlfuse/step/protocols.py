@@ -126,10 +126,17 @@ class Checkpoints(Protocol):
         """Keep the state after a finished step, so that its checkpoint can be written later."""
 
     async def write(self, step: int, required: bool = False) -> None:
-        """Write the checkpoint of a remembered step atomically; ranks must have the devices.
+        """Begin to write the checkpoint of a remembered step, and return once training may go on.
 
-        If it cannot be written, raises NotSaved when it is `required` or the last chance to save.
+        Ranks must have the devices. Waits for the files if it is `required` or the last chance to save, and then raises
+        NotSaved if they cannot be written.
         """
+
+    async def settle(self) -> None:
+        """Wait for the files of a checkpoint that is being written, and publish it."""
+
+    async def publish_written(self) -> None:
+        """Publish a checkpoint whose files are written."""
 
     def publish(self) -> None:
         """Make the written checkpoint the one to resume from, once the rows of the step are on disk."""

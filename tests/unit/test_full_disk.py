@@ -11,6 +11,7 @@ from math import inf
 from pathlib import Path
 
 import pytest
+from test_journal import Writer
 
 from rlfuse.application import run_command
 from rlfuse.config.schema import Config
@@ -132,7 +133,13 @@ class Disk:
         config.trainer.save_freq = 4
         log.loggers.alert = lambda step, alert: self.told.append((step, alert.text))
         self.checkpointing = Checkpointing(
-            log, config, start=0, save=self.save, state=lambda _: {}, parameters=MIB // BYTES_PER_PARAMETER
+            log,
+            config,
+            start=0,
+            save=self.save,
+            writer=Writer(),
+            state=lambda _: {},
+            parameters=MIB // BYTES_PER_PARAMETER,
         )
 
     async def save(self, partial: Path, weights: bool) -> None:

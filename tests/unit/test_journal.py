@@ -264,6 +264,18 @@ class Kill:
         return do
 
 
+class Writer:
+    """A trainer whose files are written when `save` returns."""
+
+    saves_in_background = False
+
+    async def is_saving(self):
+        return False
+
+    async def saved(self):
+        pass
+
+
 async def go_on(folder):
     """As a run of two steps, which saves each and keeps one checkpoint, does from where it left off. That step."""
     checkpoint = checkpoints.find(folder, "auto")
@@ -275,7 +287,9 @@ async def go_on(folder):
 
     config = Config()
     config.trainer.max_ckpt_to_keep = 1
-    checkpointing = Checkpointing(log, config, start=start, save=save, state=lambda _: {}, parameters=1)
+    checkpointing = Checkpointing(
+        log, config, start=start, save=save, writer=Writer(), state=lambda _: {}, parameters=1
+    )
     await checkpointing.write_trial()
     for step in range(start + 1, 3):
         checkpointing.remember(step)

@@ -283,6 +283,12 @@ class World:
     def publish(self) -> None:
         pass
 
+    async def publish_written(self) -> None:
+        pass
+
+    async def settle(self) -> None:
+        pass
+
     async def collect(self, step) -> list:
         return []
 

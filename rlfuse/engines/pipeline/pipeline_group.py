@@ -235,6 +235,11 @@ class PipelineGroup(RankGroup):
             await self._export(model, folder.absolute() / model / "huggingface")
         check_written(await self._all("save", f"save a checkpoint to {folder}", folder.absolute()))
 
+    async def is_saving(self) -> bool:
+        return False
+
+    async def saved(self) -> None: ...
+
     async def save_metadata(self, folder: Path) -> None:
         """Write a checkpoint's files without weights and optimizer state. Raises NotSaved if a file could not be
         written."""

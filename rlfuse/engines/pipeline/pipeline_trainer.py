@@ -37,6 +37,7 @@ class PipelineTrainer(PipelineGroup):
     """Trainer with pipeline stages; all passes and gradients need all ranks."""
 
     lockstep = lockstep_backward = pipelined = True
+    saves_in_background = False  # because ranks reload the files to move layers
 
     @classmethod
     async def start(

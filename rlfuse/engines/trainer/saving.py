@@ -1,22 +1,27 @@
-"""Checkpoint files of a rank; a full disk must not stop the rank's collectives.
+"""Checkpoint files of a rank; neither a slow nor a full disk must stop the rank's collectives.
 
 Role: a rank saves within `checkpoint_writer(models)` and writes every file with `CheckpointWriter.write`. After the
 first failure nothing more is written, but the rank still enters every collective, so that its peers do not wait for it.
-Files are synced to disk when `write` returns.
+Files are synced to disk when `write` returns, or in the background if they are staged in shared memory.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from rlfuse.cluster import host_memory, scratch
 from rlfuse.engines.trainer.offloading import on_device
 from rlfuse.files import sync_all
 
 REFERENCE = Path("ref", "huggingface")
 """Folder of a synchronized reference policy within a checkpoint."""
+ROOM = 1.5
+"""Free memory that staging needs, relative to the size of the files."""
 
 
 class CheckpointWriter:
@@ -32,7 +37,7 @@ class CheckpointWriter:
                 action()
                 sync_all(Path(path))
             except Exception as error:  # torch and safetensors raise their own types for a full disk
-                self.problem = f"{path}: {type(error).__name__}: {' '.join(str(error).split()) or 'no message'}"
+                self.problem = _describe(path, error)
 
     def probe(self, folder: Path, rank: int) -> None:
         """Create and remove a file in `folder` to check that it is writable."""
@@ -40,6 +45,56 @@ class CheckpointWriter:
         self.write(folder, lambda: folder.mkdir(parents=True, exist_ok=True))
         self.write(file, file.touch)
         self.write(folder, lambda: file.unlink(missing_ok=True))
+
+
+class StagedFiles:
+    """Checkpoint files that a rank writes to shared memory and copies to the disk in a thread, while it trains."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._copying: Future[str | None] | None = None
+
+    @contextmanager
+    def folder(self, target: Path, size: int) -> Iterator[Path]:
+        """Yield the folder to write to, whose files are then copied to `target`: in shared memory if there is room.
+
+        `size`: bytes of the files, of all ranks of this host.
+        """
+        if min(host_memory.free_bytes(), shutil.disk_usage(scratch.SHARED_MEMORY).free) < ROOM * size:
+            yield target
+            return
+        staged, lock = scratch.make(scratch.CHECKPOINT)
+        yield staged
+        self._copying = self._thread.submit(_move, staged, lock, target)
+
+    def is_copying(self) -> bool:
+        return self._copying is not None and not self._copying.done()
+
+    def problem(self) -> str | None:
+        """Wait for the files, and describe the first failure; None if there was none."""
+        copying, self._copying = self._copying, None
+        return copying.result() if copying else None
+
+
+def _move(staged: Path, lock: Any, target: Path) -> str | None:
+    """Copy all files below `staged` to `target`, sync and remove them; return the first failure."""
+    writer = CheckpointWriter()
+    try:
+        for file in sorted(path for path in staged.rglob("*") if path.is_file()):
+            own = target / file.relative_to(staged)
+            own.parent.mkdir(parents=True, exist_ok=True)
+            writer.write(own, lambda file=file, own=own: shutil.copyfile(file, own))
+            file.unlink()
+    except OSError as error:
+        return _describe(target, error)
+    finally:
+        scratch.remove(staged)
+        lock.close()
+    return writer.problem
+
+
+def _describe(path: Path | str, error: Exception) -> str:
+    return f"{path}: {type(error).__name__}: {' '.join(str(error).split()) or 'no message'}"
 
 
 @contextmanager

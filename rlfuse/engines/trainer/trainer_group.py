@@ -47,6 +47,7 @@ class TrainerGroup(RankGroup):
     """Group of ranks without pipeline stages."""
 
     pipelined = False
+    saves_in_background = True
 
     def __init__(self, config: Config, ranks: Sequence[ray.actor.ActorHandle]):
         super().__init__(config, ranks)
@@ -212,11 +213,22 @@ class TrainerGroup(RankGroup):
         await self._all("release_ipc", "release a bucket")
 
     async def save(self, folder: Path) -> None:
-        """Save each model to its own folder below `folder`. NotSaved if a file could not be written."""
+        """Save each model to its own folder below `folder`; the files may be written until `saved` returns.
+
+        NotSaved if a file could not be written.
+        """
         self._check_no_gradients("saved")
         synced = ["ref"] if self.config.ref.sync_ref_model else []
         buckets = {model: await self.bucket_plan(model) for model in (*self.models, *synced)}
         check_written(await self._all("save", f"save a checkpoint to {folder}", folder.absolute(), buckets))
+
+    async def is_saving(self) -> bool:
+        """Return whether files of the last `save` are still being written."""
+        return any(await self._all("is_saving", "report on its checkpoint files"))
+
+    async def saved(self) -> None:
+        """Wait until all files of the last `save` are on the disk. NotSaved if one could not be written."""
+        check_written(await self._all("saved", "write its checkpoint files"))
 
     async def save_metadata(self, folder: Path) -> None:
         """Write all that `save` writes except weights and optimizer state. NotSaved if a file could not be written."""

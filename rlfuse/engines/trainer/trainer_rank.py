@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ from rlfuse.engines.trainer.models import (
     response_logits,
     splits_exactly,
 )
-from rlfuse.engines.trainer.saving import REFERENCE, CheckpointWriter, checkpoint_writer
+from rlfuse.engines.trainer.saving import REFERENCE, CheckpointWriter, StagedFiles, checkpoint_writer
 from rlfuse.engines.trainer.sequence_parallel import SequenceParallel, SequenceSlice
 from rlfuse.engines.trainer.sequence_parallel_packing import Costs, degrees_up_to
 from rlfuse.engines.trainer.sharded_model import ShardedModel, check_finite
@@ -87,6 +88,10 @@ class TrainerRank(Rank):
         """Initialise the process group of all ranks, and those of tensor and sequence parallelism."""
         super().join(place)
         self.meet_groups()
+
+    @cached_property
+    def staged(self) -> StagedFiles:
+        return StagedFiles()
 
     def meet_groups(self) -> None:
         """Create the tensor- and sequence-parallel groups of the configuration; every rank calls."""
@@ -380,7 +385,10 @@ class TrainerRank(Rank):
         is written to `ref/huggingface/`. Returns the first file that could not be written with the reason. EngineError
         for weights that are not finite.
         """
-        with checkpoint_writer(self.engines[name] for name in self.exporters) as files:
+        with (
+            checkpoint_writer(self.engines[name] for name in self.exporters) as files,
+            self.staged.folder(folder, self._checkpoint_bytes()) as folder,
+        ):
             for name, exporter in self.exporters.items():
                 model = self.engines[name]
                 state_files.save(folder / name, self.rank, self._written(model), model.steps, files)
@@ -417,6 +425,21 @@ class TrainerRank(Rank):
         if self.tower:
             self.tower.copy_weights_from(self.engines["actor"])
             self.tower.embedded_at = self.tower.updates
+
+    def is_saving(self) -> bool:
+        """Return whether files of the last `save` are still being copied to the disk."""
+        return self.staged.is_copying()
+
+    def saved(self) -> str | None:
+        """Wait for the files of the last `save`; return the first that could not be written with the reason."""
+        return self.staged.problem()
+
+    def _checkpoint_bytes(self) -> int:
+        """Return the size of a checkpoint: this rank's part times all ranks, and the exported models."""
+        held = (tensor for name in self.exporters for part in self._written(self.engines[name])
+                for tensor in part.tensors.values())  # fmt: skip
+        exported = sum(size for name in self.exporters for _, size in self.sizes(name))
+        return self.world * sum(tensor.nbytes for tensor in held) + exported
 
     def _written(self, model: ShardedModel) -> Iterator[Part]:
         """Return the parts of a model that this rank writes: of several ranks with equal parts, only the first."""

@@ -72,6 +72,7 @@ async def _run(job: Job, task: OfflineTask, source: PromptSource, log: RunLog) -
         job.config,
         start=job.state["step"],
         save=save,
+        writer=trainer,
         state=lambda _: {"examples": source.state_dict()},
         parameters=sum(map(sum, facts["parameters"].values())),
     )
@@ -117,6 +118,7 @@ class Training:
                 await self._save(step)
             await self._end(step, values)
             if stopping.is_requested and step < total:
+                await self.checkpointing.settle()
                 if self.checkpointing.step != step:
                     await self._save(step)
                     self.checkpointing.publish()
@@ -130,7 +132,7 @@ class Training:
     async def _end(self, step: int, values: dict[str, float]) -> None:
         spans = await self.log.journal.collect(step)
         self.log.metrics.log(step, values | await self.health.check_step(step, spans, Costs()), spans)
-        self.checkpointing.publish()
+        await self.checkpointing.publish_written()
 
     async def evaluate(self, step: int) -> dict[str, float]:
         """Return the validation metrics, and log them."""

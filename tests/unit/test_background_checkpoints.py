@@ -1,0 +1,152 @@
+"""Checkpoints whose files are written while training goes on: what is published when, failures, leftovers."""
+
+import asyncio
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+from test_journal import log_in, run_step
+
+from rlfuse.cluster import host_memory, scratch
+from rlfuse.config.schema import Config
+from rlfuse.engines.trainer import saving
+from rlfuse.engines.trainer.rank_group import check_written
+from rlfuse.engines.trainer.saving import CheckpointWriter, StagedFiles
+from rlfuse.errors import NotSaved
+from rlfuse.run.checkpointing import Checkpointing
+from rlfuse.run_folder import checkpoints
+from rlfuse.samples import Reward
+
+KIB = 1 << 10
+
+
+class Rank:
+    """What a rank does to save, with the driver's calls. Files are copied once `disk` is set."""
+
+    saves_in_background = True
+
+    def __init__(self, monkeypatch):
+        self.staged, self.disk, self.fails = StagedFiles(), threading.Event(), False
+        copy = shutil.copyfile
+
+        def slow(source, target):
+            assert self.disk.wait(20)
+            if self.fails:
+                raise OSError(28, "No space left on device")
+            return copy(source, target)
+
+        monkeypatch.setattr(saving.shutil, "copyfile", slow)
+
+    async def save(self, folder: Path, weights: bool):
+        if weights:
+            files = CheckpointWriter()
+            with self.staged.folder(folder, KIB) as to:
+                path = to / "actor" / "weights"
+                files.write(path, lambda: (path.parent.mkdir(), path.write_bytes(bytes(KIB))))
+            assert files.problem is None
+
+    async def is_saving(self):
+        return self.staged.is_copying()
+
+    async def saved(self):
+        check_written([self.staged.problem()])
+
+
+@pytest.fixture
+def rank(monkeypatch):
+    return Rank(monkeypatch)
+
+
+def begin(folder, rank, total=4):
+    log, alerts = log_in(folder, timeline_freq=0), []
+    log.total_steps, log.loggers.alert = total, lambda step, alert: alerts.append((step, alert.text))
+    config = Config()
+    config.trainer.max_ckpt_to_keep = 2
+    made = Checkpointing(log, config, start=0, save=rank.save, writer=rank, state=lambda _: {}, parameters=1)
+    return log, made, alerts
+
+
+async def step(log, made, number):
+    made.remember(number)
+    await made.write(number)
+    await run_step(log, number, [Reward(1.0)])
+    await made.publish_written()
+
+
+def complete(folder):
+    return [path.name for path in checkpoints.complete(folder)]
+
+
+async def written(made):
+    for _ in range(400):
+        await asyncio.sleep(0.02)
+        await made.publish_written()
+        if made._writing is None:
+            return
+
+
+async def test_training_goes_on_while_files_are_written(tmp_path, rank):
+    log, made, _ = begin(tmp_path, rank)
+    await asyncio.wait_for(step(log, made, 1), 10)
+    assert complete(tmp_path) == [] and made.step == 0, "its files are not written yet"
+    (staged,) = scratch.SHARED_MEMORY.glob(f"{scratch.CHECKPOINT}*")
+    rank.disk.set()
+    await written(made)
+    assert complete(tmp_path) == ["global_step_1"] and made.step == 1 and not staged.exists()
+    assert (tmp_path / "global_step_1/actor/weights").read_bytes() == bytes(KIB)
+    log.close()
+
+
+async def test_the_next_one_and_the_end_of_the_run_wait(tmp_path, rank):
+    log, made, _ = begin(tmp_path, rank, total=3)
+    await step(log, made, 1)
+    following = asyncio.ensure_future(step(log, made, 2))
+    await asyncio.sleep(0.2)
+    assert not following.done()
+    rank.disk.set()
+    await asyncio.wait_for(following, 20)
+    assert complete(tmp_path)[:1] == ["global_step_1"]
+    await step(log, made, 3)
+    assert complete(tmp_path) == ["global_step_2", "global_step_3"]
+    log.close()
+
+
+async def test_a_kill_meanwhile_leaves_the_last_complete_one(tmp_path, rank):
+    log, made, _ = begin(tmp_path, rank)
+    rank.disk.set()
+    await step(log, made, 1)
+    await written(made)
+    rank.disk.clear()
+    await step(log, made, 2)
+    assert checkpoints.find(tmp_path, "auto") == tmp_path / "global_step_1"
+    assert (tmp_path / "global_step_2.partial").is_dir()
+    rank.disk.set()
+    await made.settle()
+    assert complete(tmp_path) == ["global_step_1", "global_step_2"]
+    log.close()
+
+
+async def test_a_failure_is_an_alert_and_at_the_end_an_error(tmp_path, rank):
+    log, made, alerts = begin(tmp_path, rank, total=2)
+    rank.fails = True
+    rank.disk.set()
+    await step(log, made, 1)
+    await written(made)
+    ((number, text),) = alerts
+    assert number == 1 and "No space left on device" in text and complete(tmp_path) == []
+    made.remember(2)
+    with pytest.raises(NotSaved, match="No space left on device"):
+        await made.write(2)
+    assert not list(scratch.SHARED_MEMORY.glob(f"{scratch.CHECKPOINT}*"))
+    log.close()
+
+
+async def test_without_free_memory_files_are_written_at_once(tmp_path, rank, monkeypatch):
+    monkeypatch.setattr(host_memory, "free_bytes", lambda: KIB)
+    log, made, _ = begin(tmp_path, rank)
+    await step(log, made, 1)
+    assert not rank.staged.is_copying() and (tmp_path / "global_step_1.partial/actor/weights").exists()
+    await made.settle()
+    assert complete(tmp_path) == ["global_step_1"]
+    log.close()

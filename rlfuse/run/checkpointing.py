@@ -39,7 +39,7 @@ def next_save(
     return "wait"
 
 
-POLL_S = 0.05
+POLL_S, PROMPT_S = 0.05, 0.5
 
 
 class Writer(Protocol):
@@ -175,9 +175,11 @@ class Checkpointing:
             self._written = step
 
     async def publish_written(self) -> None:
-        """Publish the last checkpoint if its files are written."""
-        if self._writing is not None and self._writing[1].done():
-            await self._finish()
+        """Publish the last checkpoint if its files are written, or will be within PROMPT_S."""
+        if self._writing is not None:
+            done, _ = await asyncio.wait([self._writing[1]], timeout=PROMPT_S)
+            if done:
+                await self._finish()
         self.publish()
 
     def publish(self) -> None:

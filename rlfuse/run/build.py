@@ -308,10 +308,12 @@ def _checkpointing(
     async def save(folder: Path, weights: bool) -> None:
         await (trainer.save if weights else trainer.save_metadata)(folder)
         save_tokenizer(inputs.tokenizer, folder / "actor" / "huggingface")
-        if model is not None and weights:
-            await asyncio.to_thread(model.complete, folder / "actor" / "huggingface")
-        elif model is not None:
+        if model is not None and not weights:
             copy_files(model.folder, folder)
+
+    async def complete(folder: Path) -> None:
+        if model is not None:
+            await asyncio.to_thread(model.complete, folder / "actor" / "huggingface")
 
     return Checkpointing(
         log,
@@ -321,6 +323,7 @@ def _checkpointing(
         writer=trainer,
         state=state,
         parameters=sum(map(sum, facts["parameters"].values())),
+        complete=complete,
     )
 
 

@@ -54,8 +54,11 @@ class Writer(Protocol):
 
 
 class Checkpointing:
-    """Writer of checkpoints. `save(folder, weights)` has the models written by `writer`; `state(step)` returns the
-    remaining state."""
+    """Writer of checkpoints.
+
+    `save(folder, weights)` has the models written by `writer`; `complete(folder)` adds what depends on their files.
+    `state(step)` returns the remaining state.
+    """
 
     def __init__(
         self,
@@ -67,8 +70,9 @@ class Checkpointing:
         writer: Writer,
         state: Callable[[int], dict[str, Any]],
         parameters: int,
+        complete: Callable[[Path], Awaitable[None]] | None = None,
     ):
-        self._log, self._save, self._writer, self._state = log, save, writer, state
+        self._log, self._save, self._writer, self._state, self._complete = log, save, writer, state, complete
         self._keep, self._every = config.trainer.max_ckpt_to_keep, config.trainer.save_freq
         self._first_bytes = BYTES_PER_PARAMETER * parameters
         self.step = self._written = start
@@ -134,16 +138,19 @@ class Checkpointing:
         If it fails, raise NotSaved if it is `required` or the last, and an alert otherwise.
         """
         await self.settle()
-        copied, state = asyncio.Event(), self._remembered[step]
+        copied = asyncio.Event()
 
-        async def filled() -> None:
+        async def fill(folder: Path) -> None:
+            await self._save(folder, True)
             copied.set()
             while await self._writer.is_saving():
                 await asyncio.sleep(POLL_S)
             await self._writer.saved()
+            if self._complete is not None:
+                await self._complete(folder)
 
-        folder, keep = self._log.folder, self._keep
-        writing = checkpoints.write(folder, step, state, lambda to: self._save(to, True), self.step, keep, filled)
+        state, keep = self._remembered[step], self._keep
+        writing = checkpoints.write(self._log.folder, step, state, fill, self.step, keep)
         self._writing = step, asyncio.ensure_future(writing)
         self._writing[1].add_done_callback(lambda task: task.cancelled() or task.exception())  # if nobody awaits it
         waiting = asyncio.ensure_future(copied.wait())

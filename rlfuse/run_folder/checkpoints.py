@@ -31,19 +31,10 @@ Fill = Callable[[Path], Awaitable[None]]
 
 
 async def write(
-    run: Path,
-    step: int,
-    state: dict[str, Any],
-    fill: Fill,
-    last: int = 0,
-    keep: int | None = None,
-    filled: Callable[[], Awaitable[None]] | None = None,
+    run: Path, step: int, state: dict[str, Any], fill: Fill, last: int = 0, keep: int | None = None
 ) -> None:
-    """Write a checkpoint by `fill`, whose files are complete after `filled`; `publish` makes it valid.
-
-    If disk space is short, old checkpoints beyond `keep`, up to step `last`, are removed first. Raises NotSaved with
-    the cause.
-    """
+    """Write a checkpoint by `fill`; `publish` makes it valid. If disk space is short, old checkpoints beyond `keep`, up
+    to step `last`, are removed first. Raises NotSaved with the cause."""
     partial = _new_partial(run, step)
     for old in _outdated(run, last, keep):
         if lacks_disk_space(run):
@@ -51,7 +42,7 @@ async def write(
     if lacks_disk_space(run):
         raise _not_saved(run, step, None)
     try:
-        await _fill(partial, {"step": step, **state}, fill, filled)
+        await _fill(partial, {"step": step, **state}, fill)
         (partial / MARKER).touch()
         sync(partial)
     except Exception as error:
@@ -85,14 +76,10 @@ def _new_partial(run: Path, step: int) -> Path:
     return run / f"global_step_{step}.partial"
 
 
-async def _fill(
-    partial: Path, state: dict[str, Any], fill: Fill, filled: Callable[[], Awaitable[None]] | None = None
-) -> None:
+async def _fill(partial: Path, state: dict[str, Any], fill: Fill) -> None:
     partial.mkdir(parents=True)
     await fill(partial)
     (partial / "run.json").write_text(json.dumps(state))
-    if filled is not None:
-        await filled()
     await asyncio.to_thread(sync_all, partial)  # in a thread, as it takes long and workers are monitored meanwhile
 
 

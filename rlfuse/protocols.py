@@ -185,10 +185,13 @@ class Trainer(Recorded, Protocol):
         """Move the slot's models off the device (role `rollout`); no-op if they are off."""
 
     saves_in_background: bool
-    """True if files may still be written when `save` has returned."""
+    """True if `save` with `wait=False` may return before files are written."""
 
-    async def save(self, folder: Path) -> None:
-        """Write `actor/` (which contains `huggingface/`) and `critic/` to `folder`; it is complete after `saved`."""
+    async def save(self, folder: Path, wait: bool = True) -> None:
+        """Write `actor/` (which contains `huggingface/`) and `critic/` to `folder`.
+
+        `wait=False`: training may go on once it returns; the folder is complete after `saved`.
+        """
 
     async def is_saving(self) -> bool:
         """Return whether files of the last `save` are still being written."""

@@ -306,7 +306,7 @@ def _checkpointing(
     model = inputs.video_model
 
     async def save(folder: Path, weights: bool) -> None:
-        await (trainer.save if weights else trainer.save_metadata)(folder)
+        await (trainer.save(folder, wait=False) if weights else trainer.save_metadata(folder))
         save_tokenizer(inputs.tokenizer, folder / "actor" / "huggingface")
         if model is not None and not weights:
             copy_files(model.folder, folder)

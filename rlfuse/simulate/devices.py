@@ -168,7 +168,7 @@ class SimulatedTrainer:
 
     saves_in_background = False
 
-    async def save(self, folder: Path) -> None: ...
+    async def save(self, folder: Path, wait: bool = True) -> None: ...
 
     async def is_saving(self) -> bool:
         return False

@@ -224,7 +224,7 @@ class PipelineGroup(RankGroup):
     def writer(self, names: list[str]) -> int:
         return self._owners[f"actor/{names[0]}"][0]
 
-    async def save(self, folder: Path) -> None:
+    async def save(self, folder: Path, wait: bool = True) -> None:
         """Write a checkpoint to `folder`: `{actor,critic}/huggingface/`, and the state that `load` reads.
 
         Raises NotSaved if a file could not be written.

@@ -212,15 +212,17 @@ class TrainerGroup(RankGroup):
         """Release the tensors that `share_ipc` keeps alive."""
         await self._all("release_ipc", "release a bucket")
 
-    async def save(self, folder: Path) -> None:
-        """Save each model to its own folder below `folder`; the files may be written until `saved` returns.
+    async def save(self, folder: Path, wait: bool = True) -> None:
+        """Save each model to its own folder below `folder`. NotSaved if a file could not be written.
 
-        NotSaved if a file could not be written.
+        `wait=False`: return once the state is copied; the files are on the disk when `saved` returns.
         """
         self._check_no_gradients("saved")
         synced = ["ref"] if self.config.ref.sync_ref_model else []
         buckets = {model: await self.bucket_plan(model) for model in (*self.models, *synced)}
         check_written(await self._all("save", f"save a checkpoint to {folder}", folder.absolute(), buckets))
+        if wait:
+            await self.saved()
 
     async def is_saving(self) -> bool:
         """Return whether files of the last `save` are still being written."""

@@ -63,7 +63,7 @@ async def _run(job: Job, task: OfflineTask, source: PromptSource, log: RunLog) -
     trainer = task.trainer
 
     async def save(folder: Path, weights: bool) -> None:
-        await (trainer.save if weights else trainer.save_metadata)(folder)
+        await (trainer.save(folder, wait=False) if weights else trainer.save_metadata(folder))
         save_tokenizer(task.tokenizer, folder / trainer.model / "huggingface")
 
     log.attach([trainer], facts, lambda: source.epoch)

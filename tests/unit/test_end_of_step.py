@@ -81,6 +81,12 @@ class Parts:
             self.did(f"publish {self.written}")
             self.step = self.written
 
+    async def publish_written(self):
+        self.publish()
+
+    async def settle(self):
+        pass
+
     def learn(self, board, spans):
         """Costs."""
 

@@ -60,8 +60,7 @@ def advantages_and_returns(
         )
     if "baselines" in asked and baselines is None:
         raise ValueError(
-            f"algorithm.adv_estimator={estimator} needs baselines, got None: pass the score of each prompt's greedy "
-            "response."
+            f"algorithm.adv_estimator={estimator} needs baselines, got None: pass the scores of greedy responses."
         )
     if "ref_log_probs" in asked and (old_log_probs is None or ref_log_probs is None):
         raise ValueError(

@@ -373,7 +373,8 @@ async def test_the_reference_is_mixed_with_the_actor_and_resumed_from_the_checkp
     actor, rounding = dict(saved["actor"].named_parameters()), {"float32": 1e-6, "bfloat16": 8e-3}[dtype]
     for name, found in saved["ref"].named_parameters():
         assert not torch.equal(actor[name], start[name])
-        torch.testing.assert_close(found, 0.25 * actor[name] + 0.75 * start[name], rtol=rounding, atol=1e-6)
+        near = {"rtol": rounding, "atol": 1e-6 if dtype == "float32" else 1e-4}
+        torch.testing.assert_close(found, 0.25 * actor[name] + 0.75 * start[name], **near)
 
     async def go_on():
         scores = [await scores_of(group, "ref", rows)]

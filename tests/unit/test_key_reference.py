@@ -82,7 +82,7 @@ def test_every_key_has_a_row_with_all_about_it():
         (found,) = differences(dataclasses.asdict(start), dataclasses.asdict(changed(name, other)))
         assert f"{found.effect.name.lower().replace('_', ' ')} ({found.resume.reason})" in change
     assert "fixed (adds or removes the critic" in table["algorithm.adv_estimator"][-1]
-    assert "next step (placement of work" in table["trainer.nnodes"][-1]
+    assert "next step (when and where work runs" in table["trainer.nnodes"][-1]
 
 
 @pytest.mark.parametrize("name", [key.name for key in keys() if key.choices])

@@ -64,7 +64,12 @@ class StagedFiles:
             yield target
             return
         staged, lock = scratch.make(scratch.CHECKPOINT)
-        yield staged
+        try:
+            yield staged
+        except BaseException:
+            scratch.remove(staged)
+            lock.close()
+            raise
         self._copying = self._thread.submit(_move, staged, lock, target)
 
     def is_copying(self) -> bool:

@@ -220,9 +220,7 @@ class TrainerGroup(RankGroup):
         self._check_no_gradients("saved")
         synced = ["ref"] if self.config.ref.sync_ref_model else []
         buckets = {model: await self.bucket_plan(model) for model in (*self.models, *synced)}
-        check_written(await self._all("save", f"save a checkpoint to {folder}", folder.absolute(), buckets))
-        if wait:
-            await self.saved()
+        check_written(await self._all("save", f"save a checkpoint to {folder}", folder.absolute(), buckets, wait))
 
     async def is_saving(self) -> bool:
         """Return whether files of the last `save` are still being written."""

@@ -378,12 +378,12 @@ class TrainerRank(Rank):
         self.shared = []
         cuda_ipc.collect()
 
-    def save(self, folder: Path, buckets: dict[str, list[list[str]]]) -> str | None:
+    def save(self, folder: Path, buckets: dict[str, list[list[str]]], wait: bool = True) -> str | None:
         """Write `{actor,critic}/` below `folder`: the backend's state, and a Hugging Face folder in these buckets.
 
         The actor's Hugging Face folder also gets a trained tower, `tower.safetensors`. A synchronized reference policy
-        is written to `ref/huggingface/`. Returns the first file that could not be written with the reason. EngineError
-        for weights that are not finite.
+        is written to `ref/huggingface/`. Returns the first file that could not be written with the reason. With
+        `wait=False` the files are complete after `saved`. EngineError for weights that are not finite.
         """
         with (
             checkpoint_writer(self.engines[name] for name in self.exporters) as files,
@@ -400,7 +400,7 @@ class TrainerRank(Rank):
                 files.write(tower, lambda: self.tower.write(tower))
             for name in self.exporters:
                 check_finite(name, self.engines[name].not_finite())
-        return files.problem
+        return files.problem or (self.saved() if wait else None)
 
     def save_metadata(self, folder: Path) -> str | None:
         """Write all that `save` writes except weights and optimizer state; return as `save`."""

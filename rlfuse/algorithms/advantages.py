@@ -55,9 +55,7 @@ def advantages_and_returns(
             f"algorithm.adv_estimator={estimator} needs values, got None: run the critic before computing advantages."
         )
     if "groups" in asked and groups is None:
-        raise ValueError(
-            f"algorithm.adv_estimator={estimator} needs groups, got None: pass the group number of each row."
-        )
+        raise ValueError(f"algorithm.adv_estimator={estimator} needs groups, got None: pass each row's group number.")
     if "baselines" in asked and baselines is None:
         raise ValueError(
             f"algorithm.adv_estimator={estimator} needs baselines, got None: pass the scores of greedy responses."

@@ -132,6 +132,20 @@ def test_a_state_is_continued_under_every_zero_stage(tmp_path, before, after):
         torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "dtype"), PAIRS)
+def test_a_state_from_before_the_first_step_has_no_moments(tmp_path, stage, dtype):
+    stepped, fresh = engine(stage, dtype), engine(stage, dtype)
+    states_of(stepped, tmp_path / "start")
+    accumulate(stepped, [7])
+    take_step(stepped, 1.0, 1)
+    resume(stepped, tmp_path / "start")
+    for each in (stepped, fresh):
+        accumulate(each, range(2))
+    assert take_step(stepped, 2.0, 1) == take_step(fresh, 2.0, 1)
+    assert same(states_of(stepped, tmp_path / "stepped"), states_of(fresh, tmp_path / "fresh"))
+
+
 def of_optimizer(engine):
     """The storages of masters and moments, without those of weights."""
     inner = engine.basic_optimizer

@@ -44,7 +44,10 @@ def load(engine: Any, named: Named, share_of: ShareOf, saved: SavedState) -> Non
     make_moments(engine, max(saved.steps(name) for name, parameter in named if parameter.requires_grad))
     for part in parts(engine, named, share_of):
         for field, tensor in part.tensors.items():
-            tensor.copy_(saved.read(field, part))
+            if field == WEIGHT or saved.steps(part.name):
+                tensor.copy_(saved.read(field, part))
+            else:  # saved before the first step
+                tensor.zero_()
     _update_weights(engine, named)
     engine.global_steps = saved.updates
 
@@ -112,9 +115,7 @@ def _update_weights(engine: Any, named: Named) -> None:
 def make_moments(engine: Any, steps: int) -> None:
     """Create AdamW's state, so that it can be filled: take a step that changes nothing, if there is no state yet."""
     optimizer = engine.basic_optimizer
-    if not steps:
-        return
-    if not optimizer.state:
+    if steps and not optimizer.state:
         flats = getattr(engine.optimizer, "fp32_partitioned_groups_flat", None)
         for stepped in [None] if flats is None else [[flat] for flat in flats]:
             with _at_rest(optimizer, stepped):

@@ -22,6 +22,14 @@ from rlfuse.algorithms.registry import NO_KWARGS, Registry, parameters
 
 ESTIMATORS = Registry("algorithm.adv_estimator")
 """Their requirements and whitening are declared in `config.estimators`."""
+NEEDED = {
+    "values": "run the critic before computing advantages",
+    "groups": "pass the group number of each row",
+    "baselines": "pass the score of each prompt's greedy response",
+    "old_log_probs": "score the rows with the policy before computing advantages",
+    "ref_log_probs": "score the rows with the reference before computing advantages",
+}
+"""Argument without which an estimator that reads it can't be called -> what to do."""
 
 
 def advantages_and_returns(
@@ -50,27 +58,15 @@ def advantages_and_returns(
     custom estimator.
     """
     asked = parameters(ESTIMATORS.find(estimator))
-    if "values" in asked and values is None:
-        raise ValueError(
-            f"algorithm.adv_estimator={estimator} needs values, got None: run the critic before computing advantages."
-        )
-    if "groups" in asked and groups is None:
-        raise ValueError(f"algorithm.adv_estimator={estimator} needs groups, got None: pass each row's group number.")
-    if "baselines" in asked and baselines is None:
-        raise ValueError(
-            f"algorithm.adv_estimator={estimator} needs baselines, got None: pass the scores of greedy responses."
-        )
-    if "ref_log_probs" in asked and (old_log_probs is None or ref_log_probs is None):
-        raise ValueError(
-            f"algorithm.adv_estimator={estimator} needs old_log_probs and ref_log_probs, got None: score the rows with "
-            "the policy and the reference before computing advantages."
-        )
     # A cumulative sum: the order of a plain sum, and so its last bit, depends on the padded width.
     scores = mask_response(token_rewards, mask).double().cumsum(-1)[:, -1].float()
     columns, weights = dimensions or (scores[:, None], torch.ones(1))
     given = {"token_rewards": token_rewards, "scores": scores, "mask": mask, "groups": groups, "values": values}
     given |= {"baselines": baselines, "old_log_probs": old_log_probs, "ref_log_probs": ref_log_probs}
     given |= {"dimensions": columns, "weights": weights, "gamma": gamma, "lam": lam, "by_std": by_std, "n": n}
+    for name, remedy in NEEDED.items():
+        if name in asked and given[name] is None:
+            raise ValueError(f"algorithm.adv_estimator={estimator} needs {name}, got None: {remedy}.")
     found = ESTIMATORS.call(estimator, given, kwargs)
     matrices = found if isinstance(found, tuple) and len(found) == 2 else (found, found)
     advantages, returns = (

@@ -28,7 +28,12 @@ class Rank:
 
     def __init__(self, monkeypatch):
         self.staged, self.disk, self.fails = StagedFiles(), threading.Event(), False
-        copy = shutil.copyfile
+        copy, make, self.folders = shutil.copyfile, scratch.make, []
+
+        def recorded(prefix):
+            folder, lock = make(prefix)
+            self.folders.append(folder)
+            return folder, lock
 
         def slow(source, target):
             assert self.disk.wait(20)
@@ -37,6 +42,7 @@ class Rank:
             return copy(source, target)
 
         monkeypatch.setattr(saving.shutil, "copyfile", slow)
+        monkeypatch.setattr(saving.scratch, "make", recorded)
 
     async def save(self, folder: Path, weights: bool):
         if weights:
@@ -90,7 +96,8 @@ async def test_training_goes_on_while_files_are_written(tmp_path, rank):
     log, made, _ = begin(tmp_path, rank)
     await asyncio.wait_for(step(log, made, 1), 10)
     assert complete(tmp_path) == [] and made.step == 0, "its files are not written yet"
-    (staged,) = scratch.SHARED_MEMORY.glob(f"{scratch.CHECKPOINT}*")
+    (staged,) = rank.folders
+    assert staged.is_dir()
     rank.disk.set()
     await written(made)
     assert complete(tmp_path) == ["global_step_1"] and made.step == 1 and not staged.exists()
@@ -138,7 +145,7 @@ async def test_a_failure_is_an_alert_and_at_the_end_an_error(tmp_path, rank):
     made.remember(2)
     with pytest.raises(NotSaved, match="No space left on device"):
         await made.write(2)
-    assert not list(scratch.SHARED_MEMORY.glob(f"{scratch.CHECKPOINT}*"))
+    assert len(rank.folders) == 2 and not any(folder.exists() for folder in rank.folders)
     log.close()
 
 

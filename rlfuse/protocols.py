@@ -190,7 +190,7 @@ class Trainer(Recorded, Protocol):
     async def save(self, folder: Path, wait: bool = True) -> None:
         """Write `actor/` (which contains `huggingface/`) and `critic/` to `folder`.
 
-        `wait=False`: training may go on once it returns; the folder is complete after `saved`.
+        `wait=False`: training may continue once it returns; the folder is complete after `saved`.
         """
 
     async def is_saving(self) -> bool:

@@ -152,7 +152,7 @@ class Checkpointing:
         state, keep = self._remembered[step], self._keep
         writing = checkpoints.write(self._log.folder, step, state, fill, self.step, keep)
         self._writing = step, asyncio.ensure_future(writing)
-        self._writing[1].add_done_callback(lambda task: task.cancelled() or task.exception())  # if nobody awaits it
+        self._writing[1].add_done_callback(lambda task: task.cancelled() or task.exception())  # if it is not awaited
         waiting = asyncio.ensure_future(copied.wait())
         await asyncio.wait([self._writing[1], waiting], return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()

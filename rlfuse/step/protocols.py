@@ -126,7 +126,7 @@ class Checkpoints(Protocol):
         """Keep the state after a finished step, so that its checkpoint can be written later."""
 
     async def write(self, step: int, required: bool = False) -> None:
-        """Begin to write the checkpoint of a remembered step, and return once training may go on.
+        """Begin to write the checkpoint of a remembered step, and return once training may continue.
 
         Ranks must have the devices. Waits for the files if it is `required` or the last chance to save, and then raises
         NotSaved if they cannot be written.

@@ -2,8 +2,9 @@
 
 import os
 
-from rlfuse.engines.vllm.importing import CPU_ENVIRONMENT, import_vllm
+from rlfuse.engines.vllm.importing import CPU_ENVIRONMENT, TRACKERS, import_vllm, skipped
 
 os.environ.update(CPU_ENVIRONMENT)
 import_vllm()
-import deepspeed  # noqa: E402, F401
+with skipped(TRACKERS):
+    import deepspeed  # noqa: F401

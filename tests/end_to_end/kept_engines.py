@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import ray
 from rollouts import start_over
 
@@ -88,7 +89,9 @@ class Kept:
         if self.slots is None:
             trainer = replace(config.trainer, n_gpus_per_node=SLOTS)
             rollout = replace(config.rollout, tensor_model_parallel_size=1)
-            with mock.patch.dict(os.environ, {name: str(link) for name, link in links.items()}):
+            with pytest.MonkeyPatch.context() as patch:  # of these variables only: Ray's token stays for later starts
+                for name, link in links.items():
+                    patch.setenv(name, str(link))
                 self.slots = await start(replace(config, trainer=trainer, rollout=rollout), worker_imports, again)
         return replace(self.slots, count=count, cores=self.slots.cores[:count] if width == 1 else None)
 

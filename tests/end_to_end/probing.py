@@ -5,12 +5,12 @@ import asyncio
 import ray
 import torch
 from pipelines import Anywhere, fused, serial
-from safetensors.torch import load_file
 from single_process import BATCHES, lengths, settings
 from transformers import AutoConfig
 
 from rlfuse.engines.pipeline.layout import Pipelines
 from rlfuse.engines.pipeline.pipeline_group import PipelineGroup
+from rlfuse.engines.trainer.state_files import MOMENTS, WEIGHT, SavedState
 
 COUNTS = {"actor": 4, "critic": 4}
 """Micro-batches of a pipeline."""
@@ -119,12 +119,12 @@ def distance(found, expected):
     return float((one - other).norm() / other.norm())
 
 
-def state(folder, tied=True):
-    """{model/field/parameter: tensor} of a checkpoint; the copies of a tied head are one."""
-    found = {}
-    for file in sorted(folder.glob("*/pipeline/rank_*.safetensors")):
-        for key, tensor in load_file(file).items():
-            name = f"{file.parts[-3]}/{key}"
-            name = name.replace("lm_head.weight", "model.embed_tokens.weight") if tied else name
-            assert torch.equal(found.setdefault(name, tensor), tensor)
-    return found
+def state(folder):
+    """Return {model/field/parameter: tensor} of a checkpoint."""
+    saved = {name: SavedState(folder / name) for name in COUNTS}
+    return {
+        f"{model}/{field}/{name}": each._whole(field, name)
+        for model, each in saved.items()
+        for name in each._parts
+        for field in (WEIGHT, *MOMENTS)
+    }

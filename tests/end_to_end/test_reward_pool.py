@@ -144,7 +144,8 @@ async def test_two_hundred_odd_rewards_are_as_many_named_failures(ray_cluster, f
     expected = {
         "nan": "returned nan; a reward must be finite",
         "none": "returned None (NoneType); a reward must be a number",
-        "dict": "returned a dict with the keys ['reward']; the key `score` is required",
+        "dict": "returned a dict with the keys ['reward']; the key `score` is required, "
+        "or else `token_rewards` or `step_rewards`",
         "hog": "MemoryError: (no message)",
     }
     ways = [text for number in range(len(hostile.WAYS)) for text in (f"way {number}", "good")]

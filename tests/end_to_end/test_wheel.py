@@ -136,7 +136,7 @@ def test_commands_work_in_any_folder(installed, folder):
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert run(installed.command, "--version", **installed.more).startswith(f"rlfuse {version}\ntorch ")
     assert "actor.optim.lr: float = 1e-06" in run(installed.command, "train", "--help", "lr", **installed.more)
-    assert "algorithm=dapo|dr_grpo" in run(installed.command, "train", "--help", **installed.more)
+    assert "algorithm=cispo|clip_cov|dapo" in run(installed.command, "train", "--help", **installed.more)
     composed = run(installed.command, "train", "job.yaml", "--cfg", "job", **installed.more)
     assert "adv_estimator: grpo" in composed and "policy: adaptive" in composed
     assert run(installed.command, "plan", "job.yaml", **installed.more).endswith("fits\n")

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -26,16 +28,28 @@ SKIPPED_ON_CPUS = ("scipy.signal", "torch._inductor.lowering", "ray")
 Actors have already imported the last one."""
 
 
+TRACKERS = ("mlflow",)
+"""Imported by accelerate and DeepSpeed if installed, with pandas and pyarrow: 1 s, 100 MiB, and a thread that forks
+would lose."""
+
+
+@contextmanager
+def skipped(names: tuple[str, ...]) -> Iterator[None]:
+    """Let imports of these modules fail within the block, unless they are already imported."""
+    hidden = [name for name in names if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: Python raises ImportError for the module
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
+
+
 def import_vllm() -> None:
     """Import vLLM's front end and, on CPU hosts, its worker, so that forks of this process inherit both."""
     without = SKIPPED_ON_CPUS if os.environ.get("TORCHDYNAMO_DISABLE") == "1" else ()
-    hidden = [name for name in without if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: Python raises ImportError for the module
-    try:
+    with skipped(without + TRACKERS):
         import vllm.v1.engine.async_llm
 
         if without:
             import vllm.v1.worker.cpu_worker  # noqa: F401
-    finally:
-        for name in hidden:
-            del sys.modules[name]

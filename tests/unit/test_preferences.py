@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -24,6 +25,7 @@ from rlfuse.rewards.models.classifier import Transformers
 from rlfuse.run.offline.reward_model import rows_of
 from rlfuse.tasks.preferences import answers, preference_row, prefers_first
 from rlfuse.tasks.remainder import compute_score, draw_problems
+from rlfuse.tasks.response_pairs import write_pairs
 from rlfuse.tasks.settings import Labeller
 from rlfuse.tasks.vocabulary import build_tokenizer
 

@@ -108,8 +108,16 @@ class Experience:
         return tuple(kind for kind in self.kinds if kind == "ref" or (kind == "old_log_prob" and not corrected))
 
     def groups_with_nonzero_std(self, groups: Sequence[Group]) -> list[int]:
-        """Return the indices of the groups that dynamic sampling keeps: groups whose rewards are not all equal."""
-        rewards = [[s.reward.value for s in group.samples if isinstance(s.reward, Reward)] for group in groups]
+        """Return the indices of the groups that dynamic sampling keeps: groups whose rewards are not all equal.
+
+        Groups whose baseline has no score are not kept, since they are not trained on.
+        """
+        rewards = [
+            [s.reward.value for s in group.samples if isinstance(s.reward, Reward)]
+            if group.baseline is None or isinstance(group.baseline.reward, Reward)
+            else []
+            for group in groups
+        ]
         return [i for i, flat in enumerate(has_zero_std(rewards, self.config.rollout.n)) if not flat]
 
     def can_train_before_batch_completes(self, model: str) -> bool:

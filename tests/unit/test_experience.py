@@ -151,8 +151,8 @@ def test_engine_log_probs_as_old_ones_need_no_pass_of_the_trainer():
 
 
 def test_dynamic_sampling_keeps_groups_whose_rewards_differ():
-    batch = groups([[1.0, 0.0], [0.5, 0.5], [0.0, 1.0]], [[1, 1]] * 3)
-    batch[2].samples[1].reward = RewardFailure("f", "boom")
+    batch = groups([[1.0, 0.0], [0.5, 0.5], [0.0, 1.0], [0.0, 1.0]], [[1, 1]] * 4)
+    batch[2].samples[1].reward = batch[3].baseline.reward = RewardFailure("f", "boom")
     assert Experience(config(rollout__n=2)).groups_with_nonzero_std(batch) == [
         0
     ]  # one reward has nothing to differ from

@@ -469,6 +469,10 @@ class RefConfig:
     """Share of the actor's weights in the updated reference policy; the rest is the previous reference. 1 copies the
     actor."""
 
+    def is_sync_due(self, step: int) -> bool:
+        """Return whether the reference policy is updated at the end of this training step."""
+        return self.sync_ref_model and step % self.ref_model_sync_steps == 0
+
 
 @dataclass
 class TrainingConfig:

@@ -298,8 +298,8 @@ class Experience:
         return self.config.actor.loss_mode in SELECTING
 
     def _select(self, samples: Sequence[Sample]) -> None:
-        """Fill `selected`: 1 on the tokens that the loss treats differently, else 0."""
-        masks = [sample.response.mask for sample in samples]
+        """Fill `selected`: 1 on the tokens that the loss treats differently, else 0. Only tokens in the loss count."""
+        masks = [sample.loss_mask for sample in samples]
         engine, advantages = [sample.response.log_probs for sample in samples], _named(samples, "advantages")
         covariance = covariances(flattened(engine, masks), flattened(advantages, masks))
         lengths, seeds = [int(mask.sum()) for mask in masks], [sample.seed for sample in samples]

@@ -276,6 +276,23 @@ def test_tokens_are_selected_from_the_whole_batch_in_any_order_of_work(changes):
     assert found[0].sum() == int(0.2 * len(found[0]))
 
 
+@pytest.mark.parametrize("mode", ["kl_cov", "clip_cov"])
+@pytest.mark.parametrize("kept", [(1, 3), ()])
+def test_tokens_are_selected_from_those_in_the_loss(mode, kept):
+    changes = {"actor__loss_mode": mode, "actor__kl_cov_ratio": 0.5, "actor__clip_cov_ratio": 0.5}
+    experience = Experience(config(**changes, actor__clip_cov_lb=-9.0, actor__mask_truncated_completions=True))
+    batch = groups([[9.0, 0.0], [1.0, -5.0]], [[3, 2], [4, 4]])
+    samples = [sample for group in batch for sample in group.samples]
+    for place, sample in enumerate(samples):
+        sample.response = replace(sample.response, finish_reason="stop" if place in kept else "length")
+    experience.prepare(batch)
+    experience.complete(batch)
+    counts = [int(sample.tensors["selected"].sum()) for sample in samples]
+    assert (
+        sum(counts) == sum(counts[place] for place in kept) == int(0.5 * sum(samples[k].response.length for k in kept))
+    )
+
+
 def test_nothing_is_learned_early_while_dynamic_sampling_still_chooses():
     experience = Experience(config(algorithm__adv_estimator="grpo", algorithm__filter_groups__enable=True))
     assert not experience.can_train_before_batch_completes("actor") and not experience.can_train_before_batch_completes(

@@ -300,6 +300,8 @@ from rlfuse.algorithms.registry import advantage_estimator
 from rlfuse.fusion.policies import serial
 @advantage_estimator(needs_batch=False)
 def scaled(scores, mask, scale): return scale * scores[:, None] * mask
+@advantage_estimator(needs_baseline=True)
+def above_greedy(scores, baselines, mask): return (scores - baselines)[:, None] * mask
 def shifted(log_probs, old_log_probs, advantages, mask, shift=0.0):
     return -(log_probs - old_log_probs - shift).exp() * advantages * mask
 def squared(log_probs, ref_log_probs, times): return times * (log_probs - ref_log_probs) ** 2
@@ -351,6 +353,12 @@ def test_arguments_reach_the_functions(write):
     said = []
     assert CustomMetrics(found, said.append).of([group.samples[0] for group in batch]) == {"custom/count": 1}
     assert not said
+
+
+@pytest.mark.parametrize("estimator", [*estimators.ESTIMATORS, "mine.py:above_greedy"])
+def test_a_custom_loss_is_called_with_any_estimator(write, estimator):
+    write(ARGUMENTS)
+    try_out(config(f"{ESTIMATOR}={estimator}", f"{LOSS}=mine.py:shifted", "rollout.n=2", "ref.path=teacher"))
 
 
 @pytest.mark.parametrize(

@@ -378,7 +378,8 @@ class Experience:
         correction = self.config.algorithm.rollout_correction
         if correction.is_enabled:
             weights = flattened(_named(samples, "is_weights"), masks)
-            metrics["rollout_corr/rollout_is_mean"] = float(weights.mean())
+            if correction.rollout_is is not None:
+                metrics["rollout_corr/rollout_is_mean"] = float(weights.mean())
             metrics["rollout_corr/rollout_rs_masked_fraction"] = float((weights == 0).mean())
         return metrics
 

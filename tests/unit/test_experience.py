@@ -138,6 +138,8 @@ def test_tokens_out_of_bounds_lose_their_loss_and_are_counted(changes):
     metrics = worked_out(experience, batch)
     assert [sample.tensors["is_weights"].tolist() for group in batch for sample in group.samples] == [[0] * 3, [1] * 2]
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(3 / 5)
+    mean = metrics.get("rollout_corr/rollout_is_mean")  # of importance weights, which a rejection alone has not
+    assert mean == (pytest.approx(2 / 5) if "rollout_is" in changes else None)
 
 
 def test_engine_log_probs_as_old_ones_need_no_pass_of_the_trainer():

@@ -276,6 +276,7 @@ def test_an_estimator_that_compares_needs_groups_and_one_without_critic_no_warm_
             "unexpected keyword argument 'needs_group'; traits are needs_groups, needs_b",
         ),
         (f"{ESTIMATOR}=traits.py:wrong", "whitens=True must be 'tokens' or 'responses'"),
+        (f"{ESTIMATOR}=traits.py:unscored", "needs_rewards=False must be True with needs_baseline=True"),
         (f"{ESTIMATOR}=traits.py:computed", "traits are .*, with the literal values"),
         (f"{ESTIMATOR}=traits.py:bare", r"pass traits by name, as in @advantage_estimator\(needs_groups=True\)"),
     ],
@@ -287,6 +288,7 @@ def test_what_cannot_be_used_is_told_before_anything_starts(write, setting, says
     stated = {
         "unknown": "(needs_group=True)",
         "wrong": "(whitens=True)",
+        "unscored": "(needs_baseline=True, needs_rewards=False)",
         "computed": "(needs_groups=bool(1))",
         "bare": "",
     }

@@ -437,7 +437,9 @@ def _reference(config: Config, facts: Facts) -> Iterator[str]:
     if not config.ref.sync_ref_model:
         return
     name, off = "ref.sync_ref_model", "set ref.sync_ref_model=false"
-    if not config.uses_reference:
+    if not config.uses_reference and config.trainer.is_offline:
+        yield _problem(config, name, f"trainer.task={config.trainer.task} has no reference policy", off)
+    elif not config.uses_reference:
         valid = "has no effect without a KL penalty or loss"
         yield _problem(config, name, valid, f"set actor.use_kl_loss=true or algorithm.use_kl_in_reward=true, or {off}")
     if config.training.pipeline_parallel_size > 1:
@@ -516,10 +518,10 @@ _OF_SAMPLES = (
     tensor_parallel_problems,
 )
 _OF_SAMPLES += (sequence_parallel_problems, _drained, _video, _tower, _reward, _kl, _reference, _distillation)
-_POLICY = (_offline, _offline_policy, tensor_parallel_problems, sequence_parallel_problems)
+_POLICY = (_offline, _offline_policy, _reference, tensor_parallel_problems, sequence_parallel_problems)
 _OFFLINE: dict[str, tuple[Check, ...]] = {
     "sft": _POLICY,
     "dpo": _POLICY,
-    "reward_model": (_offline, _reward_model),
+    "reward_model": (_offline, _reward_model, _reference),
 }
 """Offline task -> its checks, instead of those of samples."""

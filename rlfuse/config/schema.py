@@ -393,13 +393,13 @@ class ActorConfig:
     tau_neg: float = key(1.05, LOSS_WEIGHTS, above=0)
     """loss_mode=sapo: temperature of the gate for all other advantages."""
     clip_cov_ratio: float = key(0.0002, LOSS_WEIGHTS, above=0, at_most=1)
-    """loss_mode=clip_cov: fraction of the response tokens of a step without a gradient."""
+    """loss_mode=clip_cov: fraction of a step's tokens in the loss without a gradient."""
     clip_cov_lb: float = key(1.0, LOSS_WEIGHTS, at_least=0)
     """loss_mode=clip_cov: lower bound of the covariance of these tokens."""
     clip_cov_ub: float = key(5.0, LOSS_WEIGHTS, above=0)
     """loss_mode=clip_cov: upper bound of the covariance of these tokens."""
     kl_cov_ratio: float = key(0.0002, LOSS_WEIGHTS, above=0, at_most=1)
-    """loss_mode=kl_cov: fraction of the response tokens of a step with a KL penalty, those of highest covariance."""
+    """loss_mode=kl_cov: fraction of a step's tokens in the loss with a KL penalty, those of highest covariance."""
     ppo_kl_coef: float = key(0.1, LOSS_WEIGHTS, at_least=0)
     """loss_mode=kl_cov: coefficient of the KL penalty to the old policy."""
     loss_agg_mode: str = key(
@@ -468,6 +468,10 @@ class RefConfig:
     ref_model_mixup_alpha: float = key(0.6, LOSS_WEIGHTS, above=0, at_most=1)
     """Share of the actor's weights in the updated reference policy; the rest is the previous reference. 1 copies the
     actor."""
+
+    def is_sync_due(self, step: int) -> bool:
+        """Return whether the reference policy is updated at the end of this training step."""
+        return self.sync_ref_model and step % self.ref_model_sync_steps == 0
 
 
 @dataclass

@@ -7,6 +7,7 @@ with unequal rewards, on the CPU. Reward functions are not called: their results
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -62,7 +63,7 @@ def _groups(entries: Sequence[RewardEntry], prompts: Sequence[Prompt]) -> list[G
             sample.tensors = {"old_log_probs": log_probs, "ref_log_probs": log_probs - 0.1}
             sample.tensors["values"] = np.full(count, 0.1, np.float32)
             samples.append(sample)
-        groups.append(Group(prompt, samples))
+        groups.append(Group(prompt, samples, baseline=replace(samples[0], is_baseline=True)))
     return groups
 
 

@@ -212,8 +212,7 @@ class Controller:
 
     async def sync_reference(self, step: int) -> None:
         """Mix the actor's new weights into the reference policy if that is due after this step."""
-        ref = self.config.ref
-        if ref.sync_ref_model and step % ref.ref_model_sync_steps == 0:
+        if self.config.ref.is_sync_due(step):
             await hand_over_all(to_ranks, self.engines.rollout, self.engines.trainer)
             with self.journal.recorder.span("update_weights", step=step, cause="ref"):
                 await cast(WholeModels, self.engines.trainer).sync_reference()

@@ -156,6 +156,7 @@ def test_a_job_resumes_where_it_would_have_continued(config, name, tmp_path):
         "trainer.logger=[console]",
     ]
     words += [f"trainer.default_local_dir={tmp_path}", "trainer.logger=[console]"]
+    words += ["ref.sync_ref_model=true", "ref.ref_model_sync_steps=2"] * (name == "dpo")
 
     def run(*more):
         command = [sys.executable, "-m", "rlfuse.train", *words, *more]
@@ -172,6 +173,12 @@ def test_a_job_resumes_where_it_would_have_continued(config, name, tmp_path):
     ]
     first, last = (row[f"val-aux/{name}/loss"] for row in (whole[0], whole[-1]))
     assert last < first and "held out  " in said and "resumed from" in resumed
+    if name == "dpo":  # its reference has followed the policy
+        synced, start = (
+            AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()["lm_head.weight"]
+            for path in (folder / "whole" / "global_step_4" / "ref" / "huggingface", config.model.path)
+        )
+        assert not torch.equal(synced, start)
     assert f"step 4/4  loss {whole[-1]['actor/loss']:.3f}" in said
     weights = folder / "whole" / "global_step_4" / "actor" / "huggingface"
     assert AutoModelForCausalLM.from_pretrained(weights).num_parameters() and f"model.path={weights}" in said

@@ -62,6 +62,10 @@ def test_distillation_needs_no_reward():
             },
             ["ref.sync_ref_model=true: can't be combined with pipeline parallelism"],
         ),
+        (
+            {"ref__sync_ref_model": True, "trainer__task": "sft"},
+            ["ref.sync_ref_model=true: trainer.task=sft has no reference policy; set ref.sync_ref_model=false"],
+        ),
         ({"actor__optim__betas": [0.9]}, ["actor.optim.betas=[0.9]: must be two numbers of 0 or more and below 1"]),
         ({"critic__optim__betas": [0.9, 1.0]}, ["critic.optim.betas=[0.9,1.0]: must be two numbers"]),
         ({"algorithm__gamma": float("nan")}, ["algorithm.gamma=nan: must be 0 or more and 1 or less"]),

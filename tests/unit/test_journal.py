@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -137,6 +138,20 @@ async def test_what_is_carried_over_is_not_aborted(data, aborted, told, tmp_path
     log.close()
     [row] = read_metrics(tmp_path / "metrics.jsonl")
     assert row["response/aborted_ratio"] == aborted and row["reward/failure_rate"] == 0.5
+
+
+async def test_the_failure_rate_is_of_baselines_too(told, tmp_path):
+    log = log_in(tmp_path, timeline_freq=0)
+    samples = [finished(1, number, FAILED if number else Reward(1.0)) for number in range(2)]
+    board = board_of(samples)
+    baselines = [replace(sample, rollout_index=1, is_baseline=True) for sample in samples]
+    board.samples |= {sample.id: sample for sample in baselines}
+    board.failures = lambda: [(s, s.reward) for s in board.samples.values() if isinstance(s.reward, RewardFailure)]
+    with log.journal.recorder.span("step", step=1):
+        pass
+    log.metrics.log_step(1, board, await log.journal.collect(1))
+    log.close()
+    assert read_metrics(tmp_path / "metrics.jsonl")[0]["reward/failure_rate"] == 0.5
 
 
 async def test_statistics_are_of_what_dynamic_sampling_left_out_too(told, tmp_path):

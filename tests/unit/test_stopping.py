@@ -210,6 +210,12 @@ class Learner:
 
     steps, held_out = 0, ()
 
+    def __init__(self):
+        self.trainer, self.synced_after = self, []
+
+    async def sync_reference(self):
+        self.synced_after.append(self.steps)
+
     async def learn(self, examples, lr_factor):
         self.steps += 1
         if self.steps == 2:
@@ -218,8 +224,9 @@ class Learner:
         return {"reward_model/loss": 0.5}
 
 
-async def test_a_reward_model_is_saved_after_the_step_in_which_ctrl_c_came(tmp_path):
-    config = Config()
+async def test_an_offline_task_is_saved_after_the_step_in_which_ctrl_c_came(tmp_path):
+    config, learner = Config(), Learner()
+    config.ref.sync_ref_model, config.ref.ref_model_sync_steps = True, 2
     config.trainer.logger = []
     log = RunLog(config, {}, tmp_path, total_steps=5, start=0)
 
@@ -229,7 +236,7 @@ async def test_a_reward_model_is_saved_after_the_step_in_which_ctrl_c_came(tmp_p
     source = SimpleNamespace(epoch=0, next_batch=list)
     training = Training(
         config=config,
-        task=Learner(),
+        task=learner,
         source=source,
         log=log,
         health=NoHealth(),
@@ -244,3 +251,4 @@ async def test_a_reward_model_is_saved_after_the_step_in_which_ctrl_c_came(tmp_p
         log.close()
     assert [path.name for path in checkpoints.complete(tmp_path)] == ["global_step_2"]
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert learner.synced_after == [2]

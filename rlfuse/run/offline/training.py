@@ -112,6 +112,8 @@ class Training:
                 values = {"training/global_step": step, "training/epoch": self.source.epoch}
                 factor = lr_factor(self.config.actor.optim, step, total)
                 values |= await self.task.learn(self.source.next_batch(), factor)
+                if self.config.ref.is_sync_due(step):
+                    await self.task.trainer.sync_reference()
             if held_out and is_due(settings.test_freq, step, total) and not stopping.is_requested:
                 values |= await self.evaluate(step)
             if self.checkpointing.is_due(step):

@@ -227,11 +227,12 @@ def _demonstrations(config: Config) -> DataLengths:
 
 
 def _pairs(config: Config) -> DataLengths:
-    from rlfuse.data.preferences import load_preferences
+    from rlfuse.data.preferences import load_policy_preferences, load_preferences
     from rlfuse.data.tokenizers import load_tokenizer
 
     data, unlimited = config.data, with_values(config, {"data.max_prompt_length": NO_LIMIT}).data
-    pairs, report = load_preferences(list(data.train_files), load_tokenizer(config.model), unlimited)
+    load = load_policy_preferences if config.trainer.task == "dpo" else load_preferences
+    pairs, report = load(list(data.train_files), load_tokenizer(config.model), unlimited)
     sides = [side for pair in pairs for side in (pair.chosen_ids, pair.rejected_ids)]
     shared = [len(pair.shared_ids) for pair in pairs for _ in range(2)]
     tokens = {PAIR_ROWS: [first + len(rest) for first, rest in zip(shared, sides, strict=True)]}

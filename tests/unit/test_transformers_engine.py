@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
 
-from rlfuse.config.schema import Config, ModelConfig, RolloutConfig
+from rlfuse.config.rollout import RolloutConfig
+from rlfuse.config.schema import Config, ModelConfig
 from rlfuse.engines.rollout.engine_actor import BACKENDS, EMPTY_PARTIAL, EngineActor, Request, engine_actor
 from rlfuse.engines.transformers.decode_batch import draw
 from rlfuse.engines.transformers.transformers_engine import TransformersEngine

@@ -26,15 +26,8 @@ from rlfuse.config import sampling
 from rlfuse.config.documentation import by_name
 from rlfuse.config.estimators import ESTIMATORS
 from rlfuse.config.other_frameworks import SAME_NAME, counterpart
-from rlfuse.config.schema import (
-    ActorConfig,
-    Config,
-    CriticOptim,
-    DataConfig,
-    OptimConfig,
-    RolloutCorrection,
-    TrainerConfig,
-)
+from rlfuse.config.schema import ActorConfig, Config, CriticOptim, DataConfig, OptimConfig, RolloutCorrection
+from rlfuse.config.trainer import TrainerConfig
 from rlfuse.data.prompts import _fit
 from rlfuse.progress import is_due
 from rlfuse.run.job import training_steps

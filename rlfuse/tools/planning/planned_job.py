@@ -21,7 +21,8 @@ from rlfuse.config.custom_functions import traits_of, with_values
 from rlfuse.config.documentation import keys
 from rlfuse.config.facts import Facts, missing_for_run, planning_facts
 from rlfuse.config.prepared import command_for
-from rlfuse.config.schema import Config, TrainerConfig
+from rlfuse.config.schema import Config
+from rlfuse.config.trainer import TrainerConfig
 from rlfuse.errors import EngineError, UserError, VideoError
 from rlfuse.files import write_atomically
 from rlfuse.progress import Console

@@ -11,7 +11,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rlfuse.config.input_files import WorkloadError
-from rlfuse.config.schema import Config, TrainerConfig
+from rlfuse.config.schema import Config
+from rlfuse.config.trainer import TrainerConfig
 from rlfuse.costs.fit import Fit, fit
 from rlfuse.costs.model import Costs
 from rlfuse.costs.rates import slot_rates

@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> None:
         console.print(f"  not measured: {escape(line)}", soft_wrap=True)
     console.print(f"wrote {escape(str(arguments.out))}", soft_wrap=True)
     if arguments.picture is not None:
-        from rlfuse.tools.planning.pictures import draw_calibration
+        from rlfuse.tools.planning.plots import draw_calibration
 
         draw_calibration(found, f"{calibration.device}: {words}", arguments.picture)
         console.print(f"picture: {escape(str(arguments.picture))}", soft_wrap=True)

@@ -111,7 +111,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _draw_memory(config: Config, memory: Memory, path: Path, console: Console) -> None:
-    from rlfuse.tools.planning.pictures import draw_memory
+    from rlfuse.tools.planning.plots import draw_memory
 
     draw_memory(memory, f"{config.model.path}, {config.slots} slots, {config.sharding}", path)
     console.print(f"picture: {path}\n", soft_wrap=True)

@@ -1,6 +1,6 @@
 """Log to wandb, offline unless trainer.wandb_mode=online.
 
-wandb writes from a process of its own, which buffers rows and ends with the signal that a scheduler sends to all
+wandb writes from a separate process, which buffers rows and ends with the signal that a scheduler sends to all
 processes of a job (Ray Jobs, Slurm). The sink then starts another process. It logs the rows of `metrics.jsonl` that the
 logs on disk lack, as it does when a run resumes.
 """

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# From demonstrations and preferences to two policies: supervised fine-tuning, then from its model a reward model and PPO
-# against it, and DPO on the same pairs. Both policies are evaluated by the true rule.
+# All stages on the bundled task: supervised fine-tuning; then, from its model, DPO on preference pairs, and a reward model
+# of the same pairs with PPO against it. The task's rule scores the policy of each stage.
 #
 #   bash jobs/pipeline.sh                                      all stages
 #   bash jobs/pipeline.sh trainer.total_training_steps=60      settings of PPO can be changed

@@ -217,7 +217,7 @@ class OptimConfig:
     betas: list[float] = key([0.9, 0.999], OPTIMIZER)
     """Decay rates of AdamW's two moment estimates, each 0 or more and below 1."""
     eps: float = key(1e-8, OPTIMIZER, above=0)
-    """Number that AdamW adds to the root of its second moment."""
+    """Term that AdamW adds to the denominator for numerical stability."""
     lr_warmup_steps: int = key(-1, OPTIMIZER, at_least=0, or_minus_one=True)
     """Training steps of linear warmup; the first step has rate 0. -1 or 0: use lr_warmup_steps_ratio."""
     lr_warmup_steps_ratio: float = key(0.0, OPTIMIZER, at_least=0, at_most=1)
@@ -267,7 +267,7 @@ class ActorConfig:
     grad_clip: float = key(1.0, OPTIMIZER, at_least=0)
     """Maximum global gradient norm; 0: no clipping. Updates with a non-finite norm are always skipped."""
     ppo_max_token_len_per_gpu: int = key(16384, SCHEDULING, unit="tokens", at_least=1)
-    """Maximum tokens per micro-batch and rank; a longer sequence forms a micro-batch of its own."""
+    """Maximum tokens per micro-batch and rank; a longer sequence forms a separate micro-batch."""
     ppo_micro_batch_size_per_gpu: int | None = key(None, SCHEDULING, at_least=1)
     """Maximum sequences per micro-batch and rank; null: limited only by ppo_max_token_len_per_gpu."""
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -298,7 +298,7 @@ class ActorConfig:
     tau_neg: float = key(1.05, LOSS_WEIGHTS, above=0)
     """loss_mode=sapo: temperature of the gate for all other advantages."""
     clip_cov_ratio: float = key(0.0002, LOSS_WEIGHTS, above=0, at_most=1)
-    """loss_mode=clip_cov: fraction of the response tokens of a step without a gradient."""
+    """loss_mode=clip_cov: fraction of the response tokens of a step that get no gradient."""
     clip_cov_lb: float = key(1.0, LOSS_WEIGHTS, at_least=0)
     """loss_mode=clip_cov: lower bound of the covariance of these tokens."""
     clip_cov_ub: float = key(5.0, LOSS_WEIGHTS, above=0)

@@ -72,9 +72,7 @@ class RolloutConfig:
     kv_transfer: str = key("auto", RESOURCES, choices="auto (shm) | shm | nixl (CPU hosts only)")
     """Transport of the KV cache of a migrated sample to its new engine."""
     disaggregate: str = key(
-        "auto",
-        SCHEDULING,
-        choices="auto (if the simulated gain exceeds the measured error) | off | on (one node)",
+        "auto", SCHEDULING, choices="auto (if the simulated gain exceeds the measured error) | off | on (one node)"
     )
     """Prefill/decode disaggregation: some engines only prefill and transfer the KV caches to engines that only
     decode."""

@@ -257,9 +257,7 @@ class ActorConfig:
     )
     """When the optimizer state is on the device (GPUs); never during generation."""
     grad_accum_dtype: str = key(
-        "float32",
-        OPTIMIZER,
-        choices="float32 | bfloat16 (half the memory; error of 2 % over 256 micro-batches)",
+        "float32", OPTIMIZER, choices="float32 | bfloat16 (half the memory; error of 2 % over 256 micro-batches)"
     )
     """Data type for accumulating the gradients of bfloat16 weights."""
     cuda_graphs: str = key("auto", ROUNDING, choices="auto (small models limited by kernel launches) | on | off")

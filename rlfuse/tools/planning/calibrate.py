@@ -238,10 +238,7 @@ def _probed(model: str | None, console: Console) -> Measured:
         Source(name, shape.parameters, len(shape.layers), shape.hidden, 0, 0, max(*probe.tokens, *CONTEXTS) + STEPS, 1)
         for name, shape in probe.shapes.items()
     ]
-    speeds = {
-        "product_flops": probe.product_flops,
-        "copy_bytes_per_s": probe.copy_bytes_per_s,
-    }
+    speeds = {"product_flops": probe.product_flops, "copy_bytes_per_s": probe.copy_bytes_per_s}
     if probe.host_bytes_per_s is not None:
         speeds["host_bytes_per_s"] = probe.host_bytes_per_s
     return probe.works, sources, [LINKS, NO_RUN, NO_CONTENTION], speeds

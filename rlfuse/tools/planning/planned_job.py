@@ -28,10 +28,7 @@ from rlfuse.files import write_atomically
 from rlfuse.progress import Console
 from rlfuse.tools.planning.tables import table_of
 
-PLACEHOLDERS = {
-    "data.train_files": ["train.parquet"],
-    "reward.functions": ["rlfuse.rewards.verifiers.exact:score"],
-}
+PLACEHOLDERS = {"data.train_files": ["train.parquet"], "reward.functions": ["rlfuse.rewards.verifiers.exact:score"]}
 """Placeholders for required keys that a plan does not need; the user replaces them before a run."""
 
 

@@ -54,13 +54,7 @@ def read_run(folder: Path) -> Recording:
             f"{folder / 'events.jsonl'}: no `decode` spans of engines to fit costs to; record a run with this version"
         )
     steps = [
-        Step(
-            span.step,
-            span.start,
-            span.seconds,
-            recorded_workload(config, fitted.costs, rates, inside),
-            inside,
-        )
+        Step(span.step, span.start, span.seconds, recorded_workload(config, fitted.costs, rates, inside), inside)
         for span in spans
         if span.kind == "step" and (inside := spans_within(spans, span))
     ]

@@ -88,11 +88,7 @@ LOSSES = {
     "vespo": ("vespo", "token-mean"),
 }
 """loss_type -> (actor.loss_mode, actor.loss_agg_mode)."""
-SCHEDULES = {
-    "constant_with_warmup": "constant",
-    "cosine_with_min_lr": "cosine",
-    "warmup_stable_decay": "wsd",
-}
+SCHEDULES = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd"}
 DIRECT = {
     "learning_rate": "actor.optim.lr",
     "weight_decay": "actor.optim.weight_decay",

@@ -106,7 +106,7 @@ class ShardedModel(Protocol):
 
 
 class StagesModel(ShardedModel, Protocol):
-    """A model of which a rank has stages of pipelines."""
+    """A model whose pipeline stages are on several ranks."""
 
     def close(self) -> None:
         """Release the model and its optimizer."""

@@ -517,5 +517,9 @@ _OF_SAMPLES = (
 )
 _OF_SAMPLES += (sequence_parallel_problems, _drained, _video, _tower, _reward, _kl, _reference, _distillation)
 _POLICY = (_offline, _offline_policy, tensor_parallel_problems, sequence_parallel_problems)
-_OFFLINE: dict[str, tuple[Check, ...]] = {"sft": _POLICY, "dpo": _POLICY, "reward_model": (_offline, _reward_model)}
+_OFFLINE: dict[str, tuple[Check, ...]] = {
+    "sft": _POLICY,
+    "dpo": _POLICY,
+    "reward_model": (_offline, _reward_model),
+}
 """Offline task -> its checks, instead of those of samples."""

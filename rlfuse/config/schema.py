@@ -296,7 +296,7 @@ class ActorConfig:
     tau_neg: float = key(1.05, LOSS_WEIGHTS, above=0)
     """loss_mode=sapo: temperature of the gate for all other advantages."""
     clip_cov_ratio: float = key(0.0002, LOSS_WEIGHTS, above=0, at_most=1)
-    """loss_mode=clip_cov: fraction of the response tokens of a step that get no gradient."""
+    """loss_mode=clip_cov: fraction of the response tokens of a step without a gradient."""
     clip_cov_lb: float = key(1.0, LOSS_WEIGHTS, at_least=0)
     """loss_mode=clip_cov: lower bound of the covariance of these tokens."""
     clip_cov_ub: float = key(5.0, LOSS_WEIGHTS, above=0)

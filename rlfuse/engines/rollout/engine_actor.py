@@ -41,7 +41,7 @@ class Request:
     partial: Partial
     visual: tuple[Visual, ...] = ()
     is_greedy: bool = False
-    """True: decode greedily, regardless of the sampling parameters of the call."""
+    """It is decoded greedily, whatever the sampling of the call."""
 
     @classmethod
     def of(cls, sample: Sample, partial: Partial = EMPTY_PARTIAL) -> Request:

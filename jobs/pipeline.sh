@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# From demonstrations to two policies: supervised fine-tuning, then preference pairs of its model's own responses, labelled
-# by the rule; from these pairs a reward model and PPO against it, and DPO. All policies are evaluated by the rule.
+# All stages on the bundled task: supervised fine-tuning; then preference pairs of its model's own responses; from these
+# pairs DPO, and a reward model with PPO against it. The task's rule labels the pairs and scores the policy of each stage.
 #
 #   bash jobs/pipeline.sh                                      all stages
 #   bash jobs/pipeline.sh trainer.total_training_steps=60      settings of PPO can be changed

@@ -113,8 +113,7 @@ def prepare_images(
 def prepare_demonstrations(
     root: Path = FOLDERS["demonstrations"], settings: WarmStart | None = None, rows: Demonstrations | None = None
 ) -> PreparedTask:
-    """Write worked solutions of the quickstart task to `root`, and the policy that learns from them, the
-    quickstart's."""
+    """Write worked solutions of the quickstart task to `root`, and the quickstart's policy, which learns from them."""
     settings, rows = settings or WarmStart(), rows or Demonstrations()
 
     def build(folder: Path) -> None:

@@ -101,7 +101,7 @@ def _line(row: Any, name: str, number: int) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Return arrays and numbers of numpy as Python's."""
+    """Convert numpy arrays and numbers to Python objects."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"a value of type {type(value).__name__} can't be written as JSON")

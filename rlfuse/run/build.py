@@ -296,12 +296,7 @@ def _tuning(
 
 
 def _checkpointing(
-    inputs: JobInputs,
-    job: Job,
-    log: RunLog,
-    trainer: Trainer,
-    state: Callable[[int], dict[str, Any]],
-    facts: Facts,
+    inputs: JobInputs, job: Job, log: RunLog, trainer: Trainer, state: Callable[[int], dict[str, Any]], facts: Facts
 ) -> Checkpointing:
     model = inputs.video_model
 

@@ -212,9 +212,9 @@ print(getattr(outcome, "traceback", None) or outcome.value)
 @pytest.mark.slow
 def test_functions_of_a_script_score_in_another_process(folder):
     """Closures, lambdas, and modules next to the script."""
-    (folder / "beside").mkdir()
-    (folder / "beside" / "neighbour.py").write_text("def half(n): return n / 2\n")
-    (folder / "script.py").write_text(CLOSURE.format(folder=str(folder / "beside")))
+    (folder / "other").mkdir()
+    (folder / "other" / "neighbour.py").write_text("def half(n): return n / 2\n")
+    (folder / "script.py").write_text(CLOSURE.format(folder=str(folder / "other")))
     command, found = [sys.executable, "script.py"], []
     for seed in ("1", "2"):
         environment = os.environ | {"PYTHONHASHSEED": seed}

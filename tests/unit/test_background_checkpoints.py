@@ -1,4 +1,4 @@
-"""Checkpoints whose files are written while training goes on: what is published when, failures, leftovers."""
+"""Checkpoints whose files are written while training continues: order of publication, failures, leftovers."""
 
 import asyncio
 import shutil

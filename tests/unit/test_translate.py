@@ -28,7 +28,6 @@ from rlfuse.tools.translate.verl import CONVERSIONS, DEFAULTS
 
 VERLS = json.loads((Path(__file__).parent / "verl_keys.json").read_text())
 PUBLIC = yaml.safe_load((Path(__file__).parent / "public_commands.yaml").read_text())
-CORRECTION = "algorithm.rollout_correction"
 KNOWN = frozenset(by_name())
 CORRECTION = "algorithm.rollout_correction"
 
@@ -243,15 +242,10 @@ def test_verls_ppo_example_lists_manual_decisions(tmp_path, monkeypatch):
 
 
 def test_words_stdin_and_yaml_give_the_same(tmp_path, monkeypatch, capsys):
-    words = [
-        "algorithm.adv_estimator=grpo",
-        "actor_rollout_ref.rollout.n=3",
-        "data.train_files=a",
-        "data.shuffle=False",
-    ]
-    main(["--", "python3", "-m", "verl.trainer.main_ppo", *words])
+    words = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=3 data.train_files=a data.shuffle=False"
+    main(["--", "python3", "-m", "verl.trainer.main_ppo", *words.split()])
     typed = capsys.readouterr().out.partition("\n")[2]
-    script = "python3 -m verl.trainer.main_ppo " + " ".join(words) + " 2>&1 | tee log"
+    script = f"python3 -m verl.trainer.main_ppo {words} 2>&1 | tee log"
     tree = "algorithm: {adv_estimator: grpo}\nactor_rollout_ref: {rollout: {n: 3}}\n"
     tree += "data: {train_files: a, shuffle: false, again: '${actor_rollout_ref.rollout.n}'}\n"
     for text in (script, tree.replace(", again: '${actor_rollout_ref.rollout.n}'", "")):
@@ -307,6 +301,8 @@ AS_HERE = {
     "data.max_response_length": "the same number under another name",
 }
 """Keys whose default differs from verl's and is not written -> why it stays ours."""
+ADAPTIVE_KL = {"algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.target_kl": 0.2}
+FILTER_GROUPS = {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.max_num_gen_batches": 0}
 
 
 def test_different_defaults_are_written_or_explained():
@@ -327,31 +323,22 @@ def test_different_defaults_are_written_or_explained():
         ({"actor_rollout_ref.rollout.do_sample": False}, {}),
         ({f"{CORRECTION}.rollout_is": "sequence"}, {f"{CORRECTION}.rollout_is": "sequence"}),
         ({"algorithm.rollout_is": True}, {f"{CORRECTION}.rollout_is": "token"}),
-        (
-            {"actor_rollout_ref.actor.tis_imp_ratio_cap": 3},
-            {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": 3},
-        ),
-        (
-            {f"{CORRECTION}.rollout_is_threshold": "0.5_5.0"},
-            {f"{CORRECTION}.rollout_is_threshold": 5.0, f"{CORRECTION}.rollout_is_threshold_lower": 0.5},
-        ),
+        ({"actor_rollout_ref.actor.tis_imp_ratio_cap": 3},
+         {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": 3}),
+        ({f"{CORRECTION}.rollout_is_threshold": "0.5_5.0"},
+         {f"{CORRECTION}.rollout_is_threshold": 5.0, f"{CORRECTION}.rollout_is_threshold_lower": 0.5}),
         ({f"{CORRECTION}.rollout_rs_threshold": "0.5_2.0,0.1"}, {}),
         ({"actor_rollout_ref.actor.policy_loss.ppo_kl_coef": 1.0}, {"actor.ppo_kl_coef": 1.0}),
         ({"algorithm.rollout_correction.bypass_mode": True}, {"algorithm.old_log_probs": "engine"}),
         ({"algorithm.kl_penalty": "mse"}, {"algorithm.kl_penalty": "mse"}),
-        (
-            {"algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.target_kl": 0.2},
-            {"algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.target_kl": 0.2},
-        ),
+        (ADAPTIVE_KL, ADAPTIVE_KL),
         ({"algorithm.adv_estimator": "remax"}, {"algorithm.adv_estimator": "remax"}),
         ({"algorithm.adv_estimator": "grpo_vectorized"}, {"algorithm.adv_estimator": "grpo"}),
         ({"algorithm.adv_estimator": "grpo_passk"}, {}),
         ({"actor_rollout_ref.rollout.name": "sglang"}, {"rollout.name": "vllm"}),
         ({"actor_rollout_ref.actor.optim.lr_warmup_steps": -1}, {"actor.optim.lr_warmup_steps": -1}),
-        (
-            {"trainer.total_training_steps": 50, "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": 0.1},
-            {"actor.optim.lr_warmup_steps_ratio": 0.1, "trainer.total_training_steps": 50},
-        ),
+        ({"trainer.total_training_steps": 50, "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": 0.1},
+         {"actor.optim.lr_warmup_steps_ratio": 0.1, "trainer.total_training_steps": 50}),
         ({"trainer.save_freq": -1, "trainer.test_freq": -1}, {"trainer.save_freq": -1, "trainer.test_freq": -1}),
         ({"actor_rollout_ref.actor.clip_ratio": 0.2}, {"actor.clip_ratio": 0.2}),
         ({"actor_rollout_ref.actor.clip_ratio": 0.1}, {}),
@@ -363,22 +350,15 @@ def test_different_defaults_are_written_or_explained():
             },
             {"actor.clip_ratio": 0.1, "actor.clip_ratio_low": None, "actor.clip_ratio_high": None},
         ),
-        (
-            {"custom_reward_function.path": "a.py", "custom_reward_function.reward_kwargs.weight": 2},
-            {"reward.functions": [{"path": "a.py:compute_score", "kwargs": {"weight": 2}}]},
-        ),
+        ({"custom_reward_function.path": "a.py", "custom_reward_function.reward_kwargs.weight": 2},
+         {"reward.functions": [{"path": "a.py:compute_score", "kwargs": {"weight": 2}}]}),
         ({"reward_model.enable": True, "reward_model.model.path": "m"}, {"reward.model_path": "m"}),
         ({"reward_model.enable": False, "reward_model.model.path": "m"}, {}),
-        (
-            {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.max_num_gen_batches": 0},
-            {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.max_num_gen_batches": 0},
-        ),
+        (FILTER_GROUPS, FILTER_GROUPS),
         ({"reward_model.overlong_buffer.enable": False, "reward_model.overlong_buffer.len": 9},
          {"reward.overlong_buffer.len": 0}),
-        (
-            {"custom_reward_function.path": "pkg://a.b", "custom_reward_function.reward_kwargs": {"c": [1]}},
-            {"reward.functions": [{"path": "a.b:compute_score", "kwargs": {"c": [1]}}]},
-        ),
+        ({"custom_reward_function.path": "pkg://a.b", "custom_reward_function.reward_kwargs": {"c": [1]}},
+         {"reward.functions": [{"path": "a.b:compute_score", "kwargs": {"c": [1]}}]}),
         (
             {
                 "critic.optim.weight_decay": 0.02,
@@ -397,13 +377,8 @@ def test_different_defaults_are_written_or_explained():
             },
         ),
         ({"actor_rollout_ref.rollout.val_kwargs.temperature": 0.6}, {"rollout.val_kwargs.temperature": 0.6}),
-        (
-            {
-                "actor_rollout_ref.rollout.val_kwargs.temperature": 0.6,
-                "actor_rollout_ref.rollout.val_kwargs.do_sample": False,
-            },
-            {"rollout.val_kwargs.temperature": 0.0},
-        ),
+        ({"actor_rollout_ref.rollout.val_kwargs.temperature": 0.6,
+          "actor_rollout_ref.rollout.val_kwargs.do_sample": False}, {"rollout.val_kwargs.temperature": 0.0}),
     ],
 )  # fmt: skip
 def test_values_are_converted_where_they_can_be(given, set_to):
@@ -445,33 +420,21 @@ TRL = "trl grpo --model_name_or_path m --dataset_name ./d --reward_funcs a.b.c -
         ("", {"reward.functions": ["a.b:c"], "data.train_batch_size": 2, "data.prompt_is_chat": False}, {}),
         ("--beta 0.1 --no_use_bias_correction_kl", {"actor.use_kl_loss": True, "actor.kl_loss_coef": 0.1}, {}),
         ("--beta 0.1", {"actor.kl_loss_coef": 0.1}, {"actor.use_kl_loss": "weighted by the importance ratio"}),
-        (
-            "--beta 0.1 --no_use_bias_correction_kl --sync_ref_model --ref_model_sync_steps 64 --num_iterations 2",
-            {"ref.sync_ref_model": True, "ref.ref_model_sync_steps": 32, "ref.ref_model_mixup_alpha": 0.6},
-            {},
-        ),
+        ("--beta 0.1 --no_use_bias_correction_kl --sync_ref_model --ref_model_sync_steps 64 --num_iterations 2",
+         {"ref.sync_ref_model": True, "ref.ref_model_sync_steps": 32, "ref.ref_model_mixup_alpha": 0.6}, {}),
         ("--scale_rewards none", {"algorithm.norm_adv_by_std_in_grpo": False}, {}),
         ("--scale_rewards batch", {}, {"algorithm.norm_adv_by_std_in_grpo": "standard deviation of their group"}),
         ("--loss_type dr_grpo", {"actor.loss_agg_mode": "seq-mean-token-sum-norm"}, {}),
         ("--loss_type sapo --sapo_temperature_neg 2", {"actor.loss_mode": "sapo", "actor.tau_neg": 2.0}, {}),
-        (
-            "--loss_type cispo --epsilon_high 5",
-            {"actor.loss_mode": "cispo", "actor.clip_ratio_low": 1.0, "actor.clip_ratio_high": 4.0},
-            {},
-        ),
+        ("--loss_type cispo --epsilon_high 5",
+         {"actor.loss_mode": "cispo", "actor.clip_ratio_low": 1.0, "actor.clip_ratio_high": 4.0}, {}),
         ("--loss_type bnpo", {}, {"actor.loss_agg_mode": "over the tokens of one micro-batch"}),
         ("--loss_type vespo", {}, {"actor.loss_mode": "vespo is not in rlfuse"}),
         ("--num_iterations 3 --delta 4", {"actor.ppo_epochs": 3, "actor.clip_ratio_c": 4.0}, {}),
-        (
-            "--steps_per_generation 8 --gradient_accumulation_steps 4 --max_steps 100",
-            {"data.train_batch_size": 16, "actor.ppo_mini_batch_size": 8, "trainer.total_training_steps": 50},
-            {},
-        ),
-        (
-            "--num_generations 3",
-            {},
-            dict.fromkeys(("data.train_batch_size", "actor.ppo_mini_batch_size"), "16 samples are not whole groups of"),
-        ),
+        ("--steps_per_generation 8 --gradient_accumulation_steps 4 --max_steps 100",
+         {"data.train_batch_size": 16, "actor.ppo_mini_batch_size": 8, "trainer.total_training_steps": 50}, {}),
+        ("--num_generations 3", {}, dict.fromkeys(
+            ("data.train_batch_size", "actor.ppo_mini_batch_size"), "16 samples are not whole groups of")),
         ("--use_peft", {}, {"model.path": "LoRA is not supported"}),
         ("--use_vllm --vllm_importance_sampling_mode token_truncate --vllm_importance_sampling_cap 2",
          {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": 2.0}, {}),

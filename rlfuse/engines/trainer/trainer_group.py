@@ -230,15 +230,6 @@ class TrainerGroup(RankGroup):
         """Wait until all files of the last `save` are on the disk. NotSaved if one could not be written."""
         check_written(await self._all("saved", "write its checkpoint files"))
 
-    async def save_metadata(self, folder: Path) -> None:
-        """Write all that `save` writes except weights and optimizer state. NotSaved if a file could not be written."""
-        check_written(await self._all("save_metadata", f"write files to {folder}", folder.absolute()))
-
-    async def load(self, folder: Path) -> None:
-        """Load what `save` wrote, under this or another layout of ranks."""
-        self._check_no_gradients("loaded")
-        await self._all("load", f"load the checkpoint {folder}", folder.absolute())
-
 
 def _by_row(shares: Sequence[Sequence[Share]], answers: Sequence[Any], rows: int) -> list[np.ndarray]:
     """Return the ranks' arrays in row order; an empty list if the ranks returned none."""

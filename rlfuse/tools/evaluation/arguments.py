@@ -14,8 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.custom_functions import FAMILY, METRICS, absolute, map_functions
 from rlfuse.config.documentation import keys
-from rlfuse.config.schema import Config, TrainerConfig
+from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden
+from rlfuse.config.trainer import TrainerConfig
 from rlfuse.errors import ConfigError
 from rlfuse.run.resume.acceptance import with_run_name
 from rlfuse.tools.evaluation.source import Source, find

@@ -85,10 +85,7 @@ def lengths_of(config: Config, mean: float | None, recording: Recording | None =
 
 def _lengths_with_mean(mean: float, samples: int, group: int, limit: int) -> np.ndarray:
     """Return int64 [samples]: capped lengths whose mean after capping is `mean`."""
-    low, high = (
-        0.0,
-        log(limit) + 6 * LENGTH_SIGMA,
-    )  # log of the median; at `high` all are capped
+    low, high = (0.0, log(limit) + 6 * LENGTH_SIGMA)  # log of the median; at `high` all are capped
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         longer = Drawn(Lognormal(exp(middle), LENGTH_SIGMA), samples, limit).draw(group, 1).mean() >= mean

@@ -21,16 +21,14 @@ from rlfuse.config.custom_functions import traits_of, with_values
 from rlfuse.config.documentation import keys
 from rlfuse.config.facts import Facts, missing_for_run, planning_facts
 from rlfuse.config.prepared import command_for
-from rlfuse.config.schema import Config, TrainerConfig
+from rlfuse.config.schema import Config
+from rlfuse.config.trainer import TrainerConfig
 from rlfuse.errors import EngineError, UserError, VideoError
 from rlfuse.files import write_atomically
 from rlfuse.progress import Console
 from rlfuse.tools.planning.tables import table_of
 
-PLACEHOLDERS = {
-    "data.train_files": ["train.parquet"],
-    "reward.functions": ["rlfuse.rewards.verifiers.exact:score"],
-}
+PLACEHOLDERS = {"data.train_files": ["train.parquet"], "reward.functions": ["rlfuse.rewards.verifiers.exact:score"]}
 """Placeholders for required keys that a plan does not need; the user replaces them before a run."""
 
 

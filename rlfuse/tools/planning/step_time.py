@@ -130,12 +130,7 @@ class StepTimes:
         return self._tuned[workload, policy]
 
     def workload(
-        self,
-        config: Config,
-        costs: Costs,
-        speeds: Sequence[WorkSpeed] = (),
-        roomy: bool = False,
-        schedule: bool = True,
+        self, config: Config, costs: Costs, speeds: Sequence[WorkSpeed] = (), roomy: bool = False, schedule: bool = True
     ) -> tuple[Workload, float]:
         """Return the workload to simulate, and the seconds of pipeline training to add to it (of the schedule, or their
         lower bound). `speeds`: of the nodes, if they differ; `costs.kv_tokens`: capacity of the KV cache."""

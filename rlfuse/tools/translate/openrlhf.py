@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 from rlfuse.config.declare import as_typed
@@ -226,17 +225,9 @@ def _correction(given: dict[str, Any], put: Any) -> None:
 def _data(job: Translation, given: dict[str, Any], command: Command) -> None:
     for name, key in (("prompt_data", "data.train_files"), ("eval_dataset", "data.val_files")):
         dataset = str(given.get(name) or "")
-        if dataset.startswith(("/", "./", "../", "~", "$")):
-            job.set(key, [dataset], f"{name}={dataset}", f"{name}={dataset}")
-        elif dataset:
-            limit = (
-                f", the first {given['max_samples']:,} rows" if "max_samples" in given and name == "prompt_data" else ""
-            )
-            job.leave_open(
-                key,
-                f"{name}={dataset}{limit}: rlfuse reads files; run `hf download {dataset} --repo-type dataset "
-                f"--local-dir data/{Path(dataset).name}` and list them",
-            )
+        if dataset:
+            first = "max_samples" in given and name == "prompt_data"
+            job.set_files(key, name, dataset, f", the first {given['max_samples']:,} rows" if first else "")
         elif name == "prompt_data" and not any(each.startswith(name) for each in command.unknown):
             job.leave_open(key, "the command does not set prompt_data")
 
@@ -267,23 +258,9 @@ def _logging(job: Translation, given: dict[str, Any], command: Command) -> None:
 
 
 def _others(job: Translation, command: Command) -> None:
-    for name, value in command.settings.items():
-        if name in DIRECT or name in READ:
-            continue
-        if name == "stop_properly_penalty_coef" and value is not None and value >= 0:
-            job.leave_open("reward.functions", f"{name}={value}: the reward of truncated responses is not scaled")
-        elif job.has_row(name):
-            job.decide(name, value)
-        elif WITHOUT_EFFECT.match(name) or value in (None, False):
-            job.note("no effect on what is trained", f"{name}={as_typed(value)}")
-        else:
-            job.leave_open("trainer.task", f"{name}={as_typed(value)}: rlfuse has no such setting")
-    for setting, why in command.unknown.items():
-        name = setting.partition("=")[0]
-        if WITHOUT_EFFECT.match(name):
-            job.note(why, setting)
-        else:
-            for key in UNKNOWN.get(name) or (DIRECT.get(name, "trainer.task"),):
-                job.leave_unknown(key, setting, why)
-    for word, why in command.unread.items():
-        job.leave_open("trainer.task", f"{word}: {why}")
+    name, translated = "stop_properly_penalty_coef", READ | DIRECT.keys()
+    penalty = command.settings.get(name)
+    if penalty is not None and penalty >= 0:
+        job.leave_open("reward.functions", f"{name}={penalty}: the reward of truncated responses is not scaled")
+        translated |= {name}
+    job.report_rest(command, translated, {flag: (key,) for flag, key in DIRECT.items()} | UNKNOWN, WITHOUT_EFFECT)

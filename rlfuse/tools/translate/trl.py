@@ -88,11 +88,7 @@ LOSSES = {
     "vespo": ("vespo", "token-mean"),
 }
 """loss_type -> (actor.loss_mode, actor.loss_agg_mode)."""
-SCHEDULES = {
-    "constant_with_warmup": "constant",
-    "cosine_with_min_lr": "cosine",
-    "warmup_stable_decay": "wsd",
-}
+SCHEDULES = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd"}
 DIRECT = {
     "learning_rate": "actor.optim.lr",
     "weight_decay": "actor.optim.weight_decay",
@@ -393,14 +389,8 @@ class _Reader:
             self.result.leave_open("data.train_files", "rlfuse reads files: download the datasets and list them")
         elif name is None:
             self.result.leave_open("data.train_files", "the command names no dataset, the script may load one")
-        elif str(name).startswith(("/", "./", "../", "~", "$")):
-            self.set("data.train_files", [str(name)], "dataset_name")
         else:
-            self.result.leave_open(
-                "data.train_files",
-                f"dataset_name={name}: rlfuse reads files; run `hf download {name} --repo-type dataset "
-                f"--local-dir data/{Path(str(name)).name}` and list those of the split {split}",
-            )
+            self.result.set_files("data.train_files", "dataset_name", str(name), listed=f"those of the split {split}")
         if self.is_online:
             self.result.set(
                 "data.prompt_is_chat", False, "", "TRL's prompts are messages, or text that is used as it is"
@@ -529,23 +519,7 @@ class _Reader:
     def _others(self) -> None:
         """Report all settings that are not translated."""
         direct = DIRECT | (DIRECT_ONLINE if self.is_online else {})
-        for name, value in self.given.items():
-            if name in READ or name in direct:
-                continue
-            if self.result.has_row(name):
-                self.result.decide(name, value)
-            elif WITHOUT_EFFECT.match(name) or value in (None, False):
-                self.result.note("no effect on what is trained", f"{name}={as_typed(value)}")
-            else:
-                self.result.leave_open("trainer.task", f"{name}={as_typed(value)}: rlfuse has no such setting")
-        for setting, why in self.command.unknown.items():
-            name = setting.partition("=")[0]
-            if WITHOUT_EFFECT.match(name) and name not in direct:
-                self.result.note(why, setting)
-            else:
-                for key in UNKNOWN.get(name) or (direct.get(name, "trainer.task"),):
-                    self.result.leave_unknown(key, setting, why)
-        for word, why in self.command.unread.items():
-            self.result.leave_open("trainer.task", f"{word}: {why}")
+        keys = {name: (key,) for name, key in direct.items()} | UNKNOWN
+        self.result.report_rest(self.command, READ | direct.keys(), keys, WITHOUT_EFFECT)
         if "model.path" not in self.result.settings and "model.path" not in self.result.undecided:
             raise ConfigError([f"{self.command.origin}: sets no --model_name_or_path; add it to the command"])

@@ -83,6 +83,12 @@ def trained_and_mixed(rank):
     return [before, scores()]
 
 
+def bytes_of_tensors(folder):
+    """Bytes of all safetensors files without their headers."""
+    found = [file.read_bytes() for file in folder.rglob("*.safetensors")]
+    return sum(len(each) - 8 - int.from_bytes(each[:8], "little") for each in found)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "dtype"), [(0, "bfloat16"), (1, "float32"), (2, "bfloat16"), (3, "float32"), ("fsdp2", "bfloat16")]
@@ -95,6 +101,7 @@ def test_a_resumed_run_continues_with_the_mixed_reference(tmp_path, stage, dtype
         rank.save(tmp_path / "saved", {name: [[each for each, _ in rank.sizes(name)]] for name in ("actor", "ref")})
         is None
     )
+    assert bytes_of_tensors(tmp_path / "saved") == rank.checkpoint_bytes()
     weights = {
         name: dict(Qwen2ForCausalLM.from_pretrained(tmp_path / place, dtype=torch.float32).named_parameters())
         for name, place in (("start", "start"), ("actor", "saved/actor/huggingface"), ("ref", "saved/ref/huggingface"))

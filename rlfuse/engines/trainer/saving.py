@@ -20,8 +20,9 @@ from rlfuse.files import sync_all
 
 REFERENCE = Path("ref", "huggingface")
 """Folder of a synchronized reference policy within a checkpoint."""
-ROOM = 1.5
-"""Free memory that staging needs, relative to the size of the files."""
+ROOM = 2.0
+"""Free memory that staging needs, relative to the size of the files: ranks on GPUs first copy a model's state to the
+host."""
 
 
 class CheckpointWriter:
@@ -60,20 +61,24 @@ class StagedFiles:
 
         `size`: bytes of the files, of all ranks of this host.
         """
+        scratch.sweep(scratch.CHECKPOINT)  # folders of killed ranks take the room that is measured next
         if min(host_memory.free_bytes(), shutil.disk_usage(scratch.SHARED_MEMORY).free) < ROOM * size:
             yield target
             return
         staged, lock = scratch.make(scratch.CHECKPOINT)
+        files = staged / "files"  # not the folder of the lock
+        files.mkdir()
         try:
-            yield staged
+            yield files
         except BaseException:
             scratch.remove(staged)
             lock.close()
             raise
-        self._copying = self._thread.submit(_move, staged, lock, target)
+        self._copying = self._thread.submit(_move, files, target, staged, lock)
 
     def is_copying(self) -> bool:
-        return self._copying is not None and not self._copying.done()
+        copying = self._copying
+        return copying is not None and not copying.done()
 
     def problem(self) -> str | None:
         """Wait for the files, and describe the first failure; None if there was none."""
@@ -81,12 +86,12 @@ class StagedFiles:
         return copying.result() if copying else None
 
 
-def _move(staged: Path, lock: Any, target: Path) -> str | None:
-    """Copy all files below `staged` to `target`, sync and remove them; return the first failure."""
+def _move(files: Path, target: Path, staged: Path, lock: Any) -> str | None:
+    """Copy `files` to `target` and sync them; remove `staged` and release its lock. Return the first failure."""
     writer = CheckpointWriter()
     try:
-        for file in sorted(path for path in staged.rglob("*") if path.is_file()):
-            own = target / file.relative_to(staged)
+        for file in sorted(path for path in files.rglob("*") if path.is_file()):
+            own = target / file.relative_to(files)
             own.parent.mkdir(parents=True, exist_ok=True)
             writer.write(own, lambda file=file, own=own: shutil.copyfile(file, own))
             file.unlink()

@@ -25,6 +25,8 @@ from rlfuse.errors import EngineError
 
 WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+BYTES_PER_PARAMETER = 4 * len((WEIGHT, *MOMENTS))
+"""Size of the state of a trained parameter after the first step, in float32."""
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 """Name of a head -> name under which it is saved if it is the embedding."""
 

@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from rlfuse.config.schema import Config
-from rlfuse.errors import NotSaved
+from rlfuse.errors import NotSaved, RlfuseError
 from rlfuse.observe.alerts import Alert
 from rlfuse.observe.run_log import RunLog
 from rlfuse.progress import is_due
 from rlfuse.run_folder import checkpoints
 from rlfuse.run_folder.checkpoints import MIB
-
-BYTES_PER_PARAMETER = 14
-"""Minimum size of a checkpoint: a float32 copy, Adam's two moments, and 2 bytes for the exported model."""
-
 
 STEPS_AHEAD = 2
 """Number of further steps for which the free space must suffice; each is assumed to take as much as the last one."""
@@ -57,7 +54,7 @@ class Checkpointing:
     """Writer of checkpoints.
 
     `save(folder, weights)` has the models written by `writer`; `complete(folder)` adds what depends on their files.
-    `state(step)` returns the remaining state.
+    `state(step)` returns the remaining state. `first_bytes`: size of the first checkpoint.
     """
 
     def __init__(
@@ -69,15 +66,17 @@ class Checkpointing:
         save: Callable[[Path, bool], Awaitable[None]],
         writer: Writer,
         state: Callable[[int], dict[str, Any]],
-        parameters: int,
+        first_bytes: int,
         complete: Callable[[Path], Awaitable[None]] | None = None,
     ):
         self._log, self._save, self._writer, self._state, self._complete = log, save, writer, state, complete
         self._keep, self._every = config.trainer.max_ckpt_to_keep, config.trainer.save_freq
-        self._first_bytes = BYTES_PER_PARAMETER * parameters
+        self._first_bytes = first_bytes
         self.step = self._written = start
         self._writing: tuple[int, asyncio.Task[None]] | None = None
         """Step and task of the checkpoint whose files are being written."""
+        self._publishing: asyncio.Task[None] | None = None
+        """Task that publishes it, once the rows of its step are logged."""
         self._remembered: dict[int, dict[str, Any]] = {}
         self._missed = False
         self._free: int | None = None
@@ -127,10 +126,12 @@ class Checkpointing:
                 self._log.loggers.alert(step, Alert("no disk space for a checkpoint", text))
 
     def _disk_space(self) -> tuple[int, int]:
-        return checkpoints.disk_space(self._log.folder, self.step, self._keep, self._first_bytes)
+        writing = self._writing and self._writing[0]
+        return checkpoints.disk_space(self._log.folder, self.step, self._keep, self._first_bytes, writing)
 
     def _decide(self, needed: int, free: int, taken: int, step: int) -> str:
-        return next_save(needed, free, taken, is_saved=step == self.step, missed=self._missed)
+        is_saved = step == self.step or (self._writing is not None and step == self._writing[0])
+        return next_save(needed, free, taken, is_saved=is_saved, missed=self._missed)
 
     async def write(self, step: int, required: bool = False) -> None:
         """Begin to write a checkpoint, and return once training may continue; wait for it if the run ends with it.
@@ -138,14 +139,17 @@ class Checkpointing:
         If it fails, raise NotSaved if it is `required` or the last, and an alert otherwise.
         """
         await self.settle()
-        copied = asyncio.Event()
+        copied, self._free = asyncio.Event(), None
 
         async def fill(folder: Path) -> None:
-            await self._save(folder, True)
+            try:
+                await self._save(folder, True)
+            except RlfuseError:
+                with suppress(RlfuseError):  # no file of another rank may arrive after the folder is removed
+                    await self._files_written()
+                raise
             copied.set()
-            while await self._writer.is_saving():
-                await asyncio.sleep(POLL_S)
-            await self._writer.saved()
+            await self._files_written()
             if self._complete is not None:
                 await self._complete(folder)
 
@@ -160,15 +164,45 @@ class Checkpointing:
         if ends or not self._writer.saves_in_background or self._writing[1].done():
             await self._finish(ends)
 
+    async def _files_written(self) -> None:
+        while await self._writer.is_saving():
+            await asyncio.sleep(POLL_S)
+        await self._writer.saved()
+
     async def settle(self) -> None:
         """Wait for the checkpoint that is being written, and publish it."""
+        publishing = self._publishing or asyncio.ensure_future(self._publish_once_written())
+        self._publishing = None
+        await publishing
+
+    async def settle_after(self, steps: Awaitable[None]) -> None:
+        """Run the steps; if they fail, settle a checkpoint whose step is logged, so that it is not lost."""
+        try:
+            await steps
+        except Exception:
+            if self._publishing is not None:
+                with suppress(RlfuseError, OSError):  # the error of the steps is raised
+                    await self.settle()
+            raise
+
+    async def publish_written(self) -> None:
+        """Publish the last checkpoint once its files are written; return after PROMPT_S if they take longer."""
+        if self._publishing is None:
+            self._publishing = asyncio.ensure_future(self._publish_once_written())
+        done, _ = await asyncio.wait([self._publishing], timeout=PROMPT_S)
+        if done:
+            await self.settle()
+
+    async def _publish_once_written(self) -> None:
         await self._finish()
         self.publish()
 
     async def _finish(self, required: bool = False) -> None:
         if self._writing is None:
             return
-        (step, writing), self._writing = self._writing, None
+        step, writing = self._writing
+        await asyncio.wait([writing])
+        self._writing = None
         try:
             await writing
         except NotSaved as error:
@@ -180,14 +214,6 @@ class Checkpointing:
             self._log.loggers.alert(step, Alert("no checkpoint", text))
         else:
             self._written = step
-
-    async def publish_written(self) -> None:
-        """Publish the last checkpoint if its files are written, or will be within PROMPT_S."""
-        if self._writing is not None:
-            done, _ = await asyncio.wait([self._writing[1]], timeout=PROMPT_S)
-            if done:
-                await self._finish()
-        self.publish()
 
     def publish(self) -> None:
         """Publish the checkpoint written last, so that runs resume from it; rows of its step are flushed to disk

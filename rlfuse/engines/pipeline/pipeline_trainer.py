@@ -55,7 +55,7 @@ class PipelineTrainer(PipelineGroup):
         return trainer, facts | {"checkpoint_bytes": await trainer._checkpoint_bytes()}
 
     async def _checkpoint_bytes(self) -> int:
-        """Return the size of a checkpoint, as `TrainerRank.checkpoint_bytes`."""
+        """Return the size of a checkpoint: of the states and of the exported models."""
         sizes = [size for model in self.models for rank in await self._sizes(model) for _, _, size in rank]
         return sum(sizes) + sum(sizes) // ITEM_BYTES[self.config.model.dtype] * BYTES_PER_PARAMETER
 

@@ -141,7 +141,7 @@ class TrainerRank(Rank):
         self._check_split()
         parameters = {name: self._matmul_parameters(name) for name in self.exporters}
         facts = {"packed": self.packed, "shares_prompts": self.shares, "lines": lines, "parameters": parameters}
-        facts["checkpoint_bytes"] = self.checkpoint_bytes()
+        facts["checkpoint_bytes"] = sum(self.checkpoint_bytes())
         return facts | {"unfused": fused_log_probs.unavailable(self.device)}
 
     def _frozen(self, path: str) -> ShardedModel:
@@ -389,7 +389,7 @@ class TrainerRank(Rank):
         """
         with (
             checkpoint_writer(self.engines[name] for name in self._saved_models()) as files,
-            self.staged.folder(folder, self.checkpoint_bytes()) as folder,
+            self.staged.folder(folder, self._bytes_of_host()) as folder,
         ):
             for name, exporter in self.exporters.items():
                 model = self.engines[name]
@@ -438,11 +438,17 @@ class TrainerRank(Rank):
         """Wait for the files of the last `save`; return the first that could not be written with the reason."""
         return self.staged.problem()
 
-    def checkpoint_bytes(self) -> int:
-        """Return the size of a checkpoint of all ranks: states of trained models, and exported models."""
+    def checkpoint_bytes(self) -> tuple[int, int]:
+        """Return the size of a checkpoint of all ranks: of the states of trained models, and of exported models."""
         exported = {name: sum(size for _, size in self.sizes(name)) for name in self._saved_models()}
         trained = sum(exported[name] for name in self.exporters) // self.dtype.itemsize
-        return trained * state_files.BYTES_PER_PARAMETER + sum(exported.values())
+        return trained * state_files.BYTES_PER_PARAMETER, sum(exported.values())
+
+    def _bytes_of_host(self) -> int:
+        """Return what the ranks of this host write of a checkpoint: their states, and rank 0 the exported models."""
+        (states, exported), local = self.checkpoint_bytes(), self.config.trainer.n_gpus_per_node
+        part = min(1.0, local / self.world) if self.config.sharded_optimizer else 1.0
+        return int(states * part) + (exported if self.rank < local else 0)
 
     def _saved_models(self) -> list[str]:
         """Return the models of a checkpoint: the trained ones and a synchronized reference."""

@@ -36,7 +36,10 @@ def next_save(
     return "wait"
 
 
-POLL_S, PROMPT_S = 0.05, 0.5
+POLL_S, MAX_POLL_S = 0.05, 1.0
+"""Shortest and longest time between two polls of all ranks."""
+PROMPT_S = 0.5
+"""Time to wait at the end of a step, in which small checkpoints are written."""
 
 
 class Writer(Protocol):
@@ -165,8 +168,10 @@ class Checkpointing:
             await self._finish(ends)
 
     async def _files_written(self) -> None:
+        pause = POLL_S
         while await self._writer.is_saving():
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, MAX_POLL_S)
         await self._writer.saved()
 
     async def settle(self) -> None:

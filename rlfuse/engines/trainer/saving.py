@@ -67,8 +67,8 @@ class StagedFiles:
             return
         staged, lock = scratch.make(scratch.CHECKPOINT)
         files = staged / "files"  # not the folder of the lock
-        files.mkdir()
         try:
+            files.mkdir()
             yield files
         except BaseException:
             scratch.remove(staged)

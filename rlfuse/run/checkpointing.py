@@ -147,8 +147,8 @@ class Checkpointing:
         async def fill(folder: Path) -> None:
             try:
                 await self._save(folder, True)
-            except RlfuseError:
-                with suppress(RlfuseError):  # no file of another rank may arrive after the folder is removed
+            except Exception:
+                with suppress(RlfuseError):  # no file of a rank may arrive after the folder is removed
                     await self._files_written()
                 raise
             copied.set()

@@ -31,7 +31,7 @@ class Rank:
     saves_in_background = True
 
     def __init__(self, monkeypatch):
-        self.staged, self.disk, self.fails, self.other_fails = StagedFiles(), threading.Event(), False, False
+        self.staged, self.disk, self.fails, self.other_fails = StagedFiles(), threading.Event(), False, None
         copy, make, self.folders = shutil.copyfile, scratch.make, []
 
         def recorded(prefix):
@@ -56,7 +56,7 @@ class Rank:
                 files.write(path, lambda: (path.parent.mkdir(), path.write_bytes(bytes(KIB))))
             assert files.problem is None
             if self.other_fails:
-                raise NotSaved("another rank could not write")
+                raise self.other_fails
 
     async def is_saving(self):
         return self.staged.is_copying()
@@ -158,12 +158,13 @@ async def test_an_error_in_a_later_step_does_not_lose_it(tmp_path, rank):
     log.close()
 
 
-async def test_after_a_failure_no_file_of_another_rank_arrives(tmp_path, rank):
+@pytest.mark.parametrize("error", [NotSaved("another rank could not write"), OSError("the tokenizer was not saved")])
+async def test_after_a_failure_no_file_of_another_rank_arrives(tmp_path, rank, error):
     log, made, alerts = begin(tmp_path, rank)
-    rank.other_fails = True
+    rank.other_fails = error
     asyncio.get_running_loop().call_later(0.2, rank.disk.set)
     await step(log, made, 1)
-    assert "another rank could not write" in alerts[0][1] and not rank.staged.is_copying()
+    assert str(error) in alerts[0][1] and not rank.staged.is_copying()
     assert not [*tmp_path.glob("global_step_*")] and not rank.folders[0].exists()
     log.close()
 

@@ -2,7 +2,7 @@
 
 Ranks copy their state to shared memory; the next steps run while the files are written. No step is started that could
 not be saved: if the next checkpoint will not fit on the disk, the run ends. Waits: for the files before the next
-checkpoint and at the end of the run, bounded by the limits of calls to the ranks.
+checkpoint, at the end of the run and after an error in a step, bounded by the limits of calls to the ranks.
 """
 
 from __future__ import annotations

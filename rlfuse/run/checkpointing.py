@@ -2,7 +2,7 @@
 
 Ranks copy their state to shared memory; the next steps run while the files are written. No step is started that could
 not be saved: if the next checkpoint will not fit on the disk, the run ends. Waits: for the files before the next
-checkpoint, at the end of the run and after an error in a step, bounded by the limits of calls to the ranks.
+checkpoint, at the end of the run and after an error in a step, at most cluster.timeout_s.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Checkpointing:
     ):
         self._log, self._save, self._writer, self._state, self._complete = log, save, writer, state, complete
         self._keep, self._every = config.trainer.max_ckpt_to_keep, config.trainer.save_freq
-        self._first_bytes = first_bytes
+        self._first_bytes, self._limit_s = first_bytes, config.cluster.timeout_s
         self.step = self._written = start
         self._writing: tuple[int, asyncio.Task[None]] | None = None
         """Step and task of the checkpoint whose files are being written."""
@@ -168,10 +168,16 @@ class Checkpointing:
             await self._finish(ends)
 
     async def _files_written(self) -> None:
+        """Wait for the ranks' files; NotSaved if one could not be written, or not within cluster.timeout_s."""
         pause = POLL_S
-        while await self._writer.is_saving():
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, MAX_POLL_S)
+        try:
+            async with asyncio.timeout(self._limit_s):
+                while await self._writer.is_saving():
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, MAX_POLL_S)
+        except TimeoutError:
+            limit = f"cluster.timeout_s={self._limit_s:g} s"
+            raise NotSaved(f"its files were not written within {limit}; raise it for a slow disk") from None
         await self._writer.saved()
 
     async def settle(self) -> None:

@@ -225,6 +225,19 @@ async def test_a_failure_is_an_alert_and_at_the_end_an_error(tmp_path, rank):
     log.close()
 
 
+async def test_files_that_are_not_written_in_time_are_an_alert(tmp_path, rank):
+    log, made, alerts = begin(tmp_path, rank)
+    made._limit_s = 0.1
+    await step(log, made, 1)
+    async with asyncio.timeout(10):
+        await made.settle()
+    assert "were not written within cluster.timeout_s=0.1 s; raise it for a slow disk" in alerts[0][1]
+    assert complete(tmp_path) == []
+    rank.disk.set()
+    rank.staged.problem()
+    log.close()
+
+
 async def test_without_free_memory_files_are_written_at_once(tmp_path, rank, monkeypatch):
     left, lock = scratch.make(scratch.CHECKPOINT)
     lock.close()  # as of a killed rank

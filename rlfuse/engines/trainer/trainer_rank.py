@@ -59,6 +59,7 @@ from rlfuse.engines.trainer.sequence_parallel_packing import Costs, degrees_up_t
 from rlfuse.engines.trainer.sharded_model import ShardedModel, check_finite
 from rlfuse.engines.trainer.state_files import WHOLE, Part, SavedState
 from rlfuse.engines.trainer.tensor_parallel import TensorParallelGroup
+from rlfuse.engines.trainer.vision_tower import SUBMODULE as TOWER
 from rlfuse.engines.trainer.vision_tower import MicroBatchClip, TowerSettings, TrainedTower
 from rlfuse.engines.weights import cuda_ipc
 from rlfuse.engines.weights.exporting import Exporter
@@ -441,6 +442,9 @@ class TrainerRank(Rank):
     def checkpoint_bytes(self) -> tuple[int, int]:
         """Return the size of a checkpoint of all ranks: of the states of trained models, and of exported models."""
         exported = {name: sum(size for _, size in self.sizes(name)) for name in self._saved_models()}
+        if self.tower:  # exporters omit it
+            actor = self.engines["actor"]
+            exported["actor"] += sum(map(actor.nbytes, getattr(actor.module, TOWER).parameters()))
         trained = sum(exported[name] for name in self.exporters) // self.dtype.itemsize
         return trained * state_files.BYTES_PER_PARAMETER, sum(exported.values())
 

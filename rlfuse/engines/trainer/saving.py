@@ -59,7 +59,7 @@ class StagedFiles:
     def folder(self, target: Path, size: int) -> Iterator[Path]:
         """Yield the folder to write to, whose files are then copied to `target`: in shared memory if there is room.
 
-        `size`: bytes of the files, of all ranks of this host.
+        `target` must exist once files are written. `size`: bytes of the files, of all ranks of this host.
         """
         scratch.sweep(scratch.CHECKPOINT)  # folders of killed ranks take the room that is measured next
         if min(host_memory.free_bytes(), shutil.disk_usage(scratch.SHARED_MEMORY).free) < ROOM * size:
@@ -90,11 +90,13 @@ def _move(files: Path, target: Path, staged: Path, lock: Any) -> str | None:
     """Copy `files` to `target` and sync them; remove `staged` and release its lock. Return the first failure."""
     writer = CheckpointWriter()
     try:
-        for file in sorted(path for path in files.rglob("*") if path.is_file()):
-            own = target / file.relative_to(files)
-            own.parent.mkdir(parents=True, exist_ok=True)
-            writer.write(own, lambda file=file, own=own: shutil.copyfile(file, own))
-            file.unlink()
+        for path in sorted(files.rglob("*")):
+            own = target / path.relative_to(files)
+            if path.is_dir():
+                own.mkdir(exist_ok=True)  # without parents: a folder that the driver has removed stays removed
+            else:
+                writer.write(own, lambda path=path, own=own: shutil.copyfile(path, own))
+                path.unlink()
     except OSError as error:
         return _describe(target, error)
     finally:

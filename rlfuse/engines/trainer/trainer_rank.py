@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -390,8 +390,10 @@ class TrainerRank(Rank):
         """
         with (
             checkpoint_writer(self.engines[name] for name in self._saved_models()) as files,
-            self.staged.folder(folder, self._bytes_of_host()) as folder,
+            self.staged.folder(folder, self._bytes_of_host()) as staged,
         ):
+            files.write(folder, partial(folder.mkdir, parents=True, exist_ok=True))
+            folder = staged
             for name, exporter in self.exporters.items():
                 model = self.engines[name]
                 state_files.save(folder / name, self.rank, self._written(model), model.steps, files)

@@ -317,7 +317,7 @@ def _checkpointing(
         save=save,
         writer=trainer,
         state=state,
-        parameters=sum(map(sum, facts["parameters"].values())),
+        first_bytes=facts["checkpoint_bytes"],
         complete=complete,
     )
 

@@ -9,7 +9,7 @@ import asyncio
 import gc
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -320,6 +320,9 @@ class _NoCheckpoints:
     async def write(self, step: int, required: bool = False) -> None: ...
 
     async def settle(self) -> None: ...
+
+    async def settle_after(self, steps: Awaitable[None]) -> None:
+        await steps
 
     async def publish_written(self) -> None: ...
 

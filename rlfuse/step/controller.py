@@ -64,7 +64,7 @@ class Controller:
         await self.compare_first_weights(step)
         if step == 0 and self.config.trainer.val_before_train:
             await self.validate(step)
-        await self.train(step)
+        await self.checkpoints.settle_after(self.train(step))
 
     async def compare_first_weights(self, step: int) -> None:
         """Check that the engines compute the trainer's model; `MetricLog.log_agreement` reports a mismatch.
@@ -234,7 +234,7 @@ class Controller:
         await self.checkpoints.settle()
         if self.checkpoints.step != step:
             await self.save(step)
-            self.checkpoints.publish()
+            await self.checkpoints.settle()
         if self.checkpoints.step != step and self.stopping.by is None:
             self.say(f"Checkpoint of step {step} failed; node drain cancelled. Free disk space and retry.")
             self.stopping.relocation = None

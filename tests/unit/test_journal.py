@@ -303,7 +303,7 @@ async def go_on(folder):
     config = Config()
     config.trainer.max_ckpt_to_keep = 1
     checkpointing = Checkpointing(
-        log, config, start=start, save=save, writer=Writer(), state=lambda _: {}, parameters=1
+        log, config, start=start, save=save, writer=Writer(), state=lambda _: {}, first_bytes=1
     )
     await checkpointing.write_trial()
     for step in range(start + 1, 3):

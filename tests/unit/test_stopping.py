@@ -240,7 +240,9 @@ async def test_an_offline_task_is_saved_after_the_step_in_which_ctrl_c_came(tmp_
         source=source,
         log=log,
         health=NoHealth(),
-        checkpointing=Checkpointing(log, config, start=0, save=save, writer=Writer(), state=lambda _: {}, parameters=1),
+        checkpointing=Checkpointing(
+            log, config, start=0, save=save, writer=Writer(), state=lambda _: {}, first_bytes=1
+        ),
     )
     default = signal.signal(SIGINT, signal.default_int_handler)
     try:

@@ -283,6 +283,9 @@ class World:
     def publish(self) -> None:
         pass
 
+    async def settle_after(self, steps) -> None:
+        await steps
+
     async def publish_written(self) -> None:
         pass
 

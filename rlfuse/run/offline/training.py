@@ -74,7 +74,7 @@ async def _run(job: Job, task: OfflineTask, source: PromptSource, log: RunLog) -
         save=save,
         writer=trainer,
         state=lambda _: {"examples": source.state_dict()},
-        parameters=sum(map(sum, facts["parameters"].values())),
+        first_bytes=facts["checkpoint_bytes"],
     )
     await checkpointing.write_trial()
     if job.checkpoint is not None:
@@ -85,7 +85,7 @@ async def _run(job: Job, task: OfflineTask, source: PromptSource, log: RunLog) -
         training = Training(
             config=job.config, task=task, source=source, log=log, checkpointing=checkpointing, health=health
         )
-        await fail_on_lost_node(training.run(job.state["step"]), occupants)
+        await fail_on_lost_node(checkpointing.settle_after(training.run(job.state["step"])), occupants)
 
 
 @dataclass(kw_only=True)
@@ -123,7 +123,7 @@ class Training:
                 await self.checkpointing.settle()
                 if self.checkpointing.step != step:
                     await self._save(step)
-                    self.checkpointing.publish()
+                    await self.checkpointing.settle()
                 raise stopping.stop_error(step)
 
     async def _save(self, step: int) -> None:

@@ -50,6 +50,8 @@ class Script:
 
     values: dict[str, list[Word]] = field(default_factory=dict)
     depth: int = 0
+    braces: int = 0
+    """Depth of `{ }`: within a function, $@ are its arguments."""
 
     def commands(self, text: str) -> Iterator[list[Word]]:
         """Yield the words of each command; `values` then has the variables that it sees."""
@@ -60,6 +62,7 @@ class Script:
     def _evaluate(self, raw: list[str]) -> list[Word]:
         is_conditional, raw = raw[0] == CONDITIONAL, raw[raw[0] == CONDITIONAL :]
         self.depth += sum(word in BLOCK_START for word in raw[:1]) - sum(word in BLOCK_END for word in raw[:1])
+        self.braces += ("{" in raw[:1] + raw[-1:]) - ("}" in raw[:1])
         while raw and raw[0] in SKIPPED | DECLARATIONS:
             raw = raw[1:]
         while raw and (found := ASSIGNMENT.fullmatch(raw[0])):
@@ -120,6 +123,9 @@ class Script:
         if raw.startswith("$(", at):
             end = _closing(raw, at + 1)
             return [_output(raw[at + 2 : end - 1], raw[at:end])], end
+        if raw.startswith("$'", at):
+            end = raw.find("'", at + 2) % (len(raw) + 1) + 1
+            return [_unknown(raw[at:end])], end
         if raw.startswith("${", at):
             end = _closing(raw, at + 1)
             return self._variable(raw[at + 2 : end - 1], raw[at:end]), end
@@ -134,7 +140,7 @@ class Script:
         if name in self.values and not (default is not None and not self.values[name]):
             return self.values[name]
         if name in "@*":
-            return []  # arguments of the script
+            return [_unknown(name)] if self.braces else []  # arguments of the script
         if default is not None:
             return self.expand(default, splits=False)
         return [Word({"HOME": "${oc.env:HOME}", "PWD": HERE}[name]) if name in ("HOME", "PWD") else _unknown(name)]

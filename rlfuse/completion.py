@@ -105,7 +105,7 @@ def main(argv: Sequence[str]) -> None:
         return
     parser = argparse.ArgumentParser(
         prog="rlfuse completion",
-        description="Print a script for tab completion of commands, keys, presets, values and files.",
+        description="Print a script for tab completion of commands, options, keys, presets, values and files.",
         epilog='for bash add to ~/.bashrc: eval "$(rlfuse completion bash)"',
     )
     parser.add_argument("shell", choices=SCRIPTS)
@@ -171,7 +171,7 @@ def _added(call: ast.Call) -> Iterator[tuple[str, str]]:
     about = keywords.get("help", ast.Constant(""))
     pieces = about.values if isinstance(about, ast.JoinedStr) else [about]
     text = "".join(str(each.value) if isinstance(each, ast.Constant) else "..." for each in pieces)
-    text = text.replace(" (%(default)s)", "")
+    text = text.replace(" (%(default)s)", "").removeprefix("...")
     is_switch = "BooleanOptionalAction" in ast.unparse(keywords.get("action", ast.Constant("")))
     for option in (str(each.value) for each in call.args if isinstance(each, ast.Constant)):
         if option.startswith("--") and "SUPPRESS" not in ast.unparse(about):

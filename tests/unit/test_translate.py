@@ -489,6 +489,8 @@ TRL = "trl grpo --model_name_or_path m --dataset_name ./d --reward_funcs a.b.c -
         ("--run_name 007 --output_dir 7", {"trainer.experiment_name": "007", "trainer.default_local_dir": "7"}, {}),
         ("--chat_template_kwargs '{\"enable_thinking\": false}'",
          {"data.apply_chat_template_kwargs": {"enable_thinking": False}}, {}),
+        ("--lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs '{\"num_decay_steps\": 50}' --num_iterations 2",
+         {"actor.optim.lr_scheduler_type": "wsd", "actor.optim.lr_wsd_decay_steps": 25}, {}),
         ("--lr_scheduler_kwargs '{open'", {}, {"actor.optim.lr_scheduler_type": "has no equal"}),
         ("--warmup_ratio 0.1 --warmup_steps 10",
          {"actor.optim.lr_warmup_steps": 10, "actor.optim.lr_warmup_steps_ratio": None}, {}),

@@ -152,7 +152,7 @@ def plain_value(text: str) -> Any:
     if text.startswith("{"):
         with suppress(ValueError, RecursionError):
             return json.loads(text)
-    if re.fullmatch(r"0\d+|\w*_\w*", text):  # a name such as 007 or 1_0
+    if re.fullmatch(r"0\d+", text):  # a name such as 007
         return text
     for kind in (int, float):
         try:

@@ -288,7 +288,6 @@ class _Reader:
                 self.set(key, self.value(name), name)
         self._task()
         self._batches()
-        self._schedule()
         self._data()
         self._logging()
         if self.is_online:
@@ -348,6 +347,7 @@ class _Reader:
             self.result.set("trainer.n_gpus_per_node", self.command.processes, "", "the number of processes")
         updates = batch * (self.value("num_iterations") or 1) / max(update, 1)
         self._lengths(max(updates, 1))
+        self._schedule(max(updates, 1))
 
     def _lengths(self, updates: float) -> None:
         """Set lengths that TRL counts in optimizer steps. `updates`: optimizer steps per training step."""
@@ -382,10 +382,14 @@ class _Reader:
         steps = steps * max(0, self.value("max_steps")) if steps < 1 else steps
         return max(1, round(steps / updates)) if steps > 0 else -1
 
-    def _schedule(self) -> None:
+    def _schedule(self, updates: float) -> None:
         name, options = self.value("lr_scheduler_type"), self.given.get("lr_scheduler_kwargs") or {}
-        if isinstance(options, dict) and {*options} == {"min_lr_rate"}:
-            self.set("actor.optim.min_lr_ratio", options["min_lr_rate"], "lr_scheduler_kwargs")
+        steps = options.get("num_decay_steps", 0) if isinstance(options, dict) else None
+        if isinstance(steps, int) and {*options} <= {"min_lr_rate", "num_decay_steps"}:
+            if "min_lr_rate" in options:
+                self.set("actor.optim.min_lr_ratio", options["min_lr_rate"], "lr_scheduler_kwargs")
+            if steps:
+                self.set("actor.optim.lr_wsd_decay_steps", max(1, round(steps / updates)), "lr_scheduler_kwargs")
         elif options:
             self.result.leave_open("actor.optim.lr_scheduler_type", f"lr_scheduler_kwargs={options}: has no equal")
         self.set("actor.optim.lr_scheduler_type", SCHEDULES.get(name, name), "lr_scheduler_type")

@@ -605,6 +605,9 @@ LIST+=('three#3')
 N=$((2 * (3 + 4) - 1))
 UNKNOWN=$(date +%s)
 for i in 1 2; do INSIDE=$i; done
+LAST=0; for LAST in 1 2; do :; done; SET=1; set_it() { SET=2; }
+NAME=a; NAME+=_b; OPTIONS="x=1 y=$UNSET"; OPTIONS+=" z=3"
+run2 $LAST $SET $NAME $OPTIONS
 run $A "$A" '$A' $'a\tb' $B ${LIST[@]} "${LIST[@]}" $N $PWD/f "$(pwd)" "$UNKNOWN" $INSIDE $EMPTY "$@" \
    # in between \
    last=a\ b`date`; other
@@ -619,6 +622,9 @@ def test_a_script_is_read_as_a_shell_would_and_never_run():
         *("13", "f", ".", "$(date +%s)", "$INSIDE", "$EMPTY", "last=a b`date`"),
     ]
     assert [word.unknown for word in words[-4:]] == [("$(date +%s)",), ("$INSIDE",), ("$EMPTY",), ("`date`",)]
+    (words,) = [words for words in Script().commands(SHELL) if words[0].text == "run2"]
+    assert [word.text for word in words[1:]] == ["$LAST", "$SET", "a_b", "x=1", "y=$UNSET", "z=3"]
+    assert [bool(word.unknown) for word in words[1:]] == [True, True, False, False, True, False]
     for text in ("$((1/0))", "$((9**9**9))", "${A%b}", "'open", '"open', "${open", "$(open", "a=(1", "`a", "\\", "$"):
         assert next(Script().commands(f"run {text}"))[0].text == "run"
 

@@ -40,13 +40,13 @@ TRAIN_OPTIONS = {
     "--json-schema": "with --help: print the JSON schema of a job file",
 }
 PARSERS = {
-    "runs clean": "rlfuse.tools.listing:clean",
-    **{f"submit {action}": "rlfuse.tools.submission:_job_parser" for action in ACTIONS["submit"]},
+    "runs clean": "tools/listing.py:clean",
+    **{f"submit {action}": "tools/submission.py:_job_parser" for action in ACTIONS["submit"]},
     **dict.fromkeys(("slots", "slots restore", "slots leave", "completion"), ""),
-    "slots drain": "rlfuse.tools.slots:main",
-    "plan --search": "rlfuse.tools.planning.search_command:main",
+    "slots drain": "tools/slots.py:main",
+    "plan --search": "tools/planning/search_command.py:main",
 }
-"""Command with an action -> function that adds its options, if not `main` of the command's module; empty: none."""
+"""Command with an action -> function that adds its options, if not `main` of the command's file; empty: none."""
 ADDS_OPTIONS = re.compile(r"_?(\w+_)?parser|_?add_\w+")
 """Names of functions that add options for others."""
 SCRIPTS = {
@@ -148,14 +148,18 @@ def _options(before: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield from TRAIN_OPTIONS.items()
         return
     named = (f"{command} {each}" for each in before[1:])
-    adds = PARSERS.get(next((each for each in named if each in PARSERS), command), f"{MODULES[command]}:main")
+    adds = PARSERS.get(next((each for each in named if each in PARSERS), command), f"{_file_of(MODULES[command])}:main")
     if adds:
         yield from _added_options(*adds.split(":"))
 
 
-def _added_options(module: str, function: str) -> Iterator[tuple[str, str]]:
+def _file_of(module: str) -> str:
+    return f"{module.removeprefix('rlfuse.').replace('.', '/')}.py"
+
+
+def _added_options(file: str, function: str) -> Iterator[tuple[str, str]]:
     """Yield the options that a function adds to a parser, itself or by functions that `ADDS_OPTIONS` names."""
-    tree = ast.parse(Path(__file__).parent.joinpath(*module.split(".")[1:]).with_suffix(".py").read_bytes())
+    tree = ast.parse((Path(__file__).parent / file).read_bytes())
     modules = {name.name: node.module for node in tree.body if isinstance(node, ast.ImportFrom) for name in node.names}
     found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function]
     for call in (node for each in found for node in ast.walk(each) if isinstance(node, ast.Call)):
@@ -163,7 +167,7 @@ def _added_options(module: str, function: str) -> Iterator[tuple[str, str]]:
         if name == "add_argument":
             yield from _added(call)
         elif ADDS_OPTIONS.fullmatch(name) and isinstance(call.func, ast.Name):
-            yield from _added_options(modules.get(name) or module, name)
+            yield from _added_options(_file_of(module) if (module := modules.get(name)) else file, name)
 
 
 def _added(call: ast.Call) -> Iterator[tuple[str, str]]:

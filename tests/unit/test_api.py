@@ -376,6 +376,19 @@ def test_a_killed_job_is_a_job_error(child, monkeypatch):
         job.follow(20, lambda line: None)
 
 
+def test_a_third_interrupt_kills_the_job(monkeypatch):
+    job = Job(Path("runs"), [sys.executable, "-c", "import time; time.sleep(60)"], str)
+    pressed = []
+
+    def press(wait_s):
+        pressed.append(wait_s)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(job, "_interrupt", press)
+    job.stop(show=lambda line: None)
+    assert len(pressed) == 2 and not job.running
+
+
 def test_a_call_that_fails_stops_the_job():
     job = Job(Path("runs"), [sys.executable, "-c", "import time; time.sleep(60)"], str)
     with pytest.raises(TypeError):

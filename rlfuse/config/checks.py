@@ -354,6 +354,8 @@ def _reward(config: Config, facts: Facts) -> Iterator[str]:
     reward = config.reward
     entries, problems = read_entries(reward.functions, reward.weights, reward.model_path, config.uses_rewards)
     yield from problems
+    if reward.model_head is not None and reward.model_path is None:
+        yield _problem(config, "reward.model_head", "is the head of a reward model", "set reward.model_path")
     if reward.device == "cuda" and facts.cuda is False:
         yield _problem(config, "reward.device", "needs GPUs in the job's slots", "set reward.device=auto")
     for function in (entry.path for entry in entries if names_code(entry.path)):

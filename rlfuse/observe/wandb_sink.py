@@ -23,7 +23,7 @@ from rlfuse.errors import ConfigError
 from rlfuse.files import write_atomically
 from rlfuse.observe import wandb_log
 from rlfuse.observe.alerts import Alert
-from rlfuse.observe.sink import AXIS, MAX_FAILURES, SAMPLES, Row, as_text
+from rlfuse.observe.sink import AXIS, MAX_FAILURES, SAMPLES, Row, as_text, part_columns
 from rlfuse.observe.tracking import FAILURE_FIELDS, read_metrics
 
 INIT_S = 60.0
@@ -127,7 +127,7 @@ class Wandb:
             self._restart()  # logs the row with the others that are missing
 
     def samples(self, step: int, rows: Sequence[Row], name: str = SAMPLES) -> None:
-        parts = sorted({name for row in rows for name in row["parts"]})
+        parts = part_columns(rows, ("step", *COLUMNS, "clip"))
         sheets = ["clip"] if any(row["contact_sheet"] for row in rows) else []
 
         def cells(row: Row) -> list[Any]:
@@ -136,7 +136,7 @@ class Wandb:
             sheet = [self._wandb.Image(str(path)) if path else None] if sheets else []
             return [step, *(shown[name] for name in COLUMNS), *(row["parts"].get(part) for part in parts), *sheet]
 
-        columns = ["step", *COLUMNS, *parts, *sheets]
+        columns = ["step", *COLUMNS, *parts.values(), *sheets]
         self._log_table(name, columns, lambda: [cells(row) for row in rows], {AXIS: step})
 
     def picture(self, step: int, name: str, path: Path) -> None:

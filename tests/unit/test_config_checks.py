@@ -112,6 +112,10 @@ def test_distillation_needs_no_reward():
             DISTILLED | {"reward__functions": [], "data__val_files": ["val.parquet"]},
             ["reward.functions=[]: validation (data.val_files) needs a reward", "or set data.val_files=[]"],
         ),
+        (
+            {"reward__model_head": "rewards.py:Head"},
+            ["reward.model_head=rewards.py:Head: is the head of a reward model"],
+        ),
         ({"reward__overlong_buffer__len": 512}, ["must be below data.max_response_length=512"]),
         ({"data__train_files": ["absent.parquet"]}, ["data.train_files: `absent.parquet` does not exist"]),
         ({"data__train_files": []}, ["data.train_files: is required"]),

@@ -467,10 +467,12 @@ def test_mlflow_shows_settings_scalars_samples_pictures_and_alerts(tmp_path, mon
     for start in (0, 2):  # the second resumes
         sink = MLflow(config, {"actor": {"optim": {"lr": 1e-6}}, "data": {"val_files": []}}, run, start)
         for step in (start + 1, start + 2):
-            sink.log(step, {"val-core/sums/acc/mean@1": step / 4, "actor/ppo_kl": float("nan")})
-        sink.samples(start + 2, [sample_row(finished(1, 0, Reward(0.25, {"exact": 1.0})))], "val/generations")
+            sink.log(step, {"val-core/sums/acc/mean@1": step / 4, "actor/ppo_kl": float("nan"), "val-core/a://b": 1.0})
+        scored = Reward(0.25, {"exact": 1.0, "reward": 0.5})
+        sink.samples(start + 2, [sample_row(finished(1, 0, scored))], "val/generations")
         sink.picture(start + 2, "timeline", run / "step_2.png")
         sink.alert(start + 2, Alert("zero spread", "all equal"))
+        sink.alert(start + 2, Alert("slow worker: rank 1 (slot 1)", "slow"))
         sink.failure("run", "an error")
         sink.close(1)
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow/mlflow.db")
@@ -479,13 +481,17 @@ def test_mlflow_shows_settings_scalars_samples_pictures_and_alerts(tmp_path, mon
     assert found.data.params == {"actor.optim.lr": "1e-06", "data.val_files": "[]"}
     name = "val-core/sums/acc/mean_at_1"
     values = [(each.step, each.value) for each in client.get_metric_history(found.info.run_id, name)]
-    assert sorted(values) == [(1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0)] and [*found.data.metrics] == [name]
+    assert sorted(values) == [(1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0)]
+    assert {*found.data.metrics} == {
+        name,
+        "val-core/a_/_/b",
+    } and "alert/slow worker_ rank 1 _slot 1_" in found.data.tags
     assert found.data.tags["alert/zero spread"] == "step 4: all equal" and found.data.tags["error"] == "run: an error"
     artifacts = tmp_path / "mlflow" / "artifacts" / found.info.run_id / "artifacts"
     assert (artifacts / "timeline" / "step_2.png").stat().st_size
     table = json.loads((artifacts / "val" / "generations" / "step_2.json").read_text())
-    assert table["columns"] == ["id", "prompt", "response", "ground_truth", "reward", "exact"]
-    assert table["data"] == [["1/0/0", "how many?", "seven", "7", 0.25, 1.0]]
+    assert table["columns"] == ["id", "prompt", "response", "ground_truth", "reward", "exact", "rewards/reward"]
+    assert table["data"] == [["1/0/0", "how many?", "seven", "7", 0.25, 1.0, 0.5]]
 
 
 @pytest.mark.slow

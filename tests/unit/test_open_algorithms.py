@@ -309,6 +309,10 @@ def shifted(log_probs, old_log_probs, advantages, mask, shift=0.0):
 def squared(log_probs, ref_log_probs, times): return times * (log_probs - ref_log_probs) ** 2
 def count(samples, least): return sum(len(each.response_ids) >= least for each in samples)
 def later(view, patience): return serial(view) if patience else 1 / patience
+def of_groups(scores, mask, n): return scores.view(-1, n).std(1).repeat_interleave(n)[:, None] * mask
+@advantage_estimator(needs_baseline=True)
+def above_greedy(scores, baselines, mask): return (scores - baselines)[:, None] * mask
+def of_extras(samples): return sum(each.parts["reward"] + each.parts["reward/acc"] for each in samples)
 def failing(scores, mask): return {}["score"]
 def undefined(mask): return mask / 0 * 0
 def detached(advantages, log_probs): return advantages * log_probs.detach()
@@ -361,6 +365,20 @@ def test_arguments_reach_the_functions(write):
 def test_a_custom_loss_is_called_with_any_estimator(write, estimator):
     write(ARGUMENTS)
     try_out(config(f"{ESTIMATOR}={estimator}", f"{LOSS}=mine.py:shifted", "rollout.n=2", "ref.path=teacher"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [f"{ESTIMATOR}=mine.py:of_groups", "rollout.n=8"],
+        [f"{ESTIMATOR}=mine.py:above_greedy"],
+        [f"{ESTIMATOR}=remax", "rollout.n=1", f"{LOSS}=mine.py:shifted", "actor.mask_truncated_completions=true"],
+    ],
+    ids=str,
+)
+def test_dummy_groups_are_as_those_of_the_job(write, settings):
+    write(ARGUMENTS)
+    try_out(with_metric(config(*settings), "of_extras"))
 
 
 @pytest.mark.parametrize(

@@ -387,6 +387,7 @@ def test_values_are_converted_where_they_can_be(given, set_to):
     job = translate(command)
     left_open = {"reward.functions", "trainer.wandb_mode", *DEFAULTS} - set_to.keys()
     assert {key: value for key, value in job.settings.items() if key not in left_open} == set_to
+    assert "trainer.task" not in job.undecided
 
 
 @pytest.mark.parametrize(
@@ -405,12 +406,15 @@ def test_values_are_converted_where_they_can_be(given, set_to):
         (["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc",
           "reward_model.overlong_buffer.enable=True"], "algorithm.filter_groups.enable", "with the overlong penalty"),
         (["actor_rollout_ref.actor.optim.optimizer=Muon"], "actor.optim.lr", "rlfuse trains with AdamW"),
+        (["data.seed=1", "~data.shuffle"], "trainer.task", "~data.shuffle: removes a setting of the framework"),
+        (["data.train_batch_size=${a.b}"], "data.train_batch_size", "the value of ${...} is not in the command"),
     ],
 )  # fmt: skip
 def test_what_rlfuse_would_train_differently_is_left_open(words, key, why):
     assert why in str(translate(read(["--", "verl.trainer.main_ppo", *words])).undecided[key])
 
 
+FILES = "data.train_files=a/gsm8k.parquet actor_rollout_ref.model.path=m algorithm.adv_estimator=grpo"
 TRL = "trl grpo --model_name_or_path m --dataset_name ./d --reward_funcs a.b.c --num_processes 2"
 
 
@@ -445,6 +449,19 @@ TRL = "trl grpo --model_name_or_path m --dataset_name ./d --reward_funcs a.b.c -
         ("--repetition_penalty 1.1", {}, {"rollout.temperature": "no such sampling parameter"}),
         ("--some_new_flag 3", {}, {"trainer.task": "rlfuse has no such setting"}),
         ("--report_to wandb", {"trainer.logger": ["console", "wandb"], "trainer.wandb_mode": "online"}, {}),
+        ("--run_name 007 --output_dir 7", {"trainer.experiment_name": "007", "trainer.default_local_dir": "7"}, {}),
+        ("--chat_template_kwargs '{\"enable_thinking\": false}'",
+         {"data.apply_chat_template_kwargs": {"enable_thinking": False}}, {}),
+        ("--lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs '{\"num_decay_steps\": 50}' --num_iterations 2",
+         {"actor.optim.lr_scheduler_type": "wsd", "actor.optim.lr_wsd_decay_steps": 25}, {}),
+        ("--lr_scheduler_kwargs '{open'", {}, {"actor.optim.lr_scheduler_type": "has no equal"}),
+        ("--warmup_ratio 0.1 --warmup_steps 10",
+         {"actor.optim.lr_warmup_steps": 10, "actor.optim.lr_warmup_steps_ratio": None}, {}),
+        ("--eval_strategy steps", {"trainer.test_freq": 10}, {}),
+        ("--eval_strategy steps --eval_steps 0.2 --save_steps 0.5 --max_steps 100",
+         {"trainer.test_freq": 20, "trainer.save_freq": 50}, {}),
+        ("--per_device_train_batch_size 0", {},
+         dict.fromkeys(("data.train_batch_size", "actor.ppo_mini_batch_size"), "must be 1 or more")),
     ],
 )  # fmt: skip
 def test_trls_flags_become_keys(flags, set_to, undecided, tmp_path):
@@ -465,6 +482,16 @@ def test_trls_flags_become_keys(flags, set_to, undecided, tmp_path):
         (TRL.replace("./d", "$D"), {"data.train_files"}),
         ("openrlhf.cli.train_ppo_ray --pretrain m --prompt_data ./d --remote_rm_url $URL --n_samples_per_prompt $N",
          {"reward.functions", "rollout.n", "actor.ppo_mini_batch_size"}),
+        ("trl sft --model_name_or_path $M --num_processes 1",
+         {"model.path", "data.train_files", "trainer.task"}),
+        ("trl reward --model_name_or_path m --dataset_name ./d --max_length none --num_processes 1",
+         {"data.max_prompt_length", "data.max_response_length"}),
+        ("openrlhf.cli.train_ppo_ray --pretrain m --prompt_data ./d --remote_rm_url a.py --n_samples_per_prompt 0",
+         {"rollout.n"}),
+        ("f() {\n openrlhf.cli.train_ppo_ray --pretrain m --prompt_data ./d --remote_rm_url a.py \"$@\"\n}\nf --l2 1",
+         {"reward.functions"}),
+        (f"python3 -m verl.trainer.main_ppo {FILES} trainer.nnodes=0 actor_rollout_ref.actor.ppo_micro_batch_size=8",
+         {"actor.ppo_micro_batch_size_per_gpu"}),
         ("openrlhf.cli.train_sft --pretrain m --prompt_data ./d --remote_rm_url http://a:1/b", {"trainer.task"}),
     ],
 )  # fmt: skip
@@ -480,6 +507,14 @@ def test_settings_without_effect_are_listed(tmp_path):
     words = ["reward_model.reward_manager=dapo", "actor_rollout_ref.actor.optim.optimizer=AdamW"]
     listed = str(translate(read(["--", "verl.trainer.main_ppo", *words])).notes)
     assert all(word in listed for word in words)
+
+
+def test_references_to_other_settings_are_replaced():
+    words = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=${data.train_batch_size}"]
+    words += ["trainer.project_name=${oc.env:USER}", "trainer.experiment_name=b${data.train_batch_size}"]
+    job = translate(read(["--", "verl.trainer.main_ppo", *words])).settings
+    assert (job["actor.ppo_mini_batch_size"], job["trainer.experiment_name"]) == (8, "b8")
+    assert job["trainer.project_name"] == "${oc.env:USER}"
 
 
 def test_a_config_file_of_trl_is_read_with_its_command(tmp_path, monkeypatch):
@@ -507,6 +542,10 @@ def test_a_config_file_of_trl_is_read_with_its_command(tmp_path, monkeypatch):
         (["list.yaml"], "it has no keys"),
         (["--", "trl", "grpo", "--model_name_or_path", "m", "--num_generations", "few"], "=few: must be a number"),
         (["--", "trl", "grpo", "--dataset_name", "d"], "sets no --model_name_or_path"),
+        (["--", "trl", "grpo", "--config", "bad.yaml"], "--config bad.yaml: can't be read as YAML"),
+        (["--", "openrlhf.cli.train_ppo_ray", "--adam_betas", "0.9"], "adam_betas=0.9: must be 2 numbers"),
+        (["--", "openrlhf.cli.train_ppo_ray", "--eps_clip_low_high", "a", "b"], "must be 2 numbers"),
+        (["--", "openrlhf.cli.train_ppo_ray", "--overlong_buffer_len", "a"], "overlong_buffer_len=a: must be a number"),
     ],
 )
 def test_invalid_commands_are_reported(arguments, part, tmp_path, monkeypatch):
@@ -529,7 +568,10 @@ LIST+=('three#3')
 N=$((2 * (3 + 4) - 1))
 UNKNOWN=$(date +%s)
 for i in 1 2; do INSIDE=$i; done
-run $A "$A" '$A' $B ${LIST[@]} "${LIST[@]}" $N $PWD/f "$(pwd)" "$UNKNOWN" $INSIDE $EMPTY "$@" \
+LAST=0; for LAST in 1 2; do :; done; SET=1; set_it() { SET=2; }
+NAME=a; NAME+=_b; OPTIONS="x=1 y=$UNSET"; OPTIONS+=" z=3"
+run2 $LAST $SET $NAME $OPTIONS
+run $A "$A" '$A' $'a\tb' $B ${LIST[@]} "${LIST[@]}" $N $PWD/f "$(pwd)" "$UNKNOWN" $INSIDE $EMPTY "$@" \
    # in between \
    last=a\ b`date`; other
 """
@@ -538,10 +580,14 @@ run $A "$A" '$A' $B ${LIST[@]} "${LIST[@]}" $N $PWD/f "$(pwd)" "$UNKNOWN" $INSID
 def test_a_script_is_read_as_a_shell_would_and_never_run():
     (words,) = [words for words in Script().commands(SHELL) if words[0].text == "run"]
     assert [word.text for word in words[1:]] == [
-        *("x", "y", "x y", "$A", "${oc.env:HOME}/q", "one", "two", "x", "y", "three#3", "one", "two x y", "three#3"),
+        *("x", "y", "x y", "$A", r"$'a\tb'", "${oc.env:HOME}/q", "one", "two", "x", "y", "three#3"),
+        *("one", "two x y", "three#3"),
         *("13", "f", ".", "$(date +%s)", "$INSIDE", "$EMPTY", "last=a b`date`"),
     ]
     assert [word.unknown for word in words[-4:]] == [("$(date +%s)",), ("$INSIDE",), ("$EMPTY",), ("`date`",)]
+    (words,) = [words for words in Script().commands(SHELL) if words[0].text == "run2"]
+    assert [word.text for word in words[1:]] == ["$LAST", "$SET", "a_b", "x=1", "y=$UNSET", "z=3"]
+    assert [bool(word.unknown) for word in words[1:]] == [True, True, False, False, True, False]
     for text in ("$((1/0))", "$((9**9**9))", "${A%b}", "'open", '"open', "${open", "$(open", "a=(1", "`a", "\\", "$"):
         assert next(Script().commands(f"run {text}"))[0].text == "run"
 

@@ -45,8 +45,8 @@ VIDEO_KEYS += ("tokens_per_frame", "timestamps", "max_image_tokens", "mm_process
 def make_parser(name: str, usage: str, **more: str) -> argparse.ArgumentParser:
     """Return the argument parser of a command that takes a job; callers may add options."""
     made = argparse.ArgumentParser(prog=f"rlfuse {name}", usage=f"rlfuse {name} {usage}", allow_abbrev=False, **more)
-    for option in ("--config-dir", "--config-name"):
-        made.add_argument(option, metavar="NAME", help="same as for rlfuse train")
+    made.add_argument("--config-dir", metavar="NAME", help="same as for rlfuse train")
+    made.add_argument("--config-name", metavar="NAME", help="same as for rlfuse train")
     add_option(made)
     return made
 

@@ -61,6 +61,7 @@ class Translation:
         if value is None and not known.optional:
             return  # null: the value comes from another key
         value = float(value) if known.type.startswith("float") and type(value) is int else value
+        value = str(value) if known.type.startswith("str") and type(value) in (int, float) else value
         problem = self._problem(known, value)
         if problem is None and key in self.settings and self.settings[key] != value:
             problem = f"{as_typed(self.settings[key])} by {self.comments[key] or key}; rlfuse has one setting for both"

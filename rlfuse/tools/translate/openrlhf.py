@@ -48,6 +48,8 @@ DEFAULTS: dict[str, Any] = {
     "max_ckpt_num": 3,
     "seed": 42,
     "reward_clip_range": [-10.0, 10.0],
+    "overlong_buffer_len": 0,
+    "freezing_actor_steps": -1,
 }
 DIRECT = {
     "pretrain": "model.path",
@@ -147,7 +149,7 @@ def translate(command: Command) -> Translation:
             put(key, value(name), name)
     _batch(value, put)
     _optimizer(job, given, value, put)
-    _objective(given, value, put)
+    _objective(command, value, put)
     _data(job, given, command)
     _rewards(job, given, command.unknown, value, put)
     _logging(job, given, command)
@@ -156,7 +158,7 @@ def translate(command: Command) -> Translation:
 
 
 def _batch(value: Any, put: Any) -> None:
-    samples, n = value("train_batch_size"), value("n_samples_per_prompt")
+    samples, n = value("train_batch_size"), max(1, value("n_samples_per_prompt"))
     prompts = samples // n if samples % n == 0 else Open(f"{samples} samples are not whole groups of {n}")
     put("actor.ppo_mini_batch_size", prompts, "train_batch_size", "n_samples_per_prompt")
 
@@ -173,7 +175,8 @@ def _optimizer(job: Translation, given: dict[str, Any], value: Any, put: Any) ->
             job.set(critic, job.settings[actor], actor, "as the actor's")
 
 
-def _objective(given: dict[str, Any], value: Any, put: Any) -> None:
+def _objective(command: Command, value: Any, put: Any) -> None:
+    given = command.settings
     estimator, coefficient = value("advantage_estimator"), value("init_kl_coef")
     put("algorithm.adv_estimator", ESTIMATORS.get(estimator, estimator), "advantage_estimator")
     if estimator in ("group_norm", "dr_grpo"):
@@ -193,7 +196,7 @@ def _objective(given: dict[str, Any], value: Any, put: Any) -> None:
         put("algorithm.kl_ctrl.type", "adaptive", "kl_target")
         put("algorithm.kl_ctrl.target_kl", given["kl_target"], "kl_target")
         put("algorithm.kl_ctrl.horizon", given.get("kl_horizon", 10000), "kl_horizon")
-    low, high = given.get("eps_clip_low_high") or [value("eps_clip")] * 2
+    low, high = command.value("eps_clip_low_high", [value("eps_clip")] * 2)
     put("actor.clip_ratio_low", low, "eps_clip_low_high", "eps_clip")
     put("actor.clip_ratio_high", high, "eps_clip_low_high", "eps_clip")
     loss = value("policy_loss_type")
@@ -201,10 +204,10 @@ def _objective(given: dict[str, Any], value: Any, put: Any) -> None:
     put("actor.loss_agg_mode", "seq-mean-token-mean" if loss == "gspo" else "token-mean", "policy_loss_type")
     if any(given.get(name) for name in CORRECTION):
         _correction(given, put)
-    if given.get("overlong_buffer_len"):
-        put("reward.overlong_buffer.len", int(given["overlong_buffer_len"]), "overlong_buffer_len")
-    if given.get("freezing_actor_steps", -1) > 0:
-        put("trainer.critic_warmup", given["freezing_actor_steps"] + 1, "freezing_actor_steps")
+    if value("overlong_buffer_len"):
+        put("reward.overlong_buffer.len", int(value("overlong_buffer_len")), "overlong_buffer_len")
+    if value("freezing_actor_steps") > 0:
+        put("trainer.critic_warmup", value("freezing_actor_steps") + 1, "freezing_actor_steps")
 
 
 def _correction(given: dict[str, Any], put: Any) -> None:

@@ -471,8 +471,6 @@ def _offline(config: Config, facts: Facts) -> Iterator[str]:
         yield _problem(config, "data.train_batch_size", valid, f"set {config.slots} or more")
     if config.data.sampler is not None:
         yield _problem(config, SAMPLER, f"must be null with {task}", "remove it")
-    if config.ref.sync_ref_model:
-        yield _problem(config, "ref.sync_ref_model", f"must be false with {task}", "remove it")
     if facts.video:
         yield _problem(config, "model.path", f"{task} does not support training on clips", "give a text model")
 

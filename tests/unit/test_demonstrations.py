@@ -15,7 +15,6 @@ from rlfuse.data.preferences import load_policy_preferences
 from rlfuse.errors import DataError
 from rlfuse.observe.offline_metrics import OFFLINE
 from rlfuse.observe.terminal import step_line
-from rlfuse.run.offline.direct_preferences import policy_rows_of
 from rlfuse.run.offline.training import TASKS
 from rlfuse.tasks.vocabulary import build_tokenizer
 
@@ -127,7 +126,7 @@ def test_long_demonstrations_are_filtered_if_configured(tmp_path):
 def test_a_policys_pairs_have_a_loss_on_whole_completions(tmp_path, row):
     pairs, _ = load(tmp_path, row, loader=load_policy_preferences)
     decode = build_tokenizer().decode
-    assert [(decode(each.prompt_ids), decode(each.response_ids), each.id) for each in policy_rows_of(pairs)] == [
+    assert [(decode(each.prompt_ids), decode(each.response_ids), each.id) for pair in pairs for each in pair.rows] == [
         (" 20 mod 6 =", " 14 ; 2<end>", "0/chosen"),
         (" 20 mod 6 =", " 14 ; 3<end>", "0/rejected"),
     ]
@@ -185,8 +184,7 @@ def test_settings_that_an_offline_task_lacks_are_refused_together(task):
     assert check(config, Facts()) == [] and not config.uses_critic and config.uses_reference == (task == "dpo")
     config.rollout.temperature, config.trainer.metrics, config.cluster.drain = 0.7, ["mine.py:groups"], [0]
     config.training.pipeline_parallel_size = config.trainer.n_gpus_per_node = 2
-    config.ref.sync_ref_model = True
-    names = {"cluster.drain", "trainer.metrics", "training.pipeline_parallel_size", "ref.sync_ref_model"}
+    names = {"cluster.drain", "trainer.metrics", "training.pipeline_parallel_size"}
     names |= {"rollout.temperature"} if task != "reward_model" else set()
     assert {problem.partition("=")[0] for problem in check(config, Facts())} == names
     config.dpo.beta, config.dpo.loss_type = 0.0, "hinge"

@@ -12,6 +12,7 @@ from math import ceil, inf
 import numpy as np
 
 from rlfuse.algorithms.experience import Experience
+from rlfuse.algorithms.zero_advantage import skip_blocker
 from rlfuse.config.schema import Config
 from rlfuse.costs.model import Costs
 from rlfuse.costs.spans import lengths_of
@@ -21,9 +22,19 @@ from rlfuse.simulate.workload import Scoring, Training, Workload, workload_from_
 
 
 def workload_of(
-    config: Config, costs: Costs, engines: int, lengths: Sequence[int], prompt_tokens: int, history: float | None = None
+    config: Config,
+    costs: Costs,
+    engines: int,
+    lengths: Sequence[int],
+    prompt_tokens: int,
+    history: float | None = None,
+    skipped_share: float = 0.0,
 ) -> Workload:
-    """Return the workload of a step with these response lengths, in prompt order; `history`: `length_history_sigma`."""
+    """Return the workload of a step with these response lengths, in prompt order.
+
+    `history`: `length_history_sigma`. `skipped_share`: expected share of samples without advantage; ignored if the job
+    skips none.
+    """
     actor, experience = config.actor, Experience(config)
     group = config.rollout.n if len(lengths) % config.rollout.n == 0 else 1
     prompts = len(lengths) // group
@@ -33,11 +44,14 @@ def workload_of(
         epochs=actor.ppo_epochs,
         early=not experience.requires_batch("actor"),
         critic_early=not experience.requires_batch("critic"),
+        skipped_share=0.0 if skip_blocker(actor) else skipped_share,
         bubbles=_bubbles(config, lengths, prompt_tokens),
     )
     kinds = tuple(kind for kind in experience.kinds if kind in PASSES)
     own = any(kind in kinds for kind in experience.fused_into_first_update)
-    scoring = Scoring(kinds=kinds, deferred=bool(experience.deferred), by_update=own)
+    scoring = Scoring(
+        kinds=kinds, deferred=bool(experience.deferred), by_update=own, loss_only=bool(experience.loss_only)
+    )
     limit = max(costs.kv_tokens, prompt_tokens + max(lengths))
     return workload_from_costs(
         replace(costs, kv_tokens=limit),

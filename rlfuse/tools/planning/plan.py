@@ -16,6 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from rlfuse.algorithms.experience import Experience
+from rlfuse.algorithms.zero_advantage import skip_note
 from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.input_files import read, unwritable
 from rlfuse.config.schema import Config
@@ -93,7 +94,10 @@ def main(argv: Sequence[str]) -> None:
         console.print(data.table())
         if arguments.run is None:
             arguments.prompt_tokens = arguments.prompt_tokens or prompt_tokens(config, data)
-    notes = [*_activation_offload_notes(config, shapes, budget.device), *filter(None, [overlap_note])]
+    notes = [
+        *_activation_offload_notes(config, shapes, budget.device),
+        *filter(None, [overlap_note, skip_note(config)]),
+    ]
     for line in (*notes, *planning_notes(config, budget.device, data)):
         console.print(escape(line), soft_wrap=True)
     if arguments.memory_picture is not None:
@@ -281,7 +285,7 @@ def _forecast(
     lengths = lengths_of(config, arguments.response_tokens, recording)
     prompt = recording.steps[-1].workload.prompt_tokens if recording else -(-config.data.max_prompt_length // 2)
     prompt = min(arguments.prompt_tokens or prompt, config.data.max_prompt_length)
-    times = StepTimes(shapes, lengths, prompt)
+    times = StepTimes(shapes, lengths, prompt, recording.skipped_share if recording else 0.0)
     if recording is not None:
         costs = recorded_costs(config, recording, str(arguments.run))
     else:

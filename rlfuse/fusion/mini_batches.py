@@ -99,7 +99,7 @@ class MiniBatchProgress:
         part = self.completed % len(self._sizes)
         self.ready, skipped = OrderedDict(self._prepared.get(part, {})), self._skipped.get(part, {})
         self._done = [*skipped]
-        tokens = sum(self.ready.values())
+        tokens = float(sum(self.ready.values()))
         if len(self.ready) + len(skipped) < self._sizes[part]:
             tokens += self._kept_share * max(0.0, self._tokens[part] - tokens - sum(skipped.values()))
         self.remaining_tokens = tokens

@@ -198,7 +198,7 @@ class _Rest:
         sums, longest = _by_part(part, least)
         each = np.maximum(sums / power, longest / fastest + training.call_s * (sums > 0))  # of one model
         later = training.epochs * each.sum() - each[0]
-        work = sum(sums for sums, _ in parts.values())
+        work, _ = _by_part(part, np.add.reduce([*of_model.values()]))
         self.later_work = float(training.epochs * work.sum() - work[0])
         self.after_first_s = max(float(later), self.later_work / power)
         own = least / fastest + training.call_s * (least > 0)

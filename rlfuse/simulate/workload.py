@@ -255,7 +255,12 @@ class Workload:
     @property
     def loss_only(self) -> tuple[str, ...]:
         """Return the kinds of scoring that advantages do not wait for, and that skipped samples do not need."""
-        return ("old_log_prob",) if self.scoring.loss_only else ()
+        scoring = self.scoring
+        return tuple(
+            kind
+            for kind in scoring.kinds
+            if kind != "values" and (scoring.deferred or (scoring.loss_only and kind == "old_log_prob"))
+        )
 
     def trained(self, model: str) -> np.ndarray:
         """Return bool [samples]: True for samples that this model is trained on."""

@@ -35,6 +35,11 @@ def skip_blocker(actor: ActorConfig) -> str:
     return ""
 
 
+def expects_skips(config: Config) -> bool:
+    """Return whether rows can be skipped, and advantages are not normalised over the batch, so that some may be 0."""
+    return not (skip_blocker(config.actor) or traits_of(config.algorithm.adv_estimator).whitens)
+
+
 def skip_note(config: Config) -> str:
     """Return a line for users about skipped responses; empty if skipping is off, or if advantages are rarely 0."""
     whitens = traits_of(config.algorithm.adv_estimator).whitens

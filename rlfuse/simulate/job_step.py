@@ -12,7 +12,7 @@ from math import ceil, inf
 import numpy as np
 
 from rlfuse.algorithms.experience import Experience
-from rlfuse.algorithms.zero_advantage import skip_blocker
+from rlfuse.algorithms.zero_advantage import expects_skips
 from rlfuse.config.schema import Config
 from rlfuse.costs.model import Costs
 from rlfuse.costs.spans import lengths_of
@@ -44,7 +44,7 @@ def workload_of(
         epochs=actor.ppo_epochs,
         early=not experience.requires_batch("actor"),
         critic_early=not experience.requires_batch("critic"),
-        skipped_share=0.0 if skip_blocker(actor) else skipped_share,
+        skipped_share=skipped_share if expects_skips(config) else 0.0,
         bubbles=_bubbles(config, lengths, prompt_tokens),
     )
     kinds = tuple(kind for kind in experience.kinds if kind in PASSES)

@@ -1,5 +1,6 @@
 """Rows without advantage: the predicate against gradients of the loss, for every algorithm and every other term."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +11,13 @@ from test_experience import config, groups
 
 from rlfuse.algorithms.experience import Experience
 from rlfuse.algorithms.objectives import actor_objective
-from rlfuse.algorithms.zero_advantage import has_only_zero_terms, skip_blocker
+from rlfuse.algorithms.zero_advantage import has_only_zero_terms, skip_blocker, skip_note
 from rlfuse.config.compose import compose_job
 from rlfuse.config.rewards import RewardEntry
 from rlfuse.config.schema import ActorConfig
+from rlfuse.costs.spans import skipped_share
 from rlfuse.errors import ConfigError
+from rlfuse.events import Span
 from rlfuse.run.trial_calls import call_custom_functions
 from rlfuse.samples import padded
 
@@ -175,3 +178,53 @@ def test_a_declared_trait_is_verified_before_the_run(tmp_path, monkeypatch, name
 @pytest.mark.parametrize("written", ["false", "False", "auto"])
 def test_the_key_takes_auto_or_false(written):
     assert composed(f"actor.skip_zero_advantage={written}").actor.skip_zero_advantage == written.lower()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["algorithm=dr_grpo"], "responses without advantage are skipped"),
+        (["algorithm=dr_grpo", "actor.entropy_coeff=0.01"], "are not skipped .*: actor.entropy_coeff=0.01 adds"),
+        (["algorithm=grpo", "actor.use_kl_loss=true"], "are not skipped .*: actor.use_kl_loss=true adds"),
+        (["algorithm=dr_grpo", "actor.skip_zero_advantage=false"], "^$"),
+        (["algorithm=ppo"], "^$"),  # whitened
+    ],
+)
+def test_a_job_says_what_it_skips_and_why_not(words, says):
+    assert re.search(says, skip_note(composed(*words)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "loss_only"),
+    [
+        ({}, ("old_log_prob",)),
+        ({"algorithm__use_kl_in_reward": True}, ()),
+        ({"algorithm__rollout_correction__rollout_is": "token"}, ()),
+        ({"algorithm__old_log_probs": "engine"}, ()),
+        ({"actor__use_kl_loss": True}, ()),
+        ({"actor__skip_zero_advantage": "false"}, ()),
+        ({"data__train_batch_size": 64, "actor__ppo_mini_batch_size": 64}, ()),  # one update, which computes them
+    ],
+)
+def test_advantages_wait_for_old_log_probs_only_where_they_read_them(changes, loss_only):
+    job = {"algorithm__adv_estimator": "grpo", "data__train_batch_size": 64, "actor__ppo_mini_batch_size": 16}
+    assert Experience(config(**job | changes)).loss_only == loss_only
+
+
+def test_mismatch_metrics_cover_the_samples_that_the_trainer_scored():
+    batch = groups(REWARDS, LENGTHS, engine_offset=0.01)
+    experience = Experience(composed("algorithm=dr_grpo"))
+    for sample in batch[0].samples:
+        del sample.tensors["old_log_probs"]
+    assert experience.mismatch(batch)["training/rollout_log_probs_diff_max"] == pytest.approx(0.01, rel=1e-4)
+    assert experience.mismatch(batch[:1]) == {}
+
+
+def test_the_share_of_a_recorded_step_is_that_of_its_updates():
+    def step(rows, skipped):
+        return Span(
+            "update_actor", "driver", 0.0, 1.0, attributes={"step": True, "rows": rows, "skipped_rows": skipped}
+        )
+
+    passes = Span("update_actor", "driver", 0.0, 1.0, samples=("1/0/0",))
+    assert skipped_share([passes, step(30, 0), step(10, 10)]) == 0.25 and skipped_share([passes]) == 0.0

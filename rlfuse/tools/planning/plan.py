@@ -29,7 +29,7 @@ from rlfuse.engines.vllm.setup import memory_arguments
 from rlfuse.engines.vllm.support import unplannable_reasons
 from rlfuse.errors import ConfigError
 from rlfuse.fusion.custom_policies import load_policy
-from rlfuse.fusion.decisions import traits_of
+from rlfuse.fusion.decisions import Policy, traits_of
 from rlfuse.progress import Console
 from rlfuse.tools.planning import search_command
 from rlfuse.tools.planning.cluster_file import Cluster, ClusterError, read_cluster
@@ -87,17 +87,12 @@ def main(argv: Sequence[str]) -> None:
         placement_table(config, shapes),
         memory_table(config, shapes, memory),
     )
-    early = traits_of(policy).trains_early and not config.trainer.is_offline
-    overlap_note = Experience(config).overlap_blocker() if early else ""
     data = read_lengths(config)
     if isinstance(data, DataLengths):
         console.print(data.table())
         if arguments.run is None:
             arguments.prompt_tokens = arguments.prompt_tokens or prompt_tokens(config, data)
-    notes = [
-        *_activation_offload_notes(config, shapes, budget.device),
-        *filter(None, [overlap_note, skip_note(config)]),
-    ]
+    notes = [*_activation_offload_notes(config, shapes, budget.device), *_notes_of_steps(config, policy)]
     for line in (*notes, *planning_notes(config, budget.device, data)):
         console.print(escape(line), soft_wrap=True)
     if arguments.memory_picture is not None:
@@ -112,6 +107,12 @@ def main(argv: Sequence[str]) -> None:
         console.print(escape(remedies(config, shapes, budget, served)), soft_wrap=True)
         raise SystemExit(search_command.DOES_NOT_FIT)
     console.print("[bold green]fits[/]")
+
+
+def _notes_of_steps(config: Config, policy: Policy) -> list[str]:
+    """Return lines about work that steps cannot overlap or skip."""
+    early = traits_of(policy).trains_early and not config.trainer.is_offline
+    return [*filter(None, [Experience(config).overlap_blocker() if early else "", skip_note(config)])]
 
 
 def _draw_memory(config: Config, memory: Memory, path: Path, console: Console) -> None:

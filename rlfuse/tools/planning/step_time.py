@@ -9,7 +9,7 @@ from math import ceil
 
 import numpy as np
 
-from rlfuse.algorithms.zero_advantage import skip_blocker
+from rlfuse.algorithms.zero_advantage import expects_skips
 from rlfuse.config.schema import Config
 from rlfuse.costs.model import Costs
 from rlfuse.engines.memory.activations import head_share, layer_costs, stage_parts
@@ -200,7 +200,7 @@ class StepTimes:
         prompts = config.actor.ppo_mini_batch_size
         count = micro_batches(config, prompts, self.context)
         tokens = prompts * config.rollout.n * self.context / (config.slots // config.training.pipeline_parallel_size)
-        kept = 1.0 if skip_blocker(config.actor) else 1.0 - self._skipped_share
+        kept = 1.0 - self._skipped_share if expects_skips(config) else 1.0
         counts = {"actor": max(1, ceil(kept * count - 1e-9))} | ({"critic": count} if config.uses_critic else {})
         return counts, tokens / count / rate / 3
 

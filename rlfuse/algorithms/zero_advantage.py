@@ -16,7 +16,7 @@ from rlfuse.config.policy_losses import DECORATOR
 from rlfuse.config.schema import ActorConfig, Config
 
 _FACTORS = ("old_log_probs", "is_weights")
-"""Tensors that are multiplied with the advantages, if a row has them."""
+"""Tensors in the factors of the advantages, if a row has them. A factor that is not finite makes the loss NaN."""
 
 
 def skip_blocker(actor: ActorConfig) -> str:

@@ -146,11 +146,14 @@ class Trainer(Recorded, Protocol):
         the state before each token.
         """
 
-    async def step(self, model: str, lengths: Sequence[int], lr_factor: float = 1.0) -> dict[str, float]:
+    async def step(
+        self, model: str, lengths: Sequence[int], lr_factor: float = 1.0, skipped: Sequence[int] = ()
+    ) -> dict[str, float]:
         """Scale the accumulated gradient by the mini-batch's count, all-reduce, clip, update; return mean metrics.
 
-        `lengths`: tokens in the loss of each row accumulated since the last step; `lr_factor`: multiplies the model's
-        learning rate.
+        `lengths`: tokens in the loss of each row of the mini-batch; `lr_factor`: multiplies the model's learning rate.
+        `skipped`: those of `lengths` whose rows were not accumulated since the last step, because their loss and
+        gradient are 0; the others were. Metrics are means over the accumulated rows.
         """
 
     async def probe(self) -> Sequence[float | None]:

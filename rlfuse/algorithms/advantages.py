@@ -250,7 +250,7 @@ def _centred(scores: Tensor, groups: Tensor, by_std: bool, n: int, weights: Tens
     """
     mean, size = _group_means(scores, groups)
     if weights is not None:
-        mean = _group_means(scores.double() * weights, groups)[0] / _group_means(weights, groups)[0]
+        mean = _group_sums(scores.double() * weights, groups)[0] / _group_sums(weights, groups)[0]
     alone = (size == 1) & (n == 1)
     centred = torch.where(alone, scores.double(), scores.double() - mean)
     if by_std:
@@ -261,11 +261,18 @@ def _centred(scores: Tensor, groups: Tensor, by_std: bool, n: int, weights: Tens
 
 
 def _group_means(x: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean of `x` [B] over each row's group, and the size of that group, both [B] float64.
+    """Return the mean of `x` [B] over each row's group, and the size of that group, both [B] float64."""
+    sums, size = _group_sums(x, groups)
+    return sums / size, size
 
-    In float32 the mean of three scores of 0.1 is not 0.1, and a group of equal scores would get advantages of about
-    0.01 after the division by its tiny deviation.
+
+def _group_sums(x: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum of `x` [B] over each row's group, and the size of that group, both [B] float64.
+
+    Sums of float32 numbers are exact in float64, so equal scores have exactly their mean. In float32 the mean of three
+    scores of 0.1 is not 0.1, and such a group would get advantages of about 0.01 after the division by its tiny
+    deviation.
     """
     _, index, counts = groups.unique(return_inverse=True, return_counts=True)
     sums = torch.zeros(len(counts), dtype=torch.float64, device=x.device).index_add_(0, index, x.double())
-    return (sums / counts)[index], counts[index].double()
+    return sums[index], counts[index].double()

@@ -20,6 +20,7 @@ from rlfuse.algorithms.corrections import correction_weights, mismatch_metrics
 from rlfuse.algorithms.covariance import SELECTING, covariances, select_tokens
 from rlfuse.algorithms.kl import AdaptiveKl, kl_coefficient, kl_estimate
 from rlfuse.algorithms.shaping import Normaliser, has_zero_std, overlong_penalty
+from rlfuse.algorithms.zero_advantage import has_only_zero_terms, skip_blocker
 from rlfuse.config.custom_functions import DECORATOR, traits_of
 from rlfuse.config.declare import names_function
 from rlfuse.config.rewards import RewardEntry
@@ -106,6 +107,26 @@ class Experience:
             return ()
         corrected = config.algorithm.rollout_correction.is_enabled  # importance weights need the old log-probs
         return tuple(kind for kind in self.kinds if kind == "ref" or (kind == "old_log_prob" and not corrected))
+
+    @property
+    def loss_only(self) -> tuple[str, ...]:
+        """Kinds of scoring that only the actor's loss reads and that are skipped for rows without advantage.
+
+        Advantages do not wait for them. Reference log-probs are never skipped: with a KL loss no row is, and otherwise
+        the advantages read them.
+        """
+        corrected = self.config.algorithm.rollout_correction.is_enabled  # importance weights need the old log-probs
+        if corrected or self._advantages_read_reference or skip_blocker(self.config.actor):
+            return ()
+        return tuple(kind for kind in self.kinds if kind == "old_log_prob")
+
+    def skipped(self, groups: Sequence[Group]) -> list[str]:
+        """Return the ids of the samples whose actor passes are skipped, of groups with their final advantages."""
+        actor = self.config.actor
+        if skip_blocker(actor):
+            return []
+        samples = (sample for group in groups for sample in group.samples)
+        return [each.id for each in samples if has_only_zero_terms(actor, each.tensors, each.response.mask)]
 
     def groups_with_nonzero_std(self, groups: Sequence[Group]) -> list[int]:
         """Return the indices of the groups that dynamic sampling keeps: groups whose rewards are not all equal.
@@ -368,10 +389,13 @@ class Experience:
             _spread(samples, mask, is_weights=weights)
 
     def mismatch(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Return the mismatch metrics of engine and trainer log-probs on the sampled tokens."""
-        if self.config.algorithm.old_log_probs == "engine":
+        """Return the mismatch metrics of engine and trainer log-probs on the sampled tokens.
+
+        Covers the samples that the trainer scored: not those whose only pass, their update, was skipped.
+        """
+        samples = [s for group in groups for s in group.samples if "old_log_probs" in s.tensors]
+        if self.config.algorithm.old_log_probs == "engine" or not samples:
             return {}
-        samples = [sample for group in groups for sample in group.samples]
         masks = [sample.response.mask for sample in samples]
         engine, trainer = [sample.response.log_probs for sample in samples], _named(samples, "old_log_probs")
         metrics = mismatch_metrics(flattened(engine, masks), flattened(trainer, masks))

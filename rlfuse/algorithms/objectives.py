@@ -7,6 +7,7 @@ before the size of the mini-batch is known; `mean_diagnostics` divides once at t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -48,22 +49,7 @@ def actor_objective(
     def total(matrix: torch.Tensor) -> torch.Tensor:
         return loss_sum(matrix, mask, settings.loss_agg_mode, max_tokens)
 
-    matrix, sums = policy_loss(
-        log_probs,
-        tensors["old_log_probs"],
-        tensors["advantages"],
-        mask,
-        clip_low=settings.clip_ratio if settings.clip_ratio_low is None else settings.clip_ratio_low,
-        clip_high=settings.clip_ratio if settings.clip_ratio_high is None else settings.clip_ratio_high,
-        clip_c=settings.clip_ratio_c,
-        mode=settings.loss_mode,
-        is_weights=tensors.get("is_weights"),
-        kwargs=settings.loss_mode_kwargs,
-        selected=tensors.get("selected"),
-        tau_pos=settings.tau_pos,
-        tau_neg=settings.tau_neg,
-        ppo_kl_coef=settings.ppo_kl_coef,
-    )
+    matrix, sums = policy_loss(log_probs, mask=mask, **policy_loss_arguments(settings, tensors))
     loss = total(matrix)
     sums |= {"pg_loss": loss.detach(), "entropy": (entropy.detach() * mask).sum()}
     if settings.entropy_coeff:
@@ -74,6 +60,24 @@ def actor_objective(
         loss = loss + total(tensors.get("kl_coefs", settings.kl_loss_coef) * kl)
         sums["kl_loss"] = total(kl.detach())
     return loss, sums
+
+
+def policy_loss_arguments(settings: ActorConfig, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return the arguments of `policy_loss` besides `log_probs` and `mask`; `tensors` as in `actor_objective`."""
+    return {
+        "old_log_probs": tensors["old_log_probs"],
+        "advantages": tensors["advantages"],
+        "clip_low": settings.clip_ratio if settings.clip_ratio_low is None else settings.clip_ratio_low,
+        "clip_high": settings.clip_ratio if settings.clip_ratio_high is None else settings.clip_ratio_high,
+        "clip_c": settings.clip_ratio_c,
+        "mode": settings.loss_mode,
+        "is_weights": tensors.get("is_weights"),
+        "selected": tensors.get("selected"),
+        "kwargs": settings.loss_mode_kwargs,
+        "tau_pos": settings.tau_pos,
+        "tau_neg": settings.tau_neg,
+        "ppo_kl_coef": settings.ppo_kl_coef,
+    }
 
 
 def critic_objective(

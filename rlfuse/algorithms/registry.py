@@ -19,6 +19,7 @@ from rlfuse.config.custom_errors import function_error
 from rlfuse.config.custom_modules import load, load_module
 from rlfuse.config.declare import names_function
 from rlfuse.config.estimators import Traits
+from rlfuse.config.policy_losses import LossTraits
 from rlfuse.errors import ConfigError
 
 Function = Callable[..., Any]
@@ -29,6 +30,13 @@ _module = cache(load_module)
 def advantage_estimator(**traits: bool | str) -> Callable[[Function], Function]:
     """Declare the traits of a custom estimator (`config.estimators.Traits`); without it they are the defaults."""
     Traits(**traits)  # type: ignore[arg-type]
+    return lambda function: function
+
+
+def policy_loss(**traits: bool) -> Callable[[Function], Function]:
+    """Declare the traits of a custom policy loss (`config.policy_losses.LossTraits`); without it they are the
+    defaults."""
+    LossTraits(**traits)
     return lambda function: function
 
 

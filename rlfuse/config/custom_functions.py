@@ -16,10 +16,17 @@ from typing import Any
 
 from rlfuse.config.declare import CUSTOM, as_typed, declared, names_function
 from rlfuse.config.estimators import ESTIMATORS, Traits
+from rlfuse.config.policy_losses import BUILT_IN, LossTraits
+from rlfuse.config.policy_losses import DECORATOR as LOSS_DECORATOR
 from rlfuse.config.rewards import map_judge_paths
 from rlfuse.errors import ConfigError
 
 DECORATOR = "advantage_estimator"
+_TRAITS: Mapping[str, tuple[str, type[Traits] | type[LossTraits]]] = {
+    "algorithm.adv_estimator": (DECORATOR, Traits),
+    "actor.loss_mode": (LOSS_DECORATOR, LossTraits),
+}
+"""Key of a function with traits -> its decorator, and the class of its traits."""
 _OF_KL = ("log_probs", "ref_log_probs")
 PARAMETERS = {
     "algorithm.adv_estimator": ("token_rewards", "scores", "mask", "groups", "values", "baselines", "old_log_probs",
@@ -59,6 +66,11 @@ def traits_of(estimator: str) -> Traits:
     if names_function(estimator):
         return read("algorithm.adv_estimator", estimator)
     return ESTIMATORS.get(estimator, Traits())
+
+
+def loss_traits_of(loss_mode: str) -> LossTraits:
+    """Return the traits of a policy loss. Raises ConfigError for invalid files."""
+    return read("actor.loss_mode", loss_mode) if names_function(loss_mode) else BUILT_IN
 
 
 def split_reference(value: str) -> tuple[Path, str]:
@@ -135,8 +147,8 @@ def clear_cache() -> None:
     _check_signature.cache_clear()
 
 
-def read(key: str, value: str, arguments: Collection[str] | None = None) -> Traits:
-    """Return the traits of the function that a key names. Raises ConfigError for an invalid one.
+def read(key: str, value: str, arguments: Collection[str] | None = None) -> Any:
+    """Return the traits of the function that a key names, None if it has none. Raises ConfigError for an invalid one.
 
     `arguments`: names of its additional arguments; None: whether all parameters are passed is not checked.
     """
@@ -144,7 +156,7 @@ def read(key: str, value: str, arguments: Collection[str] | None = None) -> Trai
         raise _problem(key, value, f"does not name a {_kind(key)} in a file", f"write {CUSTOM}")
     function = _definition(key, value, *split_reference(value))
     names = None if arguments is None else tuple(arguments)
-    return Traits() if function is None else _check_signature(key, value, function, names)
+    return _default_traits(key) if function is None else _check_signature(key, value, function, names)
 
 
 @cache
@@ -176,7 +188,7 @@ def _definition(key: str, value: str, path: Path, name: str) -> ast.FunctionDef 
 @cache
 def _check_signature(
     key: str, value: str, function: ast.FunctionDef | ast.AsyncFunctionDef, names: tuple[str, ...] | None
-) -> Traits:
+) -> Any:
     if isinstance(function, ast.AsyncFunctionDef):
         raise _problem(key, value, "the function is async", "make it a plain `def`")
     arguments = function.args
@@ -196,18 +208,20 @@ def _check_signature(
             takes = f"takes ({ast.unparse(arguments)}) instead of one {argument}"
             remedy = f"correct it to `def {function.name}({argument.split()[-1]})`, or set {ARGUMENTS[key]}"
             raise _problem(key, value, takes, remedy)
-        return Traits()
+        return None
     given, needed = PARAMETERS[key], first + by_name
     passed = {*given, *needed} if names is None else {*given, *names}
     if unknown := [each for each in needed if each not in passed - only_by_position]:
         wrong = f"its parameter `{unknown[0]}` is not one of {', '.join(given)}, which are passed by name"
         raise _problem(key, value, wrong, f"rename it, give it a default, or set {ARGUMENTS[key]}.{unknown[0]}")
     try:
-        traits = _declared_traits(function) if key == "algorithm.adv_estimator" else Traits()
+        traits = _declared_traits(key, function)
     except (TypeError, ValueError) as error:
-        reason = str(error).removeprefix("Traits.__init__() ")
-        valid = f"traits are {', '.join(Traits.__dataclass_fields__)}, with the literal values True, False or a string"
-        raise _problem(key, value, f"@{DECORATOR}: {reason}; {valid}", "correct it") from error
+        decorator, kind = _TRAITS[key]
+        reason = str(error).removeprefix(f"{kind.__name__}.__init__() ")
+        literals = "True or False" if kind is LossTraits else "True, False or a string"
+        valid = f"traits are {', '.join(kind.__dataclass_fields__)}, with the literal values {literals}"
+        raise _problem(key, value, f"@{decorator}: {reason}; {valid}", "correct it") from error
     for parameter, trait in _TRAIT_OF.items() if key == "algorithm.adv_estimator" else ():
         if parameter in needed and not getattr(traits, trait):
             wrong = f"its parameter `{parameter}` is only passed to estimators with {trait}=True"
@@ -215,15 +229,23 @@ def _check_signature(
     return traits
 
 
-def _declared_traits(function: ast.FunctionDef) -> Traits:
+def _default_traits(key: str) -> Any:
+    return _TRAITS[key][1]() if key in _TRAITS else None
+
+
+def _declared_traits(key: str, function: ast.FunctionDef) -> Any:
+    if key not in _TRAITS:
+        return None
+    decorator, kind = _TRAITS[key]
     for each in function.decorator_list:
         named = each.func if isinstance(each, ast.Call) else each
-        if getattr(named, "attr", getattr(named, "id", None)) != DECORATOR:
+        if getattr(named, "attr", getattr(named, "id", None)) != decorator:
             continue
         if not isinstance(each, ast.Call) or each.args:
-            raise ValueError(f"pass traits by name, as in @{DECORATOR}(needs_groups=True)")
-        return Traits(**{str(keyword.arg): ast.literal_eval(keyword.value) for keyword in each.keywords})
-    return Traits()
+            example = "zero_without_advantage" if kind is LossTraits else "needs_groups"
+            raise ValueError(f"pass traits by name, as in @{decorator}({example}=True)")
+        return kind(**{str(keyword.arg): ast.literal_eval(keyword.value) for keyword in each.keywords})
+    return kind()
 
 
 def _imported(tree: ast.Module) -> list[str]:

@@ -96,7 +96,7 @@ def _form(key: Key) -> Schema:
 
 def _value(key: Key, typed: Schema) -> Schema:
     if key.choices:
-        names = {"enum": [*key.names]}
+        names = {"enum": [*key.names, *[False] * ("false" in key.names)]}
         return {"anyOf": [names, _FUNCTION]} if key.custom else names
     limits = {"exclusiveMinimum": key.above, "minimum": key.at_least, "maximum": key.at_most}
     bounded = typed | {name: limit for name, limit in limits.items() if limit is not None}

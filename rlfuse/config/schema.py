@@ -322,6 +322,15 @@ class ActorConfig:
     """KL estimator of the loss."""
     kl_loss_type_kwargs: dict[str, Any] = key({}, LOSS_WEIGHTS)
     """Additional arguments of a custom kl_loss_type, by name."""
+    skip_zero_advantage: str = key(
+        "auto", ROUNDING, choices="auto (unless a KL loss, an entropy bonus or a custom loss adds terms) | false"
+    )
+    """Skip the actor's passes over responses whose loss and gradient are 0, as every advantage is 0. They still count
+    in the mean of the loss, so updates are the same."""
+
+    def __post_init__(self) -> None:
+        if self.skip_zero_advantage == "False":  # OmegaConf's text of the YAML value false
+            self.skip_zero_advantage = "false"
 
 
 @dataclass

@@ -43,6 +43,13 @@ def predicted(span: Span, costs: Costs) -> float:
     return float(max(1, len(span.samples)))
 
 
+def skipped_share(spans: Iterable[Span]) -> float:
+    """Return the share of rows whose actor passes were skipped, from the driver's spans of its optimizer steps."""
+    steps = [span.attributes for span in spans if span.kind == "update_actor" and "skipped_rows" in span.attributes]
+    rows = sum(attributes["rows"] for attributes in steps)
+    return sum(attributes["skipped_rows"] for attributes in steps) / rows if rows else 0.0
+
+
 def decoding_amounts(spans: Sequence[Span]) -> np.ndarray:
     """Return float [N, 4]: decoding steps, their mean batch and cached tokens, and prefilled tokens."""
     names = ("steps", "batch", "context", "prefill_tokens")

@@ -41,7 +41,8 @@ class Board:
 
     kinds: kinds of scoring that every sample needs. models: models to train, in order of their steps. passes: PPO
     epochs. purpose: cause of the recorded spans. draw: how many groups must finish, if not all. deferred: kinds that
-    may wait for their mini-batch. fused_into_first_update: kinds that the first mini-batch does not need.
+    may wait for their mini-batch. loss_only: kinds that advantages do not wait for. fused_into_first_update: kinds that
+    the first mini-batch does not need. skipped_share: expected share of samples whose actor passes are skipped.
     """
 
     def __init__(
@@ -57,7 +58,9 @@ class Board:
         lengths: Lengths | None = None,
         draw: Draw | None = None,
         deferred: Sequence[str] = (),
+        loss_only: Sequence[str] = (),
         fused_into_first_update: Sequence[str] = (),
+        skipped_share: float = 0.0,
         now: float = 0.0,
     ):
         self.slot_table, self.purpose, self.kinds = slot_table, purpose, tuple(kinds)
@@ -67,13 +70,15 @@ class Board:
         self.batches = self._unfinished = 0
         self.records: dict[str, SampleRecord] = {}
         self.group_records = slot_table.groups
-        self.mini_batches = {model: MiniBatchProgress(passes) for model in models}
+        shares = {"actor": skipped_share}
+        self.mini_batches = {model: MiniBatchProgress(passes, shares.get(model, 0.0)) for model in models}
         self._mini_batch_groups, self._fused_into_first_update = mini_batch_groups, frozenset(fused_into_first_update)
-        self._eligible, self._needed_groups, deferred = inf, inf, tuple(deferred) if "actor" in models else ()
+        self._eligible, self._needed_groups = inf, inf
+        deferred, loss_only = (tuple(kinds) if "actor" in models else () for kinds in (deferred, loss_only))
         if draw is not None and draw.needed < len(groups):
             self._eligible, self._needed_groups, deferred = draw.eligible, draw.needed, ()
-        self._queue = ScoringQueue(kinds, now, deferred, self.mini_batches.get("actor"))
-        self.needed, self._deferred = self._queue.needed, frozenset(deferred)
+        self._queue = ScoringQueue(kinds, now, deferred, self.mini_batches.get("actor"), loss_only)
+        self.needed, self._loss_only = self._queue.needed, frozenset((*deferred, *loss_only))
         self._passes_left = dict.fromkeys(kinds, 0)
         self._complete, self._generated, self._surplus = list[int](), list[int](), list[tuple[int, list[str]]]()
         self._tokens_to_score, self._prompts_dominate, self._decided = 0.0, False, False
@@ -165,7 +170,7 @@ class Board:
         awaited = self._prompts_dominate and group.unfinished > 1 + baseline_missing
         self._queue.finish(record, sample.tokens, now, awaited)
         last = group.finish()
-        if record.missing <= self._deferred:
+        if record.missing <= self._loss_only:
             self._record_scored(record)
         if last and not group.next_step:
             self._generated.append(group.number)
@@ -239,10 +244,10 @@ class Board:
             if kind == "reward" and isinstance(record.sample.reward, RewardFailure):
                 self._exclude(group.samples if record.sample.is_baseline else [record])
             record.missing.remove(kind)
-            if kind in self._deferred:
-                if record.prepared and not record.missing:
+            if kind in self._loss_only:
+                if record.prepared and not record.missing and not record.skipped:
                     self.mini_batches["actor"].prepare({name: (group.number, record.sample.tokens)})
-            elif record.missing <= self._deferred:
+            elif record.missing <= self._loss_only:
                 self._record_scored(record)
 
     def _exclude(self, records: Iterable[SampleRecord]) -> None:
@@ -262,8 +267,13 @@ class Board:
         complete, self._complete = self._complete, []
         return complete
 
-    def prepared(self, model: str, groups: Iterable[int]) -> None:
-        """Record that the advantages of these groups are computed. Samples may still wait for deferred scores."""
+    def prepared(self, model: str, groups: Iterable[int], skipped: Iterable[str] = ()) -> None:
+        """Record that the advantages of these groups are computed. Samples may still wait for scores of their loss.
+
+        `skipped`: samples whose actor passes are skipped, those of their scores that no call has started included.
+        """
+        for name in skipped:
+            self.records[name].skipped = True
         if self._awaits_first_finished:
             self._prepared_early.setdefault(model, []).extend(groups)
             return
@@ -271,8 +281,27 @@ class Board:
         for record in (record for group in chosen for record in group.samples):
             if record.trains:
                 record.prepared |= model == "actor"
-                if not record.missing or model != "actor":
+                if model == "actor" and record.skipped:
+                    self._skip(record)
+                elif not record.missing or model != "actor":
                     self.mini_batches[model].prepare({record.id: (record.group.number, record.sample.tokens)})
+
+    def _skip(self, record: SampleRecord) -> None:
+        number = record.group.number
+        for kind in record.missing & self._loss_only:
+            if tokens := self._queue.discard(kind, record.id, number):
+                self._tokens_to_score -= tokens
+                self._passes_left[kind] -= 1
+                record.missing.remove(kind)
+        self.mini_batches["actor"].skip(record.id, number, record.sample.tokens)
+
+    @property
+    def skipped_share(self) -> float:
+        """Return the share of the actor's samples whose passes are skipped."""
+        trained = [
+            each.skipped for group in self.group_records if group.chosen for each in group.samples if each.trains
+        ]
+        return sum(trained) / len(trained) if trained else 0.0
 
     def accumulated(self, decision: Accumulate, now: float) -> None:
         for model in decision.models:

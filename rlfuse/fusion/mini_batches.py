@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import inf
 
 from rlfuse.fusion.decisions import PASS_BEFORE_STEP, Snapshot
 
 
 class MiniBatchProgress:
-    """Training progress of one model. `passes`: PPO epochs over the samples."""
+    """Training progress of one model. `passes`: PPO epochs over the samples; `skipped_share`: expected share of skipped
+    samples."""
 
-    def __init__(self, passes: int):
+    def __init__(self, passes: int, skipped_share: float = 0.0):
         self._passes, self.completed = passes, 0  # completed mini-batches, over all passes
+        self._kept_share = 1.0 - skipped_share
         self.mini_batch_of: Mapping[int, int] = {}  # group -> number of its mini-batch
         self._sizes: list[int] = []
         self._tokens: list[float] = []
         self._prepared: dict[int, dict[str, int]] = {}
+        self._skipped: dict[int, dict[str, int]] = {}
         self._done: list[str] = []
         self.ready: OrderedDict[str, int] = OrderedDict()  # samples that can be accumulated now -> tokens
         self.remaining_tokens = 0.0  # tokens of the current mini-batch not yet started; estimated while unknown
@@ -39,8 +42,17 @@ class MiniBatchProgress:
         for name, (group, tokens) in samples.items():
             part = self.mini_batch_of[group]
             self._prepared.setdefault(part, {})[name] = tokens
-            if not self.done and part == self.completed % len(self._sizes):
+            if self._is_current(part):
                 self.ready[name] = tokens
+                self.remaining_tokens += tokens - self._kept_share * tokens
+
+    def skip(self, name: str, group: int, tokens: int) -> None:
+        """Count a sample as accumulated in every pass, because its loss and gradient are 0."""
+        part = self.mini_batch_of[group]
+        self._skipped.setdefault(part, {})[name] = tokens
+        if self._is_current(part):
+            self._done.append(name)
+            self.remaining_tokens -= self._kept_share * tokens
 
     def start(self, names: Iterable[str]) -> int:
         tokens = sum(map(self.ready.pop, names))
@@ -56,7 +68,13 @@ class MiniBatchProgress:
 
     @property
     def accumulated_samples(self) -> list[str]:
+        """Return the samples of the current mini-batch that are accumulated, or skipped."""
         return self._done
+
+    @property
+    def skipped_samples(self) -> Collection[str]:
+        """Return the skipped samples of the current mini-batch."""
+        return self._skipped.get(self.completed % len(self._sizes), {}).keys() if self._sizes else ()
 
     @property
     def accumulated(self) -> bool:
@@ -75,13 +93,19 @@ class MiniBatchProgress:
         self._done = []
         while not self.done and self._sizes[self.completed % len(self._sizes)] == 0:
             self.completed += 1  # all of its samples failed
-        part = self.completed % len(self._sizes) if self._sizes else 0
-        self.ready = OrderedDict() if self.done else OrderedDict(self._prepared.get(part, {}))
         if self.done:
-            self.remaining_tokens = 0.0
-        else:
-            whole = len(self.ready) == self._sizes[part]
-            self.remaining_tokens = sum(self.ready.values()) if whole else self._tokens[part]
+            self.ready, self.remaining_tokens = OrderedDict(), 0.0
+            return
+        part = self.completed % len(self._sizes)
+        self.ready, skipped = OrderedDict(self._prepared.get(part, {})), self._skipped.get(part, {})
+        self._done = [*skipped]
+        tokens = float(sum(self.ready.values()))
+        if len(self.ready) + len(skipped) < self._sizes[part]:
+            tokens += self._kept_share * max(0.0, self._tokens[part] - tokens - sum(skipped.values()))
+        self.remaining_tokens = tokens
+
+    def _is_current(self, part: int) -> bool:
+        return not self.done and part == self.completed % len(self._sizes)
 
 
 COPY_MARGIN = 1.5  # slowdown of a copy while other work runs

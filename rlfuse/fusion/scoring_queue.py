@@ -10,16 +10,24 @@ from rlfuse.fusion.states import SampleRecord
 
 
 class ScoringQueue:
-    """Samples that wait for scores. `kinds` in serial order; `deferred` kinds wait for `progress`, the actor's."""
+    """Samples that wait for scores. `kinds` in serial order; `deferred` kinds wait for `progress`, the actor's.
+
+    Groups are prepared without `deferred` and `loss_only` kinds.
+    """
 
     def __init__(
-        self, kinds: Sequence[str], now: float, deferred: Sequence[str] = (), progress: MiniBatchProgress | None = None
+        self,
+        kinds: Sequence[str],
+        now: float,
+        deferred: Sequence[str] = (),
+        progress: MiniBatchProgress | None = None,
+        loss_only: Sequence[str] = (),
     ):
         self.unscored: dict[str, OrderedDict[str, int]] = {kind: OrderedDict() for kind in kinds}
         """Kind -> finished samples without that score and without a running call -> tokens."""
         self.tokens = dict.fromkeys(kinds, 0)
         self.waiting_since = dict.fromkeys(kinds, now)  # start of the current wait
-        self.needed = frozenset(kinds) - frozenset(deferred)  # kinds needed to prepare a group
+        self.needed = frozenset(kinds).difference(deferred, loss_only)  # kinds needed to prepare a group
         self.deferred: dict[str, dict[int, dict[str, int]]] = {kind: {} for kind in deferred}
         """Kind -> later mini-batch -> finished samples without that score -> tokens."""
         self._progress = progress or MiniBatchProgress(0)
@@ -36,7 +44,7 @@ class ScoringQueue:
         group = record.group.number
         held = self._held.setdefault(group, {})
         held[record.id] = tokens
-        for kind in record.missing.intersection(self.needed):
+        for kind in record.missing.difference(self.deferred):
             if kind == "reward":
                 self.add(kind, {record.id: tokens}, now)
             elif not awaited:
@@ -69,6 +77,12 @@ class ScoringQueue:
         tokens = self.unscored[kind].pop(name)
         self.tokens[kind] -= tokens
         return tokens
+
+    def discard(self, kind: str, name: str, group: int) -> int:
+        """Remove a finished sample that no longer needs the score; return its tokens, 0 if it is being scored."""
+        parts = self.deferred.get(kind)
+        waits = name in self.unscored[kind] or (parts and name in parts.get(self._progress.mini_batch_of[group], ()))
+        return self.take(kind, name, group) if waits else 0
 
     def drop(self, kind: str, names: Iterable[str]) -> None:
         self.tokens[kind] -= sum(self.unscored[kind].pop(name, 0) for name in names)

@@ -69,6 +69,7 @@ class SampleRecord:
     expected: float = 0.0  # expected response tokens
     reserved: float = 0.0  # tokens of KV cache reserved for it
     prepared: bool = False  # its advantage is computed; deferred passes may still be missing
+    skipped: bool = False  # the actor's loss of it is 0 (`algorithms.zero_advantage`), so it gets no actor passes
     trains: bool = True  # False for a baseline, and once its reward or that of its baseline failed
 
     def transition_to(self, state: SampleState) -> None:

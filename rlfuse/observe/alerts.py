@@ -93,11 +93,12 @@ class Alerts:
     def _not_checked(self, values: Mapping[str, float]) -> Iterator[Alert]:
         if any(name in values for name in LOSSES):  # steps of offline tasks have no samples
             return
+        all_skipped = values.get("actor/skipped_zero_advantage") == 1
         critic_alone = GRADIENTS[1] in values and GRADIENTS[0] not in values  # trainer.critic_warmup
         ignored = {
             "zero_spread": self._group_size == 1,
-            "log_probs_diff": math.isinf(self._bound.most),
-            "ppo_kl": critic_alone,
+            "log_probs_diff": math.isinf(self._bound.most) or all_skipped,
+            "ppo_kl": critic_alone or all_skipped,
             "kl": critic_alone,
         }
         for key, names in METRICS.items():

@@ -17,6 +17,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlfuse.algorithms.experience import Experience
+from rlfuse.algorithms.zero_advantage import skip_note
 from rlfuse.cluster import placement
 from rlfuse.cluster.nodes import fail_on_lost_node
 from rlfuse.config.model_files import copy_files
@@ -237,6 +238,8 @@ async def build_controller(
         prompts=prompts, kl=experience.kl, selection=selection, lengths=lengths, rewards=experience.normaliser
     )
     _restore(stateful, job, selection, log.say)
+    if note := skip_note(config):
+        log.say(note)
 
     def state(_: int) -> dict[str, Any]:
         return {name: part.state_dict() for name, part in stateful.items()} | {"label": log.metrics.label_so_far()}

@@ -13,10 +13,13 @@ import numpy as np
 import torch
 
 from rlfuse.algorithms.experience import Experience
-from rlfuse.algorithms.objectives import actor_objective
-from rlfuse.config.custom_functions import METRICS, POLICY, custom_functions_of, traits_of
+from rlfuse.algorithms.losses import mask_response, policy_loss
+from rlfuse.algorithms.objectives import actor_objective, policy_loss_arguments
+from rlfuse.config.custom_functions import METRICS, POLICY, custom_functions_of, loss_traits_of, traits_of
+from rlfuse.config.declare import names_function
+from rlfuse.config.policy_losses import DECORATOR
 from rlfuse.config.rewards import RewardEntry
-from rlfuse.config.schema import Config
+from rlfuse.config.schema import ActorConfig, Config
 from rlfuse.costs.model import Costs
 from rlfuse.errors import ConfigError, FunctionError
 from rlfuse.observe.custom_metrics import CustomMetrics
@@ -95,6 +98,32 @@ def _learn(config: Config, entries: Sequence[RewardEntry], groups: Sequence[Grou
     loss.backward()
     if not (loss.isfinite() and log_probs.grad.isfinite().all()):
         raise _problem(losses, f"the loss {loss.item():g} with the gradient {log_probs.grad[mask].tolist()}")
+    if names_function(actor.loss_mode) and loss_traits_of(actor.loss_mode).zero_without_advantage:
+        _check_zero_without_advantage(actor, log_probs.detach(), mask, tensors)
+
+
+def _check_zero_without_advantage(
+    actor: ActorConfig, log_probs: torch.Tensor, mask: torch.Tensor, tensors: dict[str, torch.Tensor]
+) -> None:
+    """Raise ConfigError unless a row with the advantages 0 has no loss, no gradient and no effect on the others."""
+    advantages = torch.arange(len(mask), dtype=torch.float32)[:, None].expand(mask.shape)  # 0 in the first row
+    tensors = tensors | {"advantages": mask_response(advantages, mask)}
+
+    def gradient(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        leaf = log_probs[rows].clone().requires_grad_()
+        given = policy_loss_arguments(actor, {name: each[rows] for name, each in tensors.items()})
+        loss, _ = policy_loss(leaf, mask=mask[rows], **given)
+        loss = mask_response(loss, mask[rows])
+        loss.sum().backward()
+        return loss.detach(), leaf.grad
+
+    (loss, found), (_, others) = gradient(slice(None)), gradient(slice(1, None))
+    if loss[0].any() or found[0].any() or not torch.equal(found[1:], others):
+        raise ConfigError([
+            f"actor.loss_mode={actor.loss_mode}: declares zero_without_advantage=True, but a response with the "
+            f"advantages 0 has the loss {loss[0].tolist()} and the gradient {found[0].tolist()}, or changes the "
+            f"gradient of other responses; remove @{DECORATOR}(zero_without_advantage=True), or correct the function"
+        ])  # fmt: skip
 
 
 def _problem(what: str, result: str) -> ConfigError:

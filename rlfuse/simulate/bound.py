@@ -2,7 +2,8 @@
 
 Assumptions: the schedule is on-policy; a slot has one role at a time, and starts and ends as an engine; optimizer steps
 need all slots as trainers, hence follow all generation; mini-batches are fixed by prompt order, and each needs the
-weights of the previous one; a sample is trained on after all of its scoring. Costs are those of `costs.model`.
+weights of the previous one; a sample is trained on after all of its scoring; skipped samples need neither the actor's
+training nor, with `scoring.loss_only`, old log-probs. Costs are those of `costs.model`.
 
 Proof. C(t), the integral of the slots' speeds, is the cost that can be done by time t: work w started at s ends at
 D(s, w) = C^-1(C(s) + w) or later. v: maximum speed of a slot, u: sum of the minimum speeds of all slots, V: maximum of
@@ -174,51 +175,66 @@ class _Rest:
         scoring, training, speeds = workload.scoring, workload.training, workload.speeds()
         costs = workload.costs()
         fastest, power = max(speed.most for speed in speeds), combined_speed(speeds).most
-        tokens = workload.trained * (workload.lengths() + float(workload.prompt_tokens))
+        tokens = workload.without_baselines * (workload.lengths() + float(workload.prompt_tokens))
         part = np.arange(workload.samples) // (workload.mini_batch_prompts * workload.group)
         one_pass, one_training = tokens / costs.score_tokens_per_s, tokens / costs.train_tokens_per_s
         models, steps = len(training.models), training.epochs * (int(part[-1]) + 1)
-        kinds = sum((workload.passes(kind).astype(int) for kind in scoring.kinds), np.zeros(workload.samples, int))
+        none = np.zeros(workload.samples, int)
+        kinds = sum((workload.required_passes(kind).astype(int) for kind in scoring.kinds), none)
+        of_model = {model: workload.trained(model) * one_training for model in training.models}
+        least = np.minimum.reduce([*of_model.values()])  # of one model, the one with the least work
         self.scoring_work = float((kinds * one_pass).sum())
-        self.training_work = models * training.epochs * float(one_training.sum())
+        self.training_work = training.epochs * float(sum(each.sum() for each in of_model.values()))
         self.work = self.scoring_work + self.training_work
         self.optimizer_s = models * steps * training.optimizer_s
         call_s = 0.0 if scoring.deferred else scoring.call_s  # passes in bubbles are no separate calls
         self.passes = np.minimum(1, kinds) * (one_pass / fastest + call_s)
         needed = kinds if models == 1 else np.minimum(1, kinds)  # each model needs at least one kind
         all_scored_first = all(PASS_BEFORE_STEP[model] in scoring.kinds for model in training.models)
-        self.before_first = np.where(part == 0, needed * one_pass + one_training, all_scored_first * one_pass)
+        scored_first = all_scored_first * np.minimum(1, kinds) * one_pass
+        self.before_first = np.where(part == 0, needed * one_pass + least, scored_first)
         self.first_work = float(self.before_first.sum())
 
-        sums, longest = np.bincount(part, one_training), np.zeros(int(part[-1]) + 1)
-        np.maximum.at(longest, part, one_training)
-        each = np.maximum(sums / power, longest / fastest + training.call_s)  # of one model
+        parts = {model: _by_part(part, work) for model, work in of_model.items()}
+        sums, longest = _by_part(part, least)
+        each = np.maximum(sums / power, longest / fastest + training.call_s * (sums > 0))  # of one model
         later = training.epochs * each.sum() - each[0]
-        self.later_work = models * float(training.epochs * sums.sum() - sums[0])
+        work, _ = _by_part(part, np.add.reduce([*of_model.values()]))
+        self.later_work = float(training.epochs * work.sum() - work[0])
         self.after_first_s = max(float(later), self.later_work / power)
-        own = one_training / fastest + training.call_s
+        own = least / fastest + training.call_s * (least > 0)
         left = training.epochs * each.sum() - np.cumsum(each)
         collective = training.optimizer_s * (steps - np.arange(len(each)))
         self.chains = self.passes + own + (left + collective)[part]
         if all_scored_first:
             self.chains = np.maximum(self.chains, self.passes + self.optimizer_s + self.after_first_s)
         passes = self.scoring_work * (workload.lockstep == "all")
-        self.shared_work = models * training.epochs * float(sums.sum()) + passes
-        shortest = np.maximum(sums / power, longest / fastest)
-        self.shared_s = models * training.epochs * float(shortest.sum()) + passes / power
-        even = np.maximum(sums / workload.slots, longest)  # work shared by all stages; samples are not split
-        self.in_lockstep = self._in_lockstep(workload, float(even.sum()), len(each))
+        self.shared_work = training.epochs * float(work.sum()) + passes
+        shortest = sum(float(np.maximum(sums / power, longest / fastest).sum()) for sums, longest in parts.values())
+        self.shared_s = training.epochs * shortest + passes / power
+        # Work shared by all stages; samples are not split.
+        even = sum(float(np.maximum(sums / workload.slots, longest).sum()) for sums, longest in parts.values())
+        called = np.array([sums > 0 for sums, _ in parts.values()])
+        pipelined = workload.training.bubbles is not None
+        self.in_lockstep = self._in_lockstep(workload, even, int((called.any(0) if pipelined else called).sum()))
 
-    def _in_lockstep(self, workload: Workload, even: float, parts: int) -> tuple[float, float]:
+    def _in_lockstep(self, workload: Workload, even: float, calls: int) -> tuple[float, float]:
         """Point 8: return the seconds of work of each slot after generation, and the seconds in which none works.
-        `even`: training of one model on each slot."""
-        scoring, training, models = workload.scoring, workload.training, len(workload.training.models)
+        `even`: training of all models on each slot; `calls`: calls of an epoch."""
+        scoring, training = workload.scoring, workload.training
         all_in_lockstep, bubbles = workload.lockstep == "all", training.bubbles
         passes = self.scoring_work / workload.slots if all_in_lockstep else 0.0
-        scoring_calls = sum(bool(workload.passes(kind).any()) for kind in scoring.kinds)
+        scoring_calls = sum(bool(workload.required_passes(kind).any()) for kind in scoring.kinds)
         scoring_calls *= all_in_lockstep and not scoring.deferred  # otherwise they are not calls of all slots
-        trained = models * training.epochs * even
+        trained = training.epochs * even
         idle = trained * (bubbles or 0.0)
         exposed_s = max(idle, passes) if scoring.deferred else idle + passes
-        calls = training.epochs * parts * (models if bubbles is None else 1)
-        return trained + exposed_s, scoring_calls * scoring.call_s + calls * training.call_s + self.optimizer_s
+        calls_s = scoring_calls * scoring.call_s + training.epochs * calls * training.call_s
+        return trained + exposed_s, calls_s + self.optimizer_s
+
+
+def _by_part(part: np.ndarray, work: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sum and the maximum of samples' work in each mini-batch."""
+    longest = np.zeros(int(part[-1]) + 1)
+    np.maximum.at(longest, part, work)
+    return np.bincount(part, work), longest

@@ -87,13 +87,16 @@ class SimulatedTrainer:
         if lockstep and slot is not None:
             raise SimulationError(f"slot {slot} was requested to run {kind} alone, but it needs all ranks")
 
-    async def step(self, model: str, lengths: Sequence[int], lr_factor: float = 1.0) -> dict[str, float]:
+    async def step(
+        self, model: str, lengths: Sequence[int], lr_factor: float = 1.0, skipped: Sequence[int] = ()
+    ) -> dict[str, float]:
         rows = self._accumulated.pop(model, [])
         once = Counter(row.id for row in rows)
-        if sorted(row.trained_tokens(model) for row in rows) != sorted(lengths) or (once and max(once.values()) > 1):
+        counted = sorted([*(row.trained_tokens(model) for row in rows), *skipped])
+        if counted != sorted(lengths) or (once and max(once.values()) > 1):
             raise SimulationError(
                 f"step of {model} over {len(lengths)} rows, but {len(rows)} rows of {len(once)} samples were "
-                "accumulated since its last step"
+                f"accumulated since its last step and {len(skipped)} skipped"
             )
         async with self._busy("optimizer", (), None, model):
             await asyncio.sleep(self.costs.optimizer_s)

@@ -12,6 +12,7 @@ from math import ceil, inf
 import numpy as np
 
 from rlfuse.algorithms.experience import Experience
+from rlfuse.algorithms.zero_advantage import expects_skips
 from rlfuse.config.custom_functions import traits_of
 from rlfuse.config.schema import Config
 from rlfuse.costs.model import Costs
@@ -22,11 +23,19 @@ from rlfuse.simulate.workload import Scoring, Training, Workload, workload_from_
 
 
 def workload_of(
-    config: Config, costs: Costs, engines: int, lengths: Sequence[int], prompt_tokens: int, history: float | None = None
+    config: Config,
+    costs: Costs,
+    engines: int,
+    lengths: Sequence[int],
+    prompt_tokens: int,
+    history: float | None = None,
+    skipped_share: float = 0.0,
 ) -> Workload:
-    """Return the workload of a step with these response lengths, in prompt order; `history`: `length_history_sigma`.
+    """Return the workload of a step with these response lengths, in prompt order.
 
     A baseline comes last of the responses to its prompt. Lengths of incomplete groups count as one prompt each.
+    `history`: `length_history_sigma`. `skipped_share`: expected share of samples without advantage; ignored if the job
+    skips none.
     """
     actor, experience = config.actor, Experience(config)
     group = responses_per_prompt(config)
@@ -38,11 +47,14 @@ def workload_of(
         epochs=actor.ppo_epochs,
         early=not experience.requires_batch("actor"),
         critic_early=not experience.requires_batch("critic"),
+        skipped_share=skipped_share if expects_skips(config) else 0.0,
         bubbles=_bubbles(config, lengths, prompt_tokens),
     )
     kinds = tuple(kind for kind in experience.kinds if kind in PASSES)
     own = any(kind in kinds for kind in experience.fused_into_first_update)
-    scoring = Scoring(kinds=kinds, deferred=bool(experience.deferred), by_update=own)
+    scoring = Scoring(
+        kinds=kinds, deferred=bool(experience.deferred), by_update=own, loss_only=bool(experience.loss_only)
+    )
     limit = max(costs.kv_tokens, prompt_tokens + max(lengths))
     return workload_from_costs(
         replace(costs, kv_tokens=limit),

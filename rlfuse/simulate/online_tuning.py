@@ -26,8 +26,9 @@ SHARE = 0.02  # of the run time that tuning may take, except the first time
 CALL_S = 0.005  # minimum cost of a call: Ray, driver and policy
 MAX_SAMPLES = 2048  # larger steps are scaled down to this size
 
-StepStatistics = tuple[float | None, float, float, float]
-"""Properties of a step: error of expected lengths (if known), mean length, maximum length, total speed of all slots."""
+StepStatistics = tuple[float | None, float, float, float, float]
+"""Properties of a step: error of expected lengths (if known), share of skipped samples, mean length, maximum length,
+total speed of all slots."""
 
 
 class OnlineTuning:
@@ -44,7 +45,8 @@ class OnlineTuning:
         found = fit_costs([span for each in self._spans for span in each], tuning.costs)
         tuning.costs = found.costs
         lengths = tuning.lengths.recorded
-        shape = (tuning.lengths.error, float(np.mean(lengths)), float(np.max(lengths)), sum(_speeds(tuning)))
+        sizes = (float(np.mean(lengths)), float(np.max(lengths)), sum(_speeds(tuning)))
+        shape = (tuning.lengths.error, tuning.skipped_share, *sizes)
         self._since_s += _step(spans).seconds
         before, within_budget = self._tuned_for, self._tuning_s <= SHARE * self._since_s
         if before is None or (_drifted(before, shape) and within_budget):
@@ -65,8 +67,9 @@ class OnlineTuning:
 
 
 def _drifted(before: StepStatistics, now: StepStatistics) -> bool:
-    (error_before, *others_before), (error, *others) = before, now
+    (error_before, skipped_before, *others_before), (error, skipped, *others) = before, now
     learned = (error is None) != (error_before is None) or abs((error or 0.0) - (error_before or 0.0)) > DRIFT
+    learned |= abs(skipped - skipped_before) > DRIFT
     return learned or any(abs(new / old - 1) > DRIFT for new, old in zip(others, others_before, strict=True))
 
 
@@ -97,5 +100,6 @@ def workload_like(tuning: Tuning, engines: int, config: Config, spans: Sequence[
     lengths, prompt_tokens = finished_lengths(spans_within(spans, _step(spans)))
     group = responses_per_prompt(config)
     samples = lengths[: max(group, MAX_SAMPLES // group * group)]
-    like = workload_of(config, tuning.costs, engines, samples, prompt_tokens, tuning.lengths.error)
+    error, skipped = tuning.lengths.error, tuning.skipped_share
+    like = workload_of(config, tuning.costs, engines, samples, prompt_tokens, error, skipped)
     return replace(like, slot_speed=_speeds(tuning))

@@ -197,6 +197,7 @@ class Machine:
             recorder=log.recorder,
         )
         tuning = Tuning(self.costs, self._known_lengths(), settings, rates)
+        tuning.expect_skipped(self.workload.training.skipped_share)
         controller = Controller(
             config=config,
             engines=self.engines,
@@ -247,20 +248,23 @@ class Machine:
         self._audit("generated", generated, 1)
         self._audit("rewarded", self.reward.scored, 1)
         for kind in self.workload.scoring.kinds:
-            passes = int(self.workload.passes(kind).sum())
-            self._audit(f"scored ({kind})", self.trainer.scored[kind], 1, passes)
+            passes, least = self.workload.passes(kind), self.workload.required_passes(kind)
+            self._audit(f"scored ({kind})", self.trainer.scored[kind], 1, int(passes.sum()), int(least.sum()))
         for model in self.workload.training.models:
-            trained, epochs = int(self.workload.trained.sum()), self.workload.training.epochs
-            self._audit(f"trained on ({model})", self.trainer.trained[model], epochs, trained)
+            trained = int(self.workload.trained(model).sum())
+            self._audit(f"trained on ({model})", self.trainer.trained[model], self.workload.training.epochs, trained)
 
-    def _audit(self, what: str, counts: Counter[str], times: int, samples: int | None = None) -> None:
+    def _audit(
+        self, what: str, counts: Counter[str], times: int, samples: int | None = None, least: int | None = None
+    ) -> None:
+        """Raise unless `samples` (default: all), or at least `least` of them, were counted, each `times` times."""
         wrong, all_ = [name for name, count in counts.items() if count != times], self.workload.samples
-        if wrong or len(counts) != (all_ if samples is None else samples):
+        samples = all_ if samples is None else samples
+        if wrong or not (samples if least is None else least) <= len(counts) <= samples:
             example = f", {wrong[0]} {counts[wrong[0]]} times" if wrong else ""
-            spared = 0 if samples is None else all_ - samples
             raise SimulationError(
                 f"{len(counts)} of {all_} samples were {what}{example}; expected: each {times} times"
-                + (f", except {spared} that do not need it" if spared else "")
+                + (f", except {all_ - samples} that do not need it" if samples < all_ else "")
             )
 
 
@@ -338,7 +342,8 @@ class _Experience:
         deferred = workload.scoring.kinds if workload.scoring.deferred else ()
         self.deferred = tuple(kind for kind in deferred if kind != "values")
         self.fused_into_first_update = ("old_log_prob",) if workload.scoring.by_update else ()
-        self._training = workload.training
+        self.loss_only = workload.loss_only
+        self._training, self._skipped, self._group = workload.training, workload.skipped(), workload.group
 
     def can_train_before_batch_completes(self, model: str) -> bool:
         return self._training.early if model == "actor" else self._training.critic_early
@@ -351,6 +356,9 @@ class _Experience:
 
     def complete(self, groups: Sequence[Group]) -> dict[str, float]:
         return {}
+
+    def skipped(self, groups: Sequence[Group]) -> list[str]:
+        return [s.id for group in groups for s in group.samples if self._skipped[s.prompt.index * self._group]]
 
     def mismatch(self, groups: Sequence[Group]) -> dict[str, float]:
         return {}

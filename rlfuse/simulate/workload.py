@@ -60,6 +60,8 @@ class Scoring:
     """True if log-probs are computed in the pipeline bubbles of their mini-batch."""
     by_update: Annotated[bool, FLAG] = False
     """True if `old_log_prob` of the first mini-batch comes from its own update, without a pass."""
+    loss_only: Annotated[bool, FLAG] = False
+    """True if only the actor's loss reads `old_log_prob`, so that skipped samples do not need it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,9 @@ class Training:
     the batch."""
     critic_early: Annotated[bool, FLAG] = True
     """The same for the critic; false if a custom estimator reads the whole batch, or with dynamic sampling."""
+    skipped_share: Annotated[float, number(most=1)] = 0.0
+    """Share of prompts whose samples have no advantage (`actor.skip_zero_advantage`): the actor is not trained on
+    them."""
     bubbles: AtLeastZero | None = None
     """Idle time of the pipeline schedule relative to its work. null: no pipeline, ranks hold whole models."""
 
@@ -242,14 +247,38 @@ class Workload:
         return -(-self.prompts // self.training.mini_batches)
 
     @property
-    def trained(self) -> np.ndarray:
-        """Return bool [samples]: True for samples that are trained on, all but baselines."""
+    def without_baselines(self) -> np.ndarray:
+        """Return bool [samples]: True for all samples but baselines."""
         return (not self.baselines) | (np.arange(self.samples) % self.group < self.group - 1)
 
     def passes(self, kind: str) -> np.ndarray:
-        """Return bool [samples]: True for samples that need this kind of scoring."""
+        """Return bool [samples]: True for samples that need this kind of scoring, if none is skipped."""
         first = np.arange(self.samples) < self.mini_batch_prompts * self.group
-        return self.trained & ~(first & (self.scoring.by_update and kind == "old_log_prob"))
+        return self.without_baselines & ~(first & (self.scoring.by_update and kind == "old_log_prob"))
+
+    def required_passes(self, kind: str) -> np.ndarray:
+        """Return bool [samples]: True for samples that need this kind of scoring under any schedule."""
+        needed = self.passes(kind)
+        return needed & ~self.skipped() if kind in self.loss_only else needed
+
+    @property
+    def loss_only(self) -> tuple[str, ...]:
+        """Return the kinds of scoring that advantages do not wait for, and that skipped samples do not need."""
+        scoring = self.scoring
+        return tuple(
+            kind
+            for kind in scoring.kinds
+            if kind != "values" and (scoring.deferred or (scoring.loss_only and kind == "old_log_prob"))
+        )
+
+    def trained(self, model: str) -> np.ndarray:
+        """Return bool [samples]: True for samples that this model is trained on."""
+        return self.without_baselines & ~self.skipped() if model == "actor" else self.without_baselines
+
+    def skipped(self) -> np.ndarray:
+        """Return bool [samples]: True for samples that the actor is not trained on; their prompts are evenly spaced."""
+        share = self.training.skipped_share if "actor" in self.training.models else 0.0
+        return skipped_prompts(self.prompts, share).repeat(self.group)
 
     def speeds(self) -> tuple[Speed, ...]:
         of_slot = defaultdict[int, list[Slowdown]](list)
@@ -284,6 +313,11 @@ class Workload:
         parts = ((self.engine, ENGINE), (self.scoring, SCORING), (self.training, TRAINING), (self, MACHINE))
         terms = {term: getattr(part, name) for part, names in parts for name, term in names.items()}
         return Costs(max_tokens=self.max_response_tokens, **terms)
+
+
+def skipped_prompts(prompts: int, share: float) -> np.ndarray:
+    """Return bool [prompts]: True for a share of them, evenly spaced."""
+    return np.diff(np.floor(np.arange(prompts + 1) * share + 1e-9)) > 0
 
 
 ENGINE = {entry.name: entry.name for entry in fields(Engine)}

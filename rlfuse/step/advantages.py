@@ -7,7 +7,7 @@ are still generated; a validation calls only `complete`. Never waits.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rlfuse.errors import DataError
@@ -36,12 +36,16 @@ class Advantages:
                 with self.recorder.span("adv", step=step, cause="scored"):
                     self.experience.prepare(groups)
             for model in early:
-                board.prepared(model, complete)
+                self._prepared(board, model, complete)
         if self.complete(board, step):
             with self.recorder.span("adv", step=step, cause="scored"):
                 self.metrics.add(self.experience.complete(board.groups_to_train()))
             for model in set(board.mini_batches) - set(early):
-                board.prepared(model, range(len(board.groups)))
+                self._prepared(board, model, range(len(board.groups)))
+
+    def _prepared(self, board: Board, model: str, groups: Sequence[int]) -> None:
+        skipped = self.experience.skipped(board.groups_to_train(groups)) if model == "actor" else ()
+        board.prepared(model, groups, skipped)
 
     def complete(self, board: Board, step: int) -> bool:
         """Return whether all samples are scored and some can be trained on. RewardError if too many rewards failed.

@@ -126,7 +126,9 @@ class Controller:
             lengths=self.tuning.lengths,
             draw=draw,
             deferred=experience.deferred,
+            loss_only=experience.loss_only,
             fused_into_first_update=experience.fused_into_first_update,
+            skipped_share=self.tuning.skipped_share,
             now=self.clock(),
         )
         try:
@@ -139,6 +141,8 @@ class Controller:
             raise
         if kept := board.groups_to_train():
             self.metrics.add(experience.mismatch(kept))
+            if "actor" in trained:
+                self.metrics.add({"actor/skipped_zero_advantage": board.skipped_share})
             self.groups.prompts.update(kept)
         self.groups.selection.return_unused(*board.unneeded_groups())
         self.metrics.add(self.groups.selection.metrics())

@@ -331,11 +331,15 @@ class Executor:
 
     async def _step(self, decision: OptimizerStep) -> None:
         for model in decision.models:
-            samples = self._samples(self.board.mini_batches[model].accumulated_samples)
-            with self._span(f"update_{model}", cause="scored", attributes={"step": True}):
-                lengths = [sample.trained_tokens(model) for sample in samples]
+            progress, factor = self.board.mini_batches[model], self.context.lr_factors[model]
+            with self._span(f"update_{model}", cause="scored", attributes={"step": True}) as span:
+                lengths, skipped = (
+                    [sample.trained_tokens(model) for sample in self._samples(names)]
+                    for names in (progress.accumulated_samples, progress.skipped_samples)
+                )
+                span.attributes |= {"rows": len(lengths), "skipped_rows": len(skipped)}
                 self.has_updated = True
-                self.context.note(await self.engines.trainer.step(model, lengths, self.context.lr_factors[model]))
+                self.context.note(await self.engines.trainer.step(model, lengths, factor, skipped))
         self.board.stepped(decision)
         self._changed.set()
 
@@ -357,5 +361,5 @@ class Executor:
             before.end = span.start = min(max(result.began, before.start), span.end)
         return found
 
-    def _samples(self, names: Sequence[str]) -> list[Sample]:
+    def _samples(self, names: Iterable[str]) -> list[Sample]:
         return [self.board.samples[name] for name in names]

@@ -32,6 +32,10 @@ class Experience(Protocol):
         """Return the kinds of scoring that may fill the bubbles of pipelines."""
 
     @property
+    def loss_only(self) -> tuple[str, ...]:
+        """Return the kinds of scoring that advantages do not wait for, and that skipped samples do not need."""
+
+    @property
     def fused_into_first_update(self) -> tuple[str, ...]:
         """Return the kinds of scoring that the actor's first update computes in its own forward pass."""
 
@@ -46,6 +50,9 @@ class Experience(Protocol):
 
     def complete(self, groups: Sequence[Group]) -> dict[str, float]:
         """Compute the values that are normalised over the whole (prepared) batch, and return metrics."""
+
+    def skipped(self, groups: Sequence[Group]) -> Sequence[str]:
+        """Return the ids of the samples whose actor passes are skipped, of groups with their final advantages."""
 
     def mismatch(self, groups: Sequence[Group]) -> dict[str, float]:
         """Return metrics of the log-prob differences between engines and trainer on the step's samples."""

@@ -19,7 +19,11 @@ CHARTS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "Reward": ("critic/score/mean", "critic/score/max", "critic/score/min"),
         "Held-out score": ("^val-core/",),
         "Response length (tokens)": ("response_length/mean", "response_length/max"),
-        "Groups with equal rewards, truncated responses": ("reward/frac_reward_zero_std", "response_length/clip_ratio"),
+        "Groups with equal rewards, skipped and truncated responses": (
+            "reward/frac_reward_zero_std",
+            "actor/skipped_zero_advantage",
+            "response_length/clip_ratio",
+        ),
     },
     "Stability": {
         "Entropy": ("actor/entropy", "response/entropy"),

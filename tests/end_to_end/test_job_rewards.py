@@ -3,7 +3,10 @@
 import json
 from pathlib import Path
 
+import pytest
+import torch
 from driven_job import settings_of
+from safetensors.torch import load_file
 
 from rlfuse.config.custom_modules import load_module
 from rlfuse.events import read_events
@@ -41,3 +44,43 @@ def test_dynamic_sampling_replaces_groups_without_spread_and_failures_are_left_o
     assert row["reward/latency_s/half_flat/max"] > 0 and row["reward/frac_gated"] == 0
     if failed := row.get("reward/failures/half_flat"):
         assert "unlucky" in text and 0 < failed <= len(failures)
+
+
+def test_a_job_skips_responses_without_advantage_and_ends_with_the_same_weights(driven, ending_model, tmp_path):
+    """Every second prompt has equal rewards. On one slot with one response per micro-batch no bit differs; the second
+    mini-batch also saves its old log-probs."""
+    found, said = {}, {}
+    for name, changes in {
+        "auto": {},
+        "off": {"actor.skip_zero_advantage": "false"},
+        "kl_loss": {"actor.use_kl_loss": "true", "trainer.total_training_steps": 1},
+    }.items():
+        status, said[name] = driven("rlfuse_command", tmp_path, "train", **settings_of(tmp_path, ending_model) | {
+            "algorithm": "dr_grpo", "fusion": "serial", "data.max_response_length": 24, "data.train_batch_size": 8,
+            "actor.ppo_mini_batch_size": 4, "actor.ppo_micro_batch_size_per_gpu": 1, "rollout.n": 4,
+            "reward.functions": f"[{tmp_path}/reward.py:half_flat]", "reward.max_failure_rate": 0.5,
+            "trainer.n_gpus_per_node": 1, "trainer.total_training_steps": 2, "trainer.save_freq": 2,
+            "trainer.experiment_name": name, "trainer.logger": "[console]", "trainer.val_before_train": "false",
+        } | changes)  # fmt: skip
+        assert status == 0, said[name]
+        run = tmp_path / "runs" / "rlfuse" / name
+        found[name] = {row["step"]: row for row in read_metrics(run / "metrics.jsonl") if row["step"] > 0}
+    skipped = [row["actor/skipped_zero_advantage"] for row in found["auto"].values()]
+    assert all(0 < share < 1 for share in skipped)
+    assert not any(row["actor/skipped_zero_advantage"] for name in ("off", "kl_loss") for row in found[name].values())
+    assert "responses without advantage are skipped in the actor's passes" in said["auto"]
+    assert "not skipped in the actor's passes: actor.use_kl_loss=true adds a KL term" in said["kl_loss"]
+    for step, row in found["off"].items():
+        for name in ("actor/grad_norm", "actor/pg_loss", "critic/score/mean"):
+            assert found["auto"][step][name] == pytest.approx(row[name], rel=1e-6, abs=1e-9), name
+    weights = [load_file(next((tmp_path / "runs" / "rlfuse" / name).glob("**/actor/huggingface/*.safetensors")))
+               for name in ("auto", "off")]  # fmt: skip
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    passes = {name: rows_of(tmp_path / "runs" / "rlfuse" / name, "old_log_prob") for name in ("auto", "off")}
+    assert 0 < len(passes["auto"]) < len(passes["off"])
+
+
+def rows_of(run, kind):
+    """Samples that ranks ran passes of this kind on."""
+    spans = read_events(run / "events.jsonl")
+    return {name for span in spans if span.kind == kind and span.where.startswith("trainer") for name in span.samples}

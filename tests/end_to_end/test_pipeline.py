@@ -16,7 +16,7 @@ from pipelines import Sleeping, fused, serial
 from probing import COUNTS, LAYOUTS, OPPOSITE, TWO_CRITICS, distance, fourth_step, schedule, started, state, three_steps
 from safetensors.torch import load_file
 from single_process import BATCHES, FAMILIES, ThreeSteps, lengths, make_rows, settings
-from trainer_probe import scores_of
+from trainer_probe import mini_batches_without_advantage, only_the_policy_loss, scores_of
 from transformers import Qwen2ForCausalLM, Qwen2ForTokenClassification
 
 from rlfuse.config.schema import Config
@@ -124,6 +124,32 @@ async def test_orders_give_one_gradient_to_the_last_bit(two, folders):
         for name in COUNTS:
             assert distance(parameters[name], runs[0][1][name]) == 0
             assert distance(gradients[name][2], runs[0][0][name][2]) == 0
+
+
+@pytest.mark.parametrize("family, order, split", [("llama", "serial", False), ("qwen2", "fused", True)])
+async def test_the_actor_can_skip_rows_without_advantage(two, folders, family, order, split):
+    """Some of a mini-batch, which the critic trains on whole; then all of one, whose schedule is the critic's."""
+    config = only_the_policy_loss(settings(folders, family, clip=0.1))
+    config.critic.optim.eps, expected = 1e-4, None
+    schedules = {True: schedule(order, OPPOSITE, split), False: schedule(order, OPPOSITE[1:], split)}
+    for skip in (False, True):
+        await two.take(config, OPPOSITE)
+        metrics = []
+        for rows, zero in mini_batches_without_advantage():
+            kept = [row for i, row in enumerate(rows) if not (skip and i in zero)]
+            work = {"actor": kept, "critic": rows} if kept else {"critic": rows}
+            await two.run(schedules[bool(kept)], work)
+            left_out = [len(row.response_ids) for i, row in enumerate(rows) if skip and i in zero]
+            metrics.append(await two.step("critic", lengths(rows)))
+            metrics[-1] |= await two.step("actor", lengths(rows), skipped=left_out)
+        found = metrics, {name: await two.tensors(name, "data") for name in COUNTS}
+        expected = expected or found
+    for one, other in zip(found[0], expected[0], strict=True):
+        for name in {"actor/grad_norm", "actor/pg_loss", "critic/grad_norm", "critic/vf_loss"} & one.keys():
+            assert one[name] == pytest.approx(other[name], rel=1e-6, abs=1e-6), name
+    assert found[0][1]["actor/grad_norm"] == 0 and "actor/pg_loss" not in found[0][1]
+    for name in COUNTS:
+        assert distance(found[1][name], expected[1][name]) < 1e-6
 
 
 async def test_activation_checkpointing_changes_no_number(two, folders, one_process):

@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 import ray
 import torch
-from trainer_probe import VOCABULARY, Probe, distance, lengths, make_rows, scores_of, settings
+from trainer_probe import (
+    VOCABULARY,
+    Probe,
+    assert_skipping_changes_nothing,
+    distance,
+    lengths,
+    make_rows,
+    only_the_policy_loss,
+    scores_of,
+    settings,
+)
 from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
 
 from rlfuse.engines.trainer.sequence_parallel_packing import Costs, Overhead
@@ -116,6 +126,13 @@ async def test_slices_give_what_whole_rows_give(group, folder, degrees, stage, m
         results.append(await everything(group, rows))
     assert_same(results[1], results[0], rows)
     assert {span.attributes["degree"] for span in results[1][3] if span.kind == "ref"} == degrees
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+async def test_rows_without_advantage_can_be_skipped(group, folder, tmp_path, stage):
+    config = only_the_policy_loss(cut(folder, 20, stage=stage, alone=True))
+    await group.meet(config)
+    await assert_skipping_changes_nothing(lambda: group.take(config), tmp_path)
 
 
 async def test_a_prompt_runs_once_for_all_its_answers(group, folder):

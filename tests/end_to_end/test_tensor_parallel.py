@@ -6,8 +6,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
-from trainer_probe import BETA, VOCABULARY, Probe, distance, lengths, make_rows, scores_of, settings
+from trainer_probe import (
+    BETA,
+    VOCABULARY,
+    Probe,
+    assert_skipping_changes_nothing,
+    distance,
+    lengths,
+    make_rows,
+    only_the_policy_loss,
+    scores_of,
+    settings,
+)
 from transformers import (
     AutoModelForCausalLM,
     Qwen2Config,
@@ -87,16 +97,8 @@ async def everything(group, rows, folder):
     metrics = await group.update("critic", rows) | await group.update("actor", rows)
     gradients = [await group.gradients(model) for model in ("critic", "actor")]
     scores += [await scores_of(group, "critic", rows), await scores_of(group, "actor", rows)]
-    return scores, metrics, gradients, await exported(group, folder), await group.drain()
-
-
-async def exported(group, folder):
-    folder.mkdir()
-    plan = await group.bucket_plan()
-    assert len(plan) > 1
-    for number, names in enumerate(plan):
-        await group.export_bucket(names, str(folder / f"{number}.safetensors"))
-    return {name: each for file in sorted(folder.iterdir()) for name, each in load_file(file).items()}
+    assert len(await group.bucket_plan()) > 1
+    return scores, metrics, gradients, await group.exported(folder), await group.drain()
 
 
 def assert_same(found, expected, rows):
@@ -137,6 +139,12 @@ async def test_shares_of_layers_give_what_whole_ones_give(group, folders, tmp_pa
     assert_same(results[1], results[0], rows)
 
 
+@pytest.mark.parametrize("width, cut, stage", [(4, 1, 1), (2, 2, 0)])
+async def test_rows_without_advantage_can_be_skipped(group, folders, tmp_path, width, cut, stage):
+    config = only_the_policy_loss(job(folders["qwen2"], width, cut, stage, alone=True))
+    await assert_skipping_changes_nothing(lambda: group.take(config), tmp_path)
+
+
 async def test_norms_count_what_is_whole_once_in_bfloat16_too(group, folders):
     """DeepSpeed's optimizer without ZeRO counts otherwise there than in float32; as under ZeRO 1 it is to be."""
     rows, norms = make_rows(8), []
@@ -156,11 +164,11 @@ async def test_training_goes_on_from_a_checkpoint_that_others_load(group, folder
     await group.save(tmp_path / "saved")
     for number in range(2):
         await group.update("actor", rows[:5])
-        ends.append(await exported(group, tmp_path / str(number)))
+        ends.append(await group.exported(tmp_path / str(number)))
         await group.take(config)
         await group.load(tmp_path / "saved")
     assert all(torch.equal(ends[1][name], each) for name, each in ends[0].items())
-    weights = await exported(group, tmp_path / "loaded")
+    weights = await group.exported(tmp_path / "loaded")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved" / "actor" / "huggingface")
     assert all(torch.equal(each, weights[name]) for name, each in model.named_parameters())
     assert Path(tmp_path, "saved", "critic", "huggingface", "config.json").is_file()

@@ -9,7 +9,18 @@ import numpy as np
 import pytest
 import ray
 import torch
-from trainer_probe import LR, VOCABULARY, Probe, distance, lengths, make_rows, scores_of, settings
+from trainer_probe import (
+    LR,
+    VOCABULARY,
+    Probe,
+    assert_skipping_changes_nothing,
+    distance,
+    lengths,
+    make_rows,
+    only_the_policy_loss,
+    scores_of,
+    settings,
+)
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlfuse.algorithms.losses import AGG_MODES
@@ -202,6 +213,24 @@ async def test_one_rank_gives_what_two_give(policy_folder, slots):
     try:
         await assert_gradients_match(alone, make_rows())
         assert await alone.ranks[0].__ray_call__.remote(lambda rank: os.sched_getaffinity(0)) == {core}
+    finally:
+        ray.kill(alone.ranks[0])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3, "fsdp2"])
+async def test_rows_without_advantage_can_be_skipped(group, policy_folder, tmp_path, stage):
+    """Also all of a mini-batch: AdamW steps with a gradient of 0."""
+    config = only_the_policy_loss(settings(policy_folder, stage, "seq-mean-token-mean", alone=True))
+    await assert_skipping_changes_nothing(lambda: group.take(config), tmp_path)
+
+
+async def test_one_rank_skips_rows_without_changing_a_bit(policy_folder, slots, tmp_path):
+    """With one row in a micro-batch, sums keep their order."""
+    config = only_the_policy_loss(settings(policy_folder, 1, budget=1, alone=True))
+    config.trainer.n_gpus_per_node = 1
+    alone, _ = await Probe.start(config, replace(slots, count=1))
+    try:
+        await assert_skipping_changes_nothing(lambda: alone.take(config), tmp_path, tolerance=0.0)
     finally:
         ray.kill(alone.ranks[0])
 

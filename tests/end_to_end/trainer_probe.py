@@ -1,9 +1,12 @@
 """For tests of trainer ranks: small configurations, ragged rows, and a group whose gradients can be read."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
+from safetensors.torch import load_file
 
 from rlfuse.config.schema import Config
 from rlfuse.engines.trainer.trainer_group import TrainerGroup
@@ -99,9 +102,67 @@ class Probe(TrainerGroup):
         await asyncio.gather(*(rank.__ray_call__.remote(reload, config) for rank in self.ranks))
         return self
 
+    async def exported(self, folder):
+        """{name: weight} of the actor, as engines would receive them."""
+        folder.mkdir()
+        for number, names in enumerate(await self.bucket_plan()):
+            await self.export_bucket(names, str(folder / f"{number}.safetensors"))
+        return {name: each for file in sorted(folder.iterdir()) for name, each in load_file(file).items()}
+
     async def update(self, model, rows):
         await self.accumulate((model,), rows)
         return await self.step(model, lengths(rows))
+
+
+WITHOUT_ADVANTAGE = ({0, 2, 5}, set(range(7)), {1, 6})
+"""Of the seven rows of three mini-batches, those without advantage."""
+
+
+def only_the_policy_loss(config):
+    """The job without other terms. A large eps keeps rounding of elements next to zero out of AdamW's steps."""
+    config.actor.use_kl_loss, config.actor.entropy_coeff, config.actor.optim.eps = False, 0.0, 1e-4
+    config.actor.optim.weight_decay = 0.01
+    return config
+
+
+def mini_batches_without_advantage():
+    """Rows of each mini-batch, and the numbers of those without advantage."""
+    for seed, zero in enumerate(WITHOUT_ADVANTAGE):
+        rows = make_rows(7, seed)
+        none = [row.tensors | {"advantages": np.zeros_like(row.tensors["advantages"])} for row in rows]
+        yield [replace(row, tensors=none[i]) if i in zero else row for i, row in enumerate(rows)], zero
+
+
+async def three_steps_that(skip, group, folder):
+    """Metrics of three steps, weights and moments after them, and how many rows each of them ran."""
+    metrics, ran = [], []
+    await group.drain()
+    for rows, zero in mini_batches_without_advantage():
+        kept = [row for i, row in enumerate(rows) if not (skip and i in zero)]
+        if kept:
+            await group.accumulate(("actor",), kept)
+        left_out = [len(row.response_ids) for i, row in enumerate(rows) if skip and i in zero]
+        metrics.append(await group.step("actor", lengths(rows), skipped=left_out))
+        passes = [span for span in await group.drain() if span.kind == "forward"]
+        ran.append(len({name for span in passes for name in span.samples}))
+    return metrics, await group.exported(folder), await group.gradients(), ran
+
+
+async def assert_skipping_changes_nothing(group, folder, tolerance=1e-6):
+    """Weights, moments, norms and losses are those of a group that runs all rows. `tolerance` 0: to the last bit.
+
+    `group`: a coroutine function that loads fresh models.
+    """
+    expected, found = [await three_steps_that(skip, await group(), folder / str(skip)) for skip in (False, True)]
+    assert expected[3] == [7, 7, 7] and found[3] == [7 - len(zero) for zero in WITHOUT_ADVANTAGE]
+    for one, other in zip(found[0], expected[0], strict=True):
+        for name in {"actor/grad_norm", "actor/pg_loss", "actor/lr"} & one.keys():
+            assert one[name] == pytest.approx(other[name], rel=tolerance, abs=tolerance), name
+    assert found[0][1] == {"actor/grad_norm": 0.0, "actor/lr": LR} and found[0][0]["actor/entropy"] > 0
+    for have, want in zip(found[1:3], expected[1:3], strict=True):
+        assert have.keys() == want.keys()
+        for name, tensor in want.items():
+            torch.testing.assert_close(have[name], tensor, atol=tolerance, rtol=tolerance)
 
 
 def distance(found, expected):

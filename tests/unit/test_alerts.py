@@ -110,6 +110,8 @@ WARM_UP = {"actor/ppo_kl", "actor/grad_norm"}
         ({"actor/reward_kl_penalty"}, {}, 4, {"kl": 2.0}, ["kl"]),
         (WARM_UP, {}, 4, {}, ["ppo_kl", "grad_norm_factor"]),
         (WARM_UP, {"critic/grad_norm": 1.0}, 4, {}, []),
+        ({"actor/ppo_kl"}, {"actor/skipped_zero_advantage": 0.9}, 4, {}, ["ppo_kl"]),
+        ({"actor/ppo_kl"}, {"actor/skipped_zero_advantage": 1.0}, 4, {}, []),
         (set(QUIET), {"reward_model/loss": 0.5, "reward_model/grad_norm": 1.0}, 4, {}, []),
     ],
 )

@@ -401,3 +401,66 @@ def test_a_sample_and_its_group_pass_through_their_states_and_a_change_that_can_
     assert (record.state, record.group.state) == ("finished", "generated")
     reward(b, 0)
     assert (record.state, record.group.state) == ("scored", "complete")
+
+
+def zero_advantages(groups, **more):
+    """A board with old log-probs that only the loss reads, generated and rewarded, in role `trainer`."""
+    b = board(groups, kinds=("reward", "old_log_prob"), **{"loss_only": ("old_log_prob",)} | more)
+    generate(b, *range(len(groups)))
+    b.switched(0, "trainer")
+    return b
+
+
+def test_a_skipped_sample_counts_as_accumulated_in_every_epoch():
+    b = zero_advantages(made(2, siblings=2), passes=2, fused_into_first_update=("old_log_prob",))
+    reward(b, 0, 1)
+    assert b.take_complete() == [0, 1] and b.all_scored
+    b.prepared("actor", [0, 1], skipped=["1/0/0", "1/0/1"])
+    for _ in range(2):
+        assert ready(b) == ["1/1/0", "1/1/1"] and not b.snapshot(0.0).ready_to_step
+        b.start(Accumulate("actor", ("1/1/0", "1/1/1"), 0), 0.0)
+        b.accumulated(Accumulate("actor", ("1/1/0", "1/1/1"), 0), 0.0)
+        progress = b.mini_batches["actor"]
+        assert b.snapshot(0.0).ready_to_step == ["actor"] and set(progress.skipped_samples) == {"1/0/0", "1/0/1"}
+        assert sorted(progress.accumulated_samples) == ["1/0/0", "1/0/1", "1/1/0", "1/1/1"]
+        b.start(OptimizerStep("actor"), 0.0)
+        b.stepped(OptimizerStep("actor"))
+    assert b.mini_batches["actor"].done and b.skipped_share == 0.5
+
+
+def test_a_mini_batch_without_advantage_is_stepped_at_once_and_the_critic_trains_on_it():
+    b = zero_advantages(made(2), models=("critic", "actor"), fused_into_first_update=("old_log_prob",))
+    reward(b, 0, 1)
+    for model, skipped in (("critic", ()), ("actor", ["1/0/0", "1/1/0"])):
+        b.prepared(model, [0, 1], skipped)
+    assert ready(b, "critic") == ["1/0/0", "1/1/0"] and ready(b) == []
+    assert b.snapshot(0.0).ready_to_step == ["actor"] and b.skipped_share == 1.0
+
+
+def test_old_log_probs_are_dropped_unless_a_call_has_started():
+    """The first mini-batch has one group without advantage, the second another one whose pass is running."""
+    b = zero_advantages(made(4), mini_batch_groups=2)
+    running = Score("old_log_prob", ("1/2/0",), 0)
+    b.start(running, 0.0)
+    reward(b, 0, 1, 2, 3)
+    tokens = b.snapshot(0.0).tokens_to_score
+    b.prepared("actor", b.take_complete(), skipped=["1/0/0", "1/2/0"])
+    view = b.snapshot(0.0)
+    assert list(view.unscored["old_log_prob"]) == ["1/1/0", "1/3/0"]
+    assert tokens - view.tokens_to_score == b.samples["1/0/0"].tokens
+    b.scored(running, 0.0)
+    assert ready(b) == [] and not b.snapshot(0.0).ready_to_step, "others still need their old log-probs"
+    rest = Score("old_log_prob", ("1/1/0", "1/3/0"), 0)
+    b.start(rest, 0.0)
+    b.scored(rest, 0.0)
+    assert ready(b) == ["1/1/0"] and b.snapshot(0.0).tokens_to_score == 0
+
+
+def test_remaining_tokens_expect_skipped_samples():
+    progress = MiniBatchProgress(1, skipped_share=0.5)
+    progress.set_mini_batches({0: 0, 1: 0}, [2], [40.0])
+    assert progress.remaining_tokens == 20
+    progress.skip("a", 0, 20)
+    assert progress.remaining_tokens == 10 and set(progress.skipped_samples) == {"a"}
+    progress.prepare({"b": (1, 20)})
+    assert progress.remaining_tokens == 20 and progress.start(["b"]) == 20 and progress.remaining_tokens == 0

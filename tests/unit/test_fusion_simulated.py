@@ -66,12 +66,14 @@ def workloads(draw):
                 "kinds": ["old_log_prob", *reference, "values"] if gae else ["old_log_prob", *reference],
                 "deferred": pipelines and draw(st.booleans()),
                 "by_update": draw(st.booleans()),
+                "loss_only": draw(st.booleans()),
             },
             "training": {
                 "tokens_per_s": draw(st.sampled_from([500, 5000])),
                 "mini_batches": draw(st.integers(1, 4)),
                 "models": ["critic", "actor"] if gae else ["actor"],
                 "early": draw(st.booleans()),
+                "skipped_share": draw(st.sampled_from([0.0, 0.0, 0.3, 0.7, 1.0])),
                 "epochs": draw(st.sampled_from([1, 1, 2])),
                 "bubbles": draw(st.sampled_from([0.1, 0.6])) if pipelines else None,
                 "call_s": draw(st.sampled_from([0.0, 0.05])),
@@ -344,3 +346,61 @@ def test_ranks_that_go_back_to_generation_are_not_told_to_score_together_at_once
     more = {"engine": Engine(max_sequences=1), "lockstep": "all", "credit_samples": 4}
     workload = Workload(2, (10, 60, 30, 30, 30, 60), scoring=scoring, training=training, **more)
     assert simulate(workload, policy).result.samples_finished == 6
+
+
+LAYOUTS = {
+    "whole models": {},
+    "ZeRO 2": {"lockstep": "gradients"},
+    "ZeRO 3": {"lockstep": "all"},
+    "pipelines": {"lockstep": "all", "training": {"bubbles": 0.5}, "scoring": {"deferred": True}},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("models", [("actor",), ("critic", "actor")])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_skipped_samples_save_the_actors_passes(policy, models, layout):
+    """Each simulation is audited: skipped samples are not trained on by the actor, by the critic they are."""
+    more = dict(LAYOUTS[layout])
+    training = Training(tokens_per_s=500.0, mini_batches=2, models=models, epochs=2, **more.pop("training", {}))
+    kinds = ("old_log_prob", "values") if "critic" in models else ("old_log_prob",)
+    scoring = Scoring(tokens_per_s=2000.0, kinds=kinds, loss_only=True, by_update=True, **more.pop("scoring", {}))
+    lengths = (10, 60, 30, 30, 30, 60, 20, 40, 25, 35, 45, 15)
+    given = Workload(2, lengths, group=2, prompt_tokens=9, scoring=scoring, training=training, **more)
+    found = []
+    for share in (0.0, 0.5, 1.0):
+        workload = replace(given, training=replace(training, skipped_share=share))
+        found.append(simulate(workload, policy).result)
+        assert workload.skipped().sum() == share * len(lengths)
+        assert found[-1].step_s >= found[-1].oracle_s * (1 - 1e-9)
+    assert found[0].step_s > found[1].step_s > found[2].step_s
+    assert found[0].oracle_s > found[1].oracle_s >= found[2].oracle_s
+
+
+def test_passes_are_saved_only_if_rewards_come_first():
+    """`serial` knows advantages before it scores; passes on idle slots beside generation do not wait for them."""
+    training = Training(tokens_per_s=1000.0, skipped_share=1.0)
+    given = Workload(1, (100, 140), prompt_tokens=30, training=training)
+    steps = [
+        simulate(replace(given, scoring=Scoring(tokens_per_s=1000.0, loss_only=loss_only)), "serial").result.step_s
+        for loss_only in (False, True)
+    ]
+    assert steps[0] - steps[1] == pytest.approx((100 + 140 + 2 * 30) / 1000)
+
+
+@pytest.mark.parametrize(
+    ("changes", "share", "loss_only"),
+    [
+        ({}, 0.25, True),
+        ({"use_kl_loss": True}, 0.0, False),
+        ({"entropy_coeff": 0.1}, 0.0, False),
+        ({"skip_zero_advantage": "false"}, 0.0, False),
+    ],
+)
+def test_a_jobs_step_expects_skipped_samples_unless_the_job_skips_none(changes, share, loss_only):
+    config = Config()
+    config.algorithm.adv_estimator, config.data.train_batch_size, config.actor.ppo_mini_batch_size = "grpo", 32, 16
+    for name, value in changes.items():
+        setattr(config.actor, name, value)
+    workload = workload_of(config, Costs(), 4, (7,) * 32, 11, skipped_share=0.25)
+    assert (workload.training.skipped_share, workload.scoring.loss_only) == (share, loss_only)

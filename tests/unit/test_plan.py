@@ -388,12 +388,16 @@ def test_costs_and_lengths_come_from_a_run(small, tmp_path, capsys, monkeypatch)
     config.algorithm.adv_estimator = "grpo"
     accurate = Accuracy(9, 1.0, 0.0, 0.0)
     fit = Fit(Costs(), {kind: accurate for kind in ("decoding", "scoring", "training")})
-    workload = workload_of(config, Costs(), 2, (7,) * 256, 11)
+    workload = workload_of(config, Costs(), 2, (7,) * 256, 11, skipped_share=0.25)
     recording = recorded.Recording("serial", fit, [recorded.Step(1, 0.0, 1.0, workload, [])])
     monkeypatch.setattr(recorded, "read_run", lambda folder: recording)
     words = ["--device-memory", "8", "--from", "run", "data.max_prompt_length=64", "data.max_response_length=64"]
     assert command(small, *words) == 0
-    assert "responses of 7 tokens on average, 7 at most; prompts of 11 tokens" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "responses of 7 tokens on average, 7 at most; prompts of 11 tokens" in out
+    assert "25% of the responses" not in out and "not skipped in the actor's passes: actor.use_kl_loss=true" in out
+    assert command(small, *words, "actor.use_kl_loss=false") == 0
+    assert "25% of the responses have no advantage" in " ".join(capsys.readouterr().out.split())
     recording = replace(recording, fit=Fit(Costs(), {"decoding": accurate}))
     assert command(small, *words) == 2
     assert "the run has no measurements of scoring and training" in capsys.readouterr().err

@@ -99,6 +99,19 @@ def test_a_drained_slot_works_on_where_no_other_could():
 PIPELINED = Settings(lockstep=True, lockstep_backward=True, pipelined=True)
 
 
+@pytest.mark.parametrize("zero", [40, 100])
+@pytest.mark.parametrize("given", [Settings(), Settings(lockstep_backward=True), PIPELINED])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_samples_without_advantage_are_skipped_and_steps_are_the_same(policy, given, zero):
+    """`playing` checks that the actor runs none of them and that each optimizer step counts them."""
+    scene = replace(job(policy, settings=given, zero=zero), reference=False, epochs=2)
+    for estimator in ("grpo", "gae"):
+        world = play(replace(scene, estimator=estimator))
+        assert len(world.learned) == 3 and all(0 < count <= 16 for count in world.skipped)
+        assert (min(world.skipped) == 16) == (zero == 100)
+        assert max(play(replace(scene, estimator=estimator, reference=True)).skipped) == 0, "a KL loss"
+
+
 def job(policy, **changes):
     """Many samples, few slots, generous credits: whatever can overlap does, somewhere."""
     scene = {"batch": 8, "siblings": 2, "mini_batch": 2, "prompts": 24, "steps": 3, "seed": 1}

@@ -162,9 +162,9 @@ class Rated(World):
         self.critic_warmup, self.rates = critic_warmup, defaultdict(list)
         self.experience.config, step = self.config(), self.trainer.step
 
-        async def rated(model, lengths, lr_factor):
+        async def rated(model, lengths, lr_factor, skipped=()):
             self.rates[self.stopping.step].append((model, lr_factor))
-            return await step(model, lengths, lr_factor)
+            return await step(model, lengths, lr_factor, skipped)
 
         self.trainer.step = rated
 

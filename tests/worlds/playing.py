@@ -86,6 +86,8 @@ class World:
         self.decided: Counter = Counter()
         self.learned: list[list[Group]] = []
         self.staleness: list[int] = []
+        self.skipped: list[int] = []
+        """By step, samples whose actor passes were skipped."""
         self.overlapped: set[str] = set()
         self.engines_restarted = 0
 
@@ -150,6 +152,9 @@ class World:
 
     async def pass_time(self) -> None:
         await asyncio.sleep(self.rng.exponential(0.1))
+
+    def has_advantage(self, sample) -> bool:
+        return sample.seed % 100 >= self.scene.zero
 
     # Rewards and weights ---------------------------------------------------------------------------------------------
 
@@ -317,6 +322,8 @@ class World:
             if kind in self.experience.deferred:  # a mini-batch whose rewards all failed
                 missing -= {sample.id for sample, _ in board.failures()}
                 missing -= {sample.id for group in board.groups if not has_baseline(group) for sample in group.samples}
+            if kind in {*self.experience.deferred, *self.experience.loss_only}:
+                missing -= self.trainer.skipped
             assert not missing, f"{kind} is missing"
         chosen = [number for number in range(len(board.groups)) if number in self._chosen(board)]
         parts = [chosen[i : i + self.scene.mini_batch] for i in range(0, len(chosen), self.scene.mini_batch)]
@@ -333,6 +340,10 @@ class World:
         for model in ("critic", "actor") if config.uses_critic else ("actor",):
             assert self.trainer.steps.pop(model, []) == [part for part in live if part] * self.scene.epochs
         assert not any(self.trainer.gradients.values())
+        without = {s.id for group in kept for s in group.samples if not self.has_advantage(s)}
+        assert self.trainer.skipped == (set() if self.scene.reference else without)
+        self.skipped.append(len(self.trainer.skipped))
+        self.trainer.skipped = set()
         for group in board.groups:
             assert len({self.first[s.id] for s in group.samples if s.id in self.first}) <= 1, "siblings apart"
         self.learned.append(kept)
@@ -364,6 +375,7 @@ class Watched(Experience):
 
     def __init__(self, world: World):
         super().__init__(world.scene.config())
+        self.world = world
         self.prepared, self.completed = Counter(), 0
 
     def prepare(self, groups) -> None:
@@ -372,15 +384,18 @@ class Watched(Experience):
         for sample in (sample for group in groups for sample in group.samples):
             assert isinstance(sample.reward, Reward) or "reward" not in self.kinds
             names = {"old_log_prob": "old_log_probs", "ref": "ref_log_probs", "values": "values"}
-            needed = set(self.kinds) - {"reward", *self.deferred, *self.fused_into_first_update}
+            needed = set(self.kinds) - {"reward", *self.deferred, *self.loss_only, *self.fused_into_first_update}
             assert {names[kind] for kind in needed} <= sample.tensors.keys()
             zeros = sample.response.log_probs
-            sample.tensors |= dict.fromkeys(("advantages", "returns"), zeros)
+            advantages = np.full_like(zeros, self.world.has_advantage(sample))
+            sample.tensors |= {"advantages": advantages, "returns": zeros}
             if self.config.algorithm.old_log_probs == "engine":
                 sample.tensors["old_log_probs"] = zeros
 
     def mismatch(self, groups) -> dict[str, float]:
-        assert all("old_log_probs" in sample.tensors for group in groups for sample in group.samples)
+        samples = [sample for group in groups for sample in group.samples]
+        skipped = {*self.skipped(groups)}
+        assert all("old_log_probs" in sample.tensors for sample in samples if sample.id not in skipped)
         return {}
 
     def complete(self, groups) -> dict[str, float]:

@@ -112,6 +112,7 @@ class Trainer:
         self.offloaded_optimizers: dict[int, float] = {}
         self.gradients: dict[str, list[str]] = defaultdict(list)
         self.steps: dict[str, list[set[str]]] = defaultdict(list)
+        self.skipped: set[str] = set()
         self.filled: Counter[str] = Counter()
         """Model -> schedules that computed its scores."""
 
@@ -164,10 +165,16 @@ class Trainer:
     def discard_gradients(self) -> None:
         self.gradients.clear()
 
-    async def step(self, model, lengths, lr_factor) -> dict[str, float]:
-        names, board = self.gradients.pop(model), self.world.board
-        assert len(set(names)) == len(names)
+    async def step(self, model, lengths, lr_factor, skipped=()) -> dict[str, float]:
+        names, board = self.gradients.pop(model, []), self.world.board
+        left_out = {*board.mini_batches[model].skipped_samples}
+        assert model == "actor" or not left_out
+        assert not any(self.world.has_advantage(board.samples[name]) for name in left_out)
+        assert len(skipped) == len(left_out)
+        names += left_out
+        assert len(set(names)) == len(names), "a sample was accumulated twice, or although it is skipped"
         assert sorted(lengths) == sorted(len(board.samples[name].response.token_ids) for name in names)
+        self.skipped.update(left_out)
         with self._working(None, "step"):
             await self.world.pass_time()
         self.steps[model].append(set(names))

@@ -206,13 +206,13 @@ class ResidentTrainer(Trainer):
         with self.doing("accumulate"):
             return await super().train(rows, scored)
 
-    async def step(self, model, lengths, lr_factor):
+    async def step(self, model, lengths, lr_factor, skipped=()):
         if self.residency == "step":
             with self.doing("step_alone"):
-                return await super().step(model, lengths, lr_factor)
+                return await super().step(model, lengths, lr_factor, skipped)
         async with self.optimizers_there():
             with self.doing("step"):
-                return await super().step(model, lengths, lr_factor)
+                return await super().step(model, lengths, lr_factor, skipped)
 
     async def save(self, folder):
         async with self.optimizers_there():

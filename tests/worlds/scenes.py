@@ -34,6 +34,8 @@ class Scene:
     known: bool = False
     failing: int = 0
     """Percentage of samples without a reward."""
+    zero: int = 0
+    """Percentage of samples without advantage; the actor skips them unless there is a KL loss (`reference`)."""
     batches: int | None = None
     """Maximum number of batches for dynamic sampling; 0: no limit; None: no dynamic sampling."""
     lost: tuple[float, ...] = ()
@@ -102,6 +104,7 @@ def scenes(draw, data: str = "exact", steps: int = 1, **fixed) -> Scene:
         settings=settings,
         known=draw(st.booleans()),
         failing=draw(st.sampled_from([0, 0, 20, 60])),
+        zero=draw(st.sampled_from([0, 0, 30, 70, 100])),
         lost=tuple(draw(st.lists(st.floats(0.01, 1.0), max_size=slots - spared))),
         seed=draw(st.integers(0, 1 << 20)),
         drained=(slots - 1,) if slots > 1 and draw(st.integers(0, 3)) == 3 else (),

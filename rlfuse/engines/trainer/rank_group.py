@@ -122,27 +122,38 @@ class RankGroup:
         width = self.config.rollout.tensor_model_parallel_size
         self.rates = tuple(rates[rank // width] if rates else 1.0 for rank in range(len(self.ranks)))
 
-    async def step(self, model: str, lengths: Sequence[int], lr_factor: float = 1.0) -> dict[str, float]:
+    async def step(
+        self, model: str, lengths: Sequence[int], lr_factor: float = 1.0, skipped: Sequence[int] = ()
+    ) -> dict[str, float]:
         """Take one optimizer step; return mean diagnostics, `lr` and `grad_norm` as `model/name`.
 
         `lr_factor`: fraction of the full learning rate. ValueError unless `lengths` are the tokens in the loss of the
-        rows accumulated since the last step, in any order. If there are none, the gradient is 0.
+        rows accumulated since the last step and of the `skipped` ones, in any order. Diagnostics are means over the
+        accumulated rows. Without tokens, or if all rows are skipped, the gradient is 0.
         """
-        if not (accumulated := self._accumulated[model]):
+        accumulated = self._accumulated[model]
+        if not accumulated and not skipped:
             raise ValueError(
                 f"No gradients of the {model} were accumulated since its last step. Call accumulate first."
             )
-        if sorted(lengths) != sorted(accumulated):
+        if sorted(lengths) != sorted([*accumulated, *skipped]):
             raise ValueError(
                 f"Step of the {model} over {len(lengths)} rows ({sum(lengths)} response tokens), but "
-                f"{len(accumulated)} rows ({sum(accumulated)} tokens) were accumulated since the last step. Accumulate "
-                "each row once."
+                f"{len(accumulated)} rows ({sum(accumulated)} tokens) were accumulated since the last step and "
+                f"{len(skipped)} rows ({sum(skipped)} tokens) skipped. Accumulate each other row once."
             )
+        if not accumulated:
+            await self._accumulate_zero(model)
         self._accumulated[model] = []
         mode, longest = self.config.actor.loss_agg_mode, self.config.data.max_response_length
         count = loss_divisor(lengths, mode, longest) if any(lengths) else 1.0
         sums = await self._all("step", f"update the {model}", model, count, lr_factor)
-        return step_metrics(model, sums, count, lengths)
+        if not accumulated:
+            sums = [({}, facts) for _, facts in sums]  # without diagnostics of fillers
+        return step_metrics(model, sums, count, accumulated)
+
+    async def _accumulate_zero(self, model: str) -> None:
+        """Add a gradient of 0 on ranks whose step needs a backward pass; all rows of the mini-batch were skipped."""
 
     async def probe(self) -> list[float | None]:
         """Return FLOP/s of large matrix products by slot: those of its slowest rank; ranks compute independently."""
@@ -323,6 +334,7 @@ def step_metrics(
 ) -> dict[str, float]:
     """Return a step's mean diagnostics as `model/name`, from (sums of this rank, values equal on all ranks) by rank.
 
+    `count`: divisor of losses, over all rows of the mini-batch; `lengths`: tokens in the loss of the accumulated rows.
     Names with a slash, as `rewards/margins`, stay as they are.
     """
     names = {name: None for sums, _ in ranks for name in sums}

@@ -196,15 +196,18 @@ def _fits(bin: Sequence[Unit], budget: int, most: int | None) -> bool:
 
 def fill(shares: Sequence[Sequence[Share]], rows: Sequence[Row]) -> list[list[MicroBatch]]:
     """Return the shares as micro-batches of `rows`; an empty share becomes a filler of two tokens with weight 0."""
-    row, first = rows[0], {name: array[:1] for name, array in rows[0].tensors.items()}
-    short = replace(
-        row, prompt_ids=row.prompt_ids[-1:], response_ids=row.response_ids[:1], tensors=first, visual=(), trainable=None
-    )
-    filler = MicroBatch((short,), weight=0.0)
+    filler = filler_like(rows[0])
     return [
         [MicroBatch(tuple(rows[i] for i in each.rows), degree=each.degree) if each.rows else filler for each in mine]
         for mine in shares
     ]
+
+
+def filler_like(row: Row) -> MicroBatch:
+    """Return a micro-batch of two tokens with weight 0 and the arrays of `row`."""
+    first = {name: array[:1] for name, array in row.tensors.items()}
+    ids = {"prompt_ids": row.prompt_ids[-1:], "response_ids": row.response_ids[:1]}
+    return MicroBatch((replace(row, **ids, tensors=first, visual=(), trainable=None),), weight=0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from rlfuse.engines.trainer.sequence_parallel_packing import (
     Unit,
     degrees_up_to,
     fill,
+    filler_like,
     plan,
     unit_per_row,
     units_by_prompt,
@@ -121,6 +122,15 @@ class TrainerGroup(RankGroup):
             self._accumulated[model] += [row.trained_tokens(model) for row in rows]  # checked by the next step
         action = f"accumulate gradients of the {' and '.join(models)}"
         return await self._send("accumulate", action, models, shares, rows, slot)
+
+    async def _accumulate_zero(self, model: str) -> None:
+        """Run a filler on every rank if gradients are sharded, since such a step needs a backward pass."""
+        if self.lockstep_backward:
+            ids, zero = np.zeros(1, np.int32), np.zeros(1, np.float32)
+            names = ("advantages", "old_log_probs", "selected")  # what a loss without further terms may read
+            filler = filler_like(Row(ids, ids, dict.fromkeys(names, zero)))
+            action = f"accumulate a gradient of 0 of the {model}"
+            await self._call("accumulate", action, None, lambda rank: ((model,), [filler]))
 
     async def _send(
         self,

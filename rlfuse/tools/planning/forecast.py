@@ -13,6 +13,7 @@ from math import exp, log
 import numpy as np
 
 from rlfuse.algorithms.experience import Experience
+from rlfuse.algorithms.zero_advantage import expects_skips
 from rlfuse.config.schema import Config
 from rlfuse.costs.model import Costs
 from rlfuse.engines.memory.remedies import changed
@@ -150,6 +151,9 @@ def assumptions(
     if recording is not None and recording.rates:
         slowest = f"the slowest took {max(recording.rates):.2f}x the typical time"
         found.append(f"all slots run at the speed of a typical slot of the run; {slowest}")
+    if recording is not None and recording.skipped_share and expects_skips(config):
+        share = f"{recording.skipped_share:.0%} of the responses have no advantage, as in the run's last steps"
+        found.append(f"{share}; the actor's passes over them are skipped")
     if machines is not None and hardware is not None:
         found.append(f"{machines.throughput_note()}; 2 FLOP per parameter and token forward, 4 backward")
         links = hardware.links

@@ -16,6 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from rlfuse.algorithms.experience import Experience
+from rlfuse.algorithms.zero_advantage import skip_note
 from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.input_files import read, unwritable
 from rlfuse.config.schema import Config
@@ -28,7 +29,7 @@ from rlfuse.engines.vllm.setup import memory_arguments
 from rlfuse.engines.vllm.support import unplannable_reasons
 from rlfuse.errors import ConfigError
 from rlfuse.fusion.custom_policies import load_policy
-from rlfuse.fusion.decisions import traits_of
+from rlfuse.fusion.decisions import Policy, traits_of
 from rlfuse.progress import Console
 from rlfuse.tools.planning import search_command
 from rlfuse.tools.planning.cluster_file import Cluster, ClusterError, read_cluster
@@ -82,14 +83,12 @@ def main(argv: Sequence[str]) -> None:
         placement_table(config, shapes),
         memory_table(config, shapes, memory),
     )
-    early = traits_of(policy).trains_early and not config.trainer.is_offline
-    overlap_note = Experience(config).overlap_blocker() if early else ""
     data = read_lengths(config)
     if isinstance(data, DataLengths):
         console.print(data.table())
         if arguments.run is None:
             arguments.prompt_tokens = arguments.prompt_tokens or prompt_tokens(config, data)
-    notes = [*_activation_offload_notes(config, shapes, budget.device), *filter(None, [overlap_note])]
+    notes = [*_activation_offload_notes(config, shapes, budget.device), *_notes_of_steps(config, policy)]
     for line in (*notes, *planning_notes(config, budget.device, data)):
         console.print(escape(line), soft_wrap=True)
     if arguments.memory_picture is not None:
@@ -104,6 +103,12 @@ def main(argv: Sequence[str]) -> None:
         console.print(escape(remedies(config, shapes, budget, served)), soft_wrap=True)
         raise SystemExit(search_command.DOES_NOT_FIT)
     console.print("[bold green]fits[/]")
+
+
+def _notes_of_steps(config: Config, policy: Policy) -> list[str]:
+    """Return lines about work that steps cannot overlap or skip."""
+    early = traits_of(policy).trains_early and not config.trainer.is_offline
+    return [*filter(None, [Experience(config).overlap_blocker() if early else "", skip_note(config)])]
 
 
 def _draw_memory(config: Config, memory: Memory, path: Path, console: Console) -> None:
@@ -274,7 +279,7 @@ def _forecast(
     lengths = lengths_of(config, arguments.response_tokens, recording)
     prompt = recording.steps[-1].workload.prompt_tokens if recording else -(-config.data.max_prompt_length // 2)
     prompt = min(arguments.prompt_tokens or prompt, config.data.max_prompt_length)
-    times = StepTimes(shapes, lengths, prompt)
+    times = StepTimes(shapes, lengths, prompt, recording.skipped_share if recording else 0.0)
     if recording is not None:
         costs = recorded_costs(config, recording, str(arguments.run))
     else:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from math import ceil
 
 import numpy as np
 
+from rlfuse.algorithms.zero_advantage import expects_skips
 from rlfuse.config.schema import Config
 from rlfuse.costs.model import Costs
 from rlfuse.engines.memory.activations import head_share, layer_costs, stage_parts
@@ -23,7 +25,7 @@ from rlfuse.simulate.job_step import micro_batches, responses_per_prompt, worklo
 from rlfuse.simulate.runner import simulate_later_step
 from rlfuse.simulate.speed import evenly_spaced
 from rlfuse.simulate.tuning import tune
-from rlfuse.simulate.workload import Workload
+from rlfuse.simulate.workload import Workload, skipped_prompts
 from rlfuse.tools.planning.hardware import WorkSpeed
 
 MAX_ENGINES, MAX_SAMPLES = 8, 384  # limits of the simulated part of a step
@@ -67,11 +69,17 @@ def fastest_labels(steps: Mapping[str, Seconds], errors: Mapping[str, float]) ->
 
 
 class StepTimes:
-    """Cached step times of one job with fixed response lengths, for any configuration and costs."""
+    """Cached step times of one job with fixed response lengths, for any configuration and costs.
 
-    def __init__(self, shapes: Mapping[str, Shape], lengths: Sequence[int], prompt_tokens: int):
+    `skipped_share`: expected share of samples whose actor passes are skipped.
+    """
+
+    def __init__(
+        self, shapes: Mapping[str, Shape], lengths: Sequence[int], prompt_tokens: int, skipped_share: float = 0.0
+    ):
         self._whole, self._given, self._prompt_tokens = shapes, np.array(lengths), prompt_tokens
         self._longest, self._mean = int(self._given.max()), float(self._given.mean())
+        self._skipped_share = skipped_share
         self._simulated: dict[tuple, Seconds] = {}
         self._tuned: dict[tuple[Workload, str], Settings] = {}
         self._schedules: dict[tuple, float] = {}  # time relative to a schedule without bubbles
@@ -92,17 +100,20 @@ class StepTimes:
     def quick_bound(self, config: Config, costs: Costs, speeds: Sequence[WorkSpeed] = ()) -> float:
         """Return a quick lower bound: scoring and training spread over all slots."""
         engines, lengths = self._some(config)
-        few = workload_of(config, costs, engines, lengths[: responses_per_prompt(config)], self._prompt_tokens)
+        few = self._workload_of(config, costs, engines, lengths[: responses_per_prompt(config)])
         scoring, training = few.scoring, few.training
         token_s, training_s = (len(scoring.kinds) - scoring.by_update) / scoring.tokens_per_s, 0.0
+        skipped_s = scoring.loss_only / scoring.tokens_per_s
         if config.training.pipeline_parallel_size > 1:
             training_s = self._pipeline_s(config, slowest_node_costs(costs, speeds), schedule=False, roomy=True)
         else:
             token_s += training.epochs * len(training.models) / training.tokens_per_s
-        trained = np.array(lengths).reshape(-1, few.group)[:, : config.rollout.n]
-        tokens = float(trained.sum() + trained.size * self._prompt_tokens)
+            skipped_s += training.epochs / training.tokens_per_s
+        tokens = np.array(lengths).reshape(-1, few.group)[:, : config.rollout.n] + self._prompt_tokens
+        skipped = tokens[skipped_prompts(len(tokens), training.skipped_share)].sum()
         some = evenly_spaced(engine_speeds(config, speeds), engines)
-        return tokens * token_s / (sum(speed.compute for speed in some) or engines) + training_s
+        work_s = tokens.sum() * token_s - skipped * skipped_s
+        return float(work_s) / (sum(speed.compute for speed in some) or engines) + training_s
 
     def simulated(
         self,
@@ -184,8 +195,9 @@ class StepTimes:
         prompts = config.actor.ppo_mini_batch_size
         count = micro_batches(config, prompts, self.context)
         tokens = prompts * config.rollout.n * self.context / (config.slots // config.training.pipeline_parallel_size)
-        models = ("actor", "critic") if config.uses_critic else ("actor",)
-        return dict.fromkeys(models, count), tokens / count / rate / 3
+        kept = 1.0 - self._skipped_share if expects_skips(config) else 1.0
+        counts = {"actor": max(1, ceil(kept * count - 1e-9))} | ({"critic": count} if config.uses_critic else {})
+        return counts, tokens / count / rate / 3
 
     def planner(self, config: Config, counts: Mapping[str, int], forward: float) -> Planner:
         planner = planner_of(config)
@@ -206,13 +218,16 @@ class StepTimes:
 
     def _some_engines(self, config: Config, costs: Costs, speeds: Sequence[WorkSpeed]) -> Workload:
         engines, lengths = self._some(config)
-        workload = workload_of(config, costs, engines, lengths, self._prompt_tokens)
+        workload = self._workload_of(config, costs, engines, lengths)
         scoring = replace(workload.scoring, deferred=False)  # the time of a schedule is added separately
         training = replace(workload.training, bubbles=None, mini_batches=mini_batches_per_step(config))
         some = evenly_spaced(engine_speeds(config, speeds), engines)
         compute = tuple(speed.compute for speed in some)
         decode = tuple(speed.decode / speed.compute for speed in some)
         return replace(workload, scoring=scoring, training=training, slot_speed=compute, decode_speed=decode)
+
+    def _workload_of(self, config: Config, costs: Costs, engines: int, lengths: Sequence[int]) -> Workload:
+        return workload_of(config, costs, engines, lengths, self._prompt_tokens, skipped_share=self._skipped_share)
 
     def _some(self, config: Config) -> tuple[int, tuple[int, ...]]:
         all_of_them = config.slots // config.rollout.tensor_model_parallel_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -16,8 +17,9 @@ from rlfuse.config.trainer import TrainerConfig
 from rlfuse.costs.fit import Fit, fit
 from rlfuse.costs.model import Costs
 from rlfuse.costs.rates import slot_rates
-from rlfuse.costs.spans import spans_within
+from rlfuse.costs.spans import skipped_share, spans_within
 from rlfuse.events import Span, read_events
+from rlfuse.fusion.tuning import RECENT_STEPS
 from rlfuse.parsing import parse_yaml
 from rlfuse.simulate.job_step import finished_lengths, workload_of
 from rlfuse.simulate.workload import Workload
@@ -43,6 +45,11 @@ class Recording:
     steps: list[Step]
     rates: tuple[float, ...] = ()  # relative time of each slot; empty if none is slow
     use_measured_rates: bool = True  # False with trainer.deterministic
+
+    @property
+    def skipped_share(self) -> float:
+        """Return the mean share of samples whose actor passes were skipped in the last steps."""
+        return fmean(step.workload.training.skipped_share for step in self.steps[-RECENT_STEPS:])
 
 
 def read_run(folder: Path) -> Recording:
@@ -74,7 +81,7 @@ def fit_run(config: Config, spans: Sequence[Span]) -> tuple[Fit, tuple[float, ..
 def recorded_workload(config: Config, costs: Costs, rates: Sequence[float], step: Sequence[Span]) -> Workload:
     """Return the workload of a recorded step, with the speed of each slot."""
     engines = config.slots // config.rollout.tensor_model_parallel_size
-    found = workload_of(config, costs, engines, *finished_lengths(step))
+    found = workload_of(config, costs, engines, *finished_lengths(step), skipped_share=skipped_share(step))
     return replace(found, slot_speed=tuple(1 / rate for rate in rates))
 
 

@@ -1,0 +1,230 @@
+"""Rows without advantage: the predicate against gradients of the loss, for every algorithm and every other term."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from test_experience import config, groups
+
+from rlfuse.algorithms.experience import Experience
+from rlfuse.algorithms.objectives import actor_objective
+from rlfuse.algorithms.zero_advantage import has_only_zero_terms, skip_blocker, skip_note
+from rlfuse.config.compose import compose_job
+from rlfuse.config.rewards import RewardEntry
+from rlfuse.config.schema import ActorConfig
+from rlfuse.costs.spans import skipped_share
+from rlfuse.errors import ConfigError
+from rlfuse.events import Span
+from rlfuse.run.trial_calls import call_custom_functions
+from rlfuse.samples import padded
+
+REWARDS = [[0.1, 0.1, 0.1], [1.0, 0.0, 0.1], [0.25, 1.0, 0.5]]
+LENGTHS = [[3, 5, 2], [4, 1, 3], [2, 2, 6]]
+EQUAL = {0, 1, 2}
+"""Rows of the group with equal rewards."""
+PRESETS = {
+    "ppo": set(),
+    "reinforce_plus_plus": set(),  # whitened
+    "reinforce_plus_plus_baseline": set(),  # whitened
+    "distill": set(),
+    "remax": {8},  # the score of its greedy response
+    "gdpo": set(),  # whitened
+} | dict.fromkeys(
+    ("grpo", "dr_grpo", "dapo", "gspo", "rloo", "opo", "gpg", "cispo", "sapo", "clip_cov", "kl_cov"), EQUAL
+)
+"""algorithm= -> rows without advantage, with KL and whitening as the preset sets them, except the KL loss."""
+
+
+def composed(*words):
+    words = ("model.path=m", "data.train_files=[a]", "rollout.n=3", "actor.use_kl_loss=false", *words)
+    return OmegaConf.to_object(compose_job(list(words)))
+
+
+def prepared(found):
+    """Return the samples of three groups with advantages."""
+    batch = groups(REWARDS, LENGTHS, engine_offset=0.01)
+    for group in batch:
+        for sample in group.samples:
+            sample.reward.dimensions["f"] = sample.reward.value
+    experience = Experience(found, [RewardEntry(path="f.py:f", name="f", weight=1.0)])
+    experience.prepare(batch)
+    experience.complete(batch)
+    return experience, [sample for group in batch for sample in group.samples]
+
+
+def gradients(found, experience, samples):
+    """Return the gradient of the actor's loss by row, after the policy has moved."""
+    masks = [sample.response.mask for sample in samples]
+    tensors = {name: torch.from_numpy(padded([each.tensors[name] for each in samples], masks))
+               for name in experience.actor_tensors}  # fmt: skip
+    mask = torch.from_numpy(padded(masks, masks, bool))
+    moved = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0)) * 0.3
+    log_probs = (tensors["old_log_probs"] + moved).requires_grad_()
+    loss, _ = actor_objective(found.actor, log_probs, log_probs.exp(), mask, tensors, 6)
+    loss.backward()
+    return log_probs.grad
+
+
+def skipped_rows(found, samples):
+    return {i for i, each in enumerate(samples)
+            if has_only_zero_terms(found.actor, each.tensors, each.response.mask)}  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", sorted(path.stem for path in Path("rlfuse/conf/algorithm").glob("*.yaml")))
+def test_rows_without_advantage_have_no_gradient_under_any_algorithm(preset):
+    wide = [f"actor.clip_ratio_{side}=0.9" for side in ("low", "high")]
+    found = composed(f"algorithm={preset}", "algorithm.use_kl_in_reward=false", *wide)
+    experience, samples = prepared(found)
+    skipped = skipped_rows(found, samples)
+    if preset == "kl_cov":  # selects at least one token
+        skipped |= {i for i in EQUAL if samples[i].tensors["selected"].any()}
+    assert skipped == PRESETS[preset] and not skip_blocker(found.actor)
+    found_gradients = gradients(found, experience, samples)
+    assert not found_gradients[sorted(skipped_rows(found, samples))].any()
+    assert all(found_gradients[i].any() for i in range(9) if i not in PRESETS[preset] and preset not in ("clip_cov",))
+
+
+def test_kl_in_the_reward_gives_every_row_an_advantage():
+    found = composed("algorithm=rloo", "algorithm.use_kl_in_reward=true")
+    _, samples = prepared(found)
+    for sample in samples[:3]:
+        assert sample.tensors["advantages"].any()
+    assert skipped_rows(found, samples) == set()
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"use_kl_loss": True}, "actor.use_kl_loss=true"),
+        ({"entropy_coeff": 0.01}, "actor.entropy_coeff=0.01"),
+        ({"skip_zero_advantage": "false"}, "actor.skip_zero_advantage=false"),
+        ({"loss_mode": "mine.py:plain"}, "actor.loss_mode=mine.py:plain"),
+        ({"loss_mode": "mine.py:denied"}, "actor.loss_mode=mine.py:denied"),
+        ({"loss_mode": "mine.py:declared"}, ""),
+    ],
+)
+def test_another_term_and_a_custom_loss_without_its_trait_skip_nothing(tmp_path, monkeypatch, changes, key):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(CUSTOM)
+    actor = config(**{f"actor__{name}": value for name, value in changes.items()}).actor
+    reason = skip_blocker(actor)
+    assert key in reason and bool(reason) == bool(key)
+
+
+ROW = {"advantages": [0.0, -0.0, 0.0], "old_log_probs": [-1.0, -2.0, -3.0], "selected": [0.0, 0.0, 0.0]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "mask", "mode", "only_zero"),
+    [
+        ({}, [1, 1, 1], "vanilla", True),
+        ({"advantages": [0.0, 1e-30, 0.0]}, [1, 1, 1], "vanilla", False),
+        ({"advantages": [0.0, np.nan, 0.0]}, [1, 1, 1], "vanilla", False),
+        ({"advantages": [0.0, -np.inf, 0.0]}, [1, 1, 1], "vanilla", False),
+        ({"advantages": [0.0, 1.0, 0.0]}, [1, 0, 1], "vanilla", True),  # a tool's output
+        ({"advantages": [1.0, 1.0, 1.0], "loss_mask": [0.0, 0.0, 0.0]}, [1, 1, 1], "vanilla", True),
+        ({"advantages": [1.0, 1.0, 1.0], "loss_mask": [1.0, 1.0, 1.0]}, [1, 1, 1], "vanilla", False),
+        ({"old_log_probs": [0.0, np.nan, 0.0]}, [1, 1, 1], "vanilla", False),
+        ({"is_weights": [1.0, np.inf, 0.0]}, [1, 1, 1], "vanilla", False),
+        ({"is_weights": [1.0, 2.0, 0.0]}, [1, 1, 1], "gspo", True),
+        ({"selected": [0.0, 1.0, 0.0]}, [1, 1, 1], "kl_cov", False),
+        ({"selected": [0.0, 1.0, 0.0]}, [1, 1, 1], "clip_cov", True),
+        ({}, [1, 1, 1], "kl_cov", True),
+    ],
+)
+def test_the_predicate_reads_advantages_masks_and_selected_tokens(changes, mask, mode, only_zero):
+    tensors = {name: np.array(values, "f4") for name, values in (ROW | changes).items()}
+    assert has_only_zero_terms(ActorConfig(loss_mode=mode), tensors, np.array(mask, bool)) == only_zero
+
+
+def test_the_penalty_of_kl_cov_needs_a_coefficient():
+    tensors = {name: np.array(values, "f4") for name, values in (ROW | {"selected": [1.0, 1.0, 1.0]}).items()}
+    assert has_only_zero_terms(ActorConfig(loss_mode="kl_cov", ppo_kl_coef=0.0), tensors, np.ones(3, bool))
+
+
+CUSTOM = """
+from rlfuse.algorithms.registry import policy_loss
+def plain(log_probs, advantages): return -advantages * log_probs
+@policy_loss(zero_without_advantage=False)
+def denied(log_probs, advantages): return -advantages * log_probs
+@policy_loss(zero_without_advantage=True)
+def declared(log_probs, advantages): return -advantages * log_probs
+@policy_loss(zero_without_advantage=True)
+def shifted(log_probs, advantages): return (0.1 - advantages) * log_probs
+@policy_loss(zero_without_advantage=True)
+def coupled(log_probs, advantages): return -(advantages - advantages.mean()) * log_probs
+@policy_loss(zero_without_advantage=True)
+def rescaled(log_probs, advantages): return -advantages * log_probs / len(log_probs)
+"""
+
+
+@pytest.mark.parametrize(("name", "holds"), [("declared", True), ("plain", True), ("shifted", False),
+                                             ("coupled", False), ("rescaled", False)])  # fmt: skip
+def test_a_declared_trait_is_verified_before_the_run(tmp_path, monkeypatch, name, holds):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(CUSTOM)
+    found = composed("algorithm=dr_grpo", f"actor.loss_mode=mine.py:{name}")
+    prompts = [group.prompt for group in groups([[1.0], [0.0]], [[3], [2]])]
+    if holds:
+        return call_custom_functions(found, [], prompts)
+    with pytest.raises(ConfigError, match=f"mine.py:{name}: declares zero_without_advantage=True, but"):
+        call_custom_functions(found, [], prompts)
+    return None
+
+
+@pytest.mark.parametrize("written", ["false", "False", "auto"])
+def test_the_key_takes_auto_or_false(written):
+    assert composed(f"actor.skip_zero_advantage={written}").actor.skip_zero_advantage == written.lower()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["algorithm=dr_grpo"], "responses without advantage are skipped"),
+        (["algorithm=dr_grpo", "actor.entropy_coeff=0.01"], "are not skipped .*: actor.entropy_coeff=0.01 adds"),
+        (["algorithm=grpo", "actor.use_kl_loss=true"], "are not skipped .*: actor.use_kl_loss=true adds"),
+        (["algorithm=dr_grpo", "actor.skip_zero_advantage=false"], "^$"),
+        (["algorithm=ppo"], "^$"),  # whitened
+    ],
+)
+def test_a_job_says_what_it_skips_and_why_not(words, says):
+    assert re.search(says, skip_note(composed(*words)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "loss_only"),
+    [
+        ({}, ("old_log_prob",)),
+        ({"algorithm__use_kl_in_reward": True}, ()),
+        ({"algorithm__rollout_correction__rollout_is": "token"}, ()),
+        ({"algorithm__old_log_probs": "engine"}, ()),
+        ({"actor__use_kl_loss": True}, ()),
+        ({"actor__skip_zero_advantage": "false"}, ()),
+        ({"data__train_batch_size": 64, "actor__ppo_mini_batch_size": 64}, ()),  # one update, which computes them
+    ],
+)
+def test_advantages_wait_for_old_log_probs_only_where_they_read_them(changes, loss_only):
+    job = {"algorithm__adv_estimator": "grpo", "data__train_batch_size": 64, "actor__ppo_mini_batch_size": 16}
+    assert Experience(config(**job | changes)).loss_only == loss_only
+
+
+def test_mismatch_metrics_cover_the_samples_that_the_trainer_scored():
+    batch = groups(REWARDS, LENGTHS, engine_offset=0.01)
+    experience = Experience(composed("algorithm=dr_grpo"))
+    for sample in batch[0].samples:
+        del sample.tensors["old_log_probs"]
+    assert experience.mismatch(batch)["training/rollout_log_probs_diff_max"] == pytest.approx(0.01, rel=1e-4)
+    assert experience.mismatch(batch[:1]) == {}
+
+
+def test_the_share_of_a_recorded_step_is_that_of_its_updates():
+    def step(rows, skipped):
+        return Span(
+            "update_actor", "driver", 0.0, 1.0, attributes={"step": True, "rows": rows, "skipped_rows": skipped}
+        )
+
+    passes = Span("update_actor", "driver", 0.0, 1.0, samples=("1/0/0",))
+    assert skipped_share([passes, step(30, 0), step(10, 10)]) == 0.25 and skipped_share([passes]) == 0.0

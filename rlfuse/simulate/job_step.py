@@ -13,6 +13,7 @@ import numpy as np
 
 from rlfuse.algorithms.experience import Experience
 from rlfuse.algorithms.zero_advantage import expects_skips
+from rlfuse.config.custom_functions import traits_of
 from rlfuse.config.schema import Config
 from rlfuse.costs.model import Costs
 from rlfuse.costs.spans import lengths_of
@@ -33,10 +34,12 @@ def workload_of(
     """Return the workload of a step with these response lengths, in prompt order.
 
     `history`: `length_history_sigma`. `skipped_share`: expected share of samples without advantage; ignored if the job
-    skips none.
+    skips none. A baseline comes last of the responses to its prompt. Lengths of incomplete groups count as one prompt
+    each.
     """
     actor, experience = config.actor, Experience(config)
-    group = config.rollout.n if len(lengths) % config.rollout.n == 0 else 1
+    group = responses_per_prompt(config)
+    group = group if len(lengths) % group == 0 else 1
     prompts = len(lengths) // group
     training = Training(
         mini_batches=-(-prompts // actor.ppo_mini_batch_size),
@@ -58,6 +61,7 @@ def workload_of(
         engines,
         tuple(lengths),
         group=group,
+        baselines=experience.traits.needs_baseline and group > 1,
         prompt_tokens=prompt_tokens,
         scoring=scoring,
         training=training,
@@ -65,6 +69,11 @@ def workload_of(
         lockstep="all" if config.lockstep else "gradients" if config.lockstep_backward else "none",
         length_history_sigma=history,
     )
+
+
+def responses_per_prompt(config: Config) -> int:
+    """Return the number of responses that are generated for a prompt, with the baseline."""
+    return config.rollout.n + traits_of(config.algorithm.adv_estimator).needs_baseline
 
 
 def _bubbles(config: Config, lengths: Sequence[int], prompt_tokens: int) -> float | None:

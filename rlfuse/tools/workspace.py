@@ -35,9 +35,7 @@ CHARTS: Mapping[str, Mapping[str, Sequence[str]]] = {
             "training/rollout_probs_diff_max",
         ),
     },
-    "Speed": {
-        "Seconds per stage": ("timing_s/step", "timing_s/gen", "timing_s/update_actor", "timing_s/reward"),
-    },
+    "Speed": {"Seconds per stage": ("timing_s/step", "timing_s/gen", "timing_s/update_actor", "timing_s/reward")},
 }
 """Section -> title of a chart -> its metrics. A leading ^ makes a metric a regular expression."""
 PACKAGE = "wandb_workspaces"

@@ -21,7 +21,7 @@ from rlfuse.fusion.schedules.baselines import serial_1f1b
 from rlfuse.fusion.schedules.operations import Kind, Operation
 from rlfuse.fusion.schedules.planning import Planner, planner_of
 from rlfuse.simulate.bound import lower_bound
-from rlfuse.simulate.job_step import micro_batches, workload_of
+from rlfuse.simulate.job_step import micro_batches, responses_per_prompt, workload_of
 from rlfuse.simulate.runner import simulate_later_step
 from rlfuse.simulate.speed import evenly_spaced
 from rlfuse.simulate.tuning import tune
@@ -100,7 +100,7 @@ class StepTimes:
     def quick_bound(self, config: Config, costs: Costs, speeds: Sequence[WorkSpeed] = ()) -> float:
         """Return a quick lower bound: scoring and training spread over all slots."""
         engines, lengths = self._some(config)
-        few = self._workload_of(config, costs, engines, lengths[: config.rollout.n])
+        few = self._workload_of(config, costs, engines, lengths[: responses_per_prompt(config)])
         scoring, training = few.scoring, few.training
         token_s, training_s = (len(scoring.kinds) - scoring.by_update) / scoring.tokens_per_s, 0.0
         skipped_s = scoring.loss_only / scoring.tokens_per_s
@@ -109,8 +109,8 @@ class StepTimes:
         else:
             token_s += training.epochs * len(training.models) / training.tokens_per_s
             skipped_s += training.epochs / training.tokens_per_s
-        tokens = np.array(lengths) + self._prompt_tokens
-        skipped = tokens[skipped_prompts(len(lengths) // few.group, training.skipped_share).repeat(few.group)].sum()
+        tokens = np.array(lengths).reshape(-1, few.group)[:, : config.rollout.n] + self._prompt_tokens
+        skipped = tokens[skipped_prompts(len(tokens), training.skipped_share)].sum()
         some = evenly_spaced(engine_speeds(config, speeds), engines)
         work_s = tokens.sum() * token_s - skipped * skipped_s
         return float(work_s) / (sum(speed.compute for speed in some) or engines) + training_s
@@ -141,12 +141,7 @@ class StepTimes:
         return self._tuned[workload, policy]
 
     def workload(
-        self,
-        config: Config,
-        costs: Costs,
-        speeds: Sequence[WorkSpeed] = (),
-        roomy: bool = False,
-        schedule: bool = True,
+        self, config: Config, costs: Costs, speeds: Sequence[WorkSpeed] = (), roomy: bool = False, schedule: bool = True
     ) -> tuple[Workload, float]:
         """Return the workload to simulate, and the seconds of pipeline training to add to it (of the schedule, or their
         lower bound). `speeds`: of the nodes, if they differ; `costs.kv_tokens`: capacity of the KV cache."""
@@ -235,7 +230,8 @@ class StepTimes:
         return workload_of(config, costs, engines, lengths, self._prompt_tokens, skipped_share=self._skipped_share)
 
     def _some(self, config: Config) -> tuple[int, tuple[int, ...]]:
-        all_of_them, rows = config.slots // config.rollout.tensor_model_parallel_size, config.rollout.n
+        all_of_them = config.slots // config.rollout.tensor_model_parallel_size
+        rows = responses_per_prompt(config)
         mini_batches = mini_batches_per_step(config)
         engines, prompts = simulated_part(all_of_them, config.actor.ppo_mini_batch_size, mini_batches, rows)
         return engines, self._lengths(rows, prompts * mini_batches)

@@ -181,7 +181,7 @@ class _Rest:
         models, steps = len(training.models), training.epochs * (int(part[-1]) + 1)
         none = np.zeros(workload.samples, int)
         kinds = sum((workload.required_passes(kind).astype(int) for kind in scoring.kinds), none)
-        of_model = {model: workload.trained(model) * one_training for model in training.models}
+        of_model = {model: workload.trained_by(model) * one_training for model in training.models}
         least = np.minimum.reduce([*of_model.values()])  # of one model, the one with the least work
         self.scoring_work = float((kinds * one_pass).sum())
         self.training_work = training.epochs * float(sum(each.sum() for each in of_model.values()))

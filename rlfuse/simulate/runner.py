@@ -251,7 +251,7 @@ class Machine:
             passes, least = self.workload.passes(kind), self.workload.required_passes(kind)
             self._audit(f"scored ({kind})", self.trainer.scored[kind], 1, int(passes.sum()), int(least.sum()))
         for model in self.workload.training.models:
-            trained = int(self.workload.trained(model).sum())
+            trained = int(self.workload.trained_by(model).sum())
             self._audit(f"trained on ({model})", self.trainer.trained[model], self.workload.training.epochs, trained)
 
     def _audit(

@@ -271,7 +271,7 @@ class Workload:
             if kind != "values" and (scoring.deferred or (scoring.loss_only and kind == "old_log_prob"))
         )
 
-    def trained(self, model: str) -> np.ndarray:
+    def trained_by(self, model: str) -> np.ndarray:
         """Return bool [samples]: True for samples that this model is trained on."""
         return self.without_baselines & ~self.skipped() if model == "actor" else self.without_baselines
 

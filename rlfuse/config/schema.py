@@ -136,6 +136,9 @@ class ValKwargs:
     """Minimum probability of a token, relative to the most likely token; 0 disables it."""
 
 
+HISTORY = "history"
+
+
 @dataclass
 class RolloutConfig:
     """Generation: vLLM engines and sampling parameters. Each engine uses tensor_model_parallel_size slots."""
@@ -190,6 +193,18 @@ class RolloutConfig:
     )
     """Prefill/decode disaggregation: some engines only prefill and transfer the KV caches to engines that only
     decode."""
+    draft: str | None = key(
+        None,
+        Resume(Effect.NEXT_STEP, "the same token distribution, different random draws"),
+        choices="history (the previous response to the same prompt)",
+    )
+    """Speculative decoding over epochs. The seeds of samples then do not depend on the step, so most of a prompt's
+    previous response is drawn again while the policy has moved little. Each response is an exact sample of the current
+    policy, but those to the same prompt are correlated over epochs. null: only steps repeated after a crash and
+    `rlfuse eval` use drafts."""
+    draft_store_mb: int = key(256, RESOURCES, unit="MiB", at_least=0)
+    """Maximum size of the file of earlier responses that serve as drafts (drafts.bin in the run folder); beyond it the
+    oldest are dropped. 0: none are stored."""
     scheduler: str = key("fast", RESOURCES, choices="fast (shorter code path for decode steps) | vllm (vLLM's own)")
     """Scheduler of the engines; tokens and log-probs are identical."""
     update_weights_bucket_mb: int = key(512, RESOURCES, unit="MiB", at_least=1)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any, Protocol
 
+from rlfuse.config.schema import HISTORY
 from rlfuse.samples import Group, Partial, Prompt
 
 LABELS = {
@@ -29,6 +30,7 @@ EXACT, MISMATCHED = "exact", "mismatched"
 STRENGTH = (
     EXACT,
     "exact in distribution",
+    "exact marginals",
     "reordered",
     "off-policy",
     MISMATCHED,
@@ -37,10 +39,15 @@ SET_ASIDE = "fusion/prompts_set_aside"
 CARRY_OVER = ("partial_rollout", "one_step_off")  # modes that need importance correction
 
 
-def label(data: str, tail_speculation: int = 0, quantization: str | None = None) -> str:
-    """Return the exactness label of a run. Quantized engines sample from another policy, so they are off-policy."""
+def label(data: str, tail_speculation: int = 0, quantization: str | None = None, draft: str | None = None) -> str:
+    """Return the exactness label of a run. Quantized engines sample from another policy, so they are off-policy.
+
+    With drafts over epochs, each response is a sample of the policy, but those to the same prompt are correlated.
+    """
     if quantization is not None:
         return "off-policy"
+    if data == "exact" and draft == HISTORY:
+        return "exact marginals"
     return "exact in distribution" if data == "exact" and tail_speculation else LABELS[data]
 
 

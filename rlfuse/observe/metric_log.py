@@ -147,7 +147,7 @@ class MetricLog:
         if self._disagreed or self._bound.is_exceeded_by(values):
             return MISMATCHED
         rollout, fusion = self.config.rollout, self.config.fusion
-        return label(fusion.data, fusion.tail_speculation, rollout.quantization)
+        return label(fusion.data, fusion.tail_speculation, rollout.quantization, rollout.draft)
 
     def sync(self) -> None:
         self._file.sync()

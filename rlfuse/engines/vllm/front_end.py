@@ -1,9 +1,10 @@
-"""Replace parts of vLLM's front end: log-probs as floats, stop texts across the parts of a migrated sample.
+"""Replace parts of vLLM's front end: log-probs as floats, stop texts across the parts of a migrated sample, drafts.
 
 With `decode_scheduler`, `CompletionOutput.logprobs` is a list of floats, one per sampled token, and an aborted request
 ends with an output of the engine core that has all its tokens. A continued sample is a request whose prompt ends with
 the tokens drawn so far, in which vLLM does not search for stop texts. So these tokens are detokenized again, and
-`setup.extend` removes them: a response ends at the same token, no matter which engines drew its parts.
+`setup.extend` removes them: a response ends at the same token, no matter which engines drew its parts. With drafts,
+vLLM would reject min_p and logit biases, which `worker_extension` applies.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from msgspec.structs import replace
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest, output_processor
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.logprobs import LogprobsProcessor
@@ -67,3 +69,4 @@ def _continue_detokenizer(cls: type, tokenizer: object, request: EngineCoreReque
 
 
 IncrementalDetokenizer.from_new_request = classmethod(_continue_detokenizer)
+SamplingParams._validate_spec_decode = lambda self, speculative_config: None

@@ -20,6 +20,8 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.outputs import LogprobsLists
 
+from rlfuse.engines.vllm.request_arguments import drawn_tokens
+
 
 class SampledLogProbs(LogprobsProcessor):
     """Log-probs of sampled tokens only."""
@@ -56,10 +58,8 @@ _from_new_request = IncrementalDetokenizer.from_new_request
 
 def _continue_detokenizer(cls: type, tokenizer: object, request: EngineCoreRequest) -> IncrementalDetokenizer:
     """Detokenize the sample's earlier tokens again; vLLM has no other hook at the start of a request's text."""
-    from rlfuse.engines.vllm.worker_extension import DRAWN  # imports kernels, so only after the engine was forked
-
     sampling = request.sampling_params
-    drawn = (sampling.extra_args or {}).get(DRAWN, 0) if sampling.stop else 0
+    drawn = drawn_tokens(sampling) if sampling.stop else 0
     if not drawn:
         return _from_new_request(tokenizer, request)
     ids = request.prompt_token_ids

@@ -26,17 +26,19 @@ from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker import gpu_model_runner
+from vllm.v1.worker.gpu import spec_decode
 from vllm.v1.worker.gpu.sample import logprob
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
+from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from rlfuse.engines.vllm.acceptance import EqualitySampler, accept_equal
+from rlfuse.engines.vllm.history_speculator import HistorySpeculator
 from rlfuse.engines.vllm.proposer import Proposer, propose_drafts
 from rlfuse.engines.vllm.receiver import ReceiverExtension
+from rlfuse.engines.vllm.request_arguments import HISTORY, drawn_tokens
 
-DRAWN = "rlfuse_drawn"
-"""Key of `SamplingParams.extra_args`: tokens at the end of the prompt that are part of the response."""
 PHILOX_PER_DRAW = 4
 BUILT_IN_PROCESSORS = 3
 """Number of vLLM's built-in logits processors; custom ones may need to run at each step."""
@@ -66,7 +68,7 @@ class CountedGenerator(torch.Generator):
 
 def drawn(request: CachedRequestState) -> int:
     """Return the number of response tokens at the end of the request's prompt."""
-    return (request.sampling_params.extra_args or {}).get(DRAWN, 0)
+    return drawn_tokens(request.sampling_params)
 
 
 def position(request: CachedRequestState) -> None:
@@ -102,6 +104,8 @@ _add_request, _apply_staged_writes = Sampler.add_request, Sampler.apply_staged_w
 def _added_request(self: Any, req_idx: int, sampling_params: SamplingParams) -> None:
     self.is_copied = False
     _add_request(self, req_idx, sampling_params)
+    if (history := getattr(self.req_states, "history", None)) is not None:
+        history.add_request(req_idx, sampling_params)
 
 
 def _apply_new_writes(self: Any) -> None:
@@ -141,6 +145,17 @@ def _drafts(self: Any, scheduler_output: SchedulerOutput, sampled: Any, *args: A
     return _propose_draft_token_ids(self, scheduler_output, sampled, *args)
 
 
+_init_speculator = spec_decode.init_speculator
+
+
+def _speculator(vllm_config: VllmConfig, device: torch.device, req_states: RequestState) -> Any:
+    """Build the speculator of the V2 model runner, which looks this function up when it is imported."""
+    if HISTORY in vllm_config.additional_config:
+        return HistorySpeculator(vllm_config, device, req_states)
+    return _init_speculator(vllm_config, device, req_states)
+
+
+spec_decode.init_speculator = _speculator
 gpu_model_runner.RejectionSampler = EqualitySampler
 gpu_model_runner.build_logitsprocs = _all_logitsprocs
 gpu_model_runner.GPUModelRunner.propose_draft_token_ids = _drafts

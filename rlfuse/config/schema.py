@@ -192,6 +192,13 @@ class RolloutConfig:
     decode."""
     scheduler: str = key("fast", RESOURCES, choices="fast (shorter code path for decode steps) | vllm (vLLM's own)")
     """Scheduler of the engines; tokens and log-probs are identical."""
+    draft: str = key(
+        "ngram",
+        ROUNDING,
+        choices="ngram (repeat what followed the last tokens before) | suffix (the same in all earlier responses; "
+        "CPUs; requires arctic-inference)",
+    )
+    """Source of the draft tokens of fusion.tail_speculation; tokens are the same with every source."""
     update_weights_bucket_mb: int = key(512, RESOURCES, unit="MiB", at_least=1)
     """Bucket size of weight transfers; the trainer allocates at most two buckets."""
     quantization: str | None = key(
@@ -516,11 +523,9 @@ class FusionConfig:
     """Selection of the samples that a step trains on."""
     excess: float = key(0.25, BATCH, above=0)
     """Additional prompts per step, as a fraction of the batch (tail_batching, over_sampling, partial_rollout)."""
-    tail_speculation: int = key(
-        0, Resume(Effect.NEXT_STEP, "the same token distribution, different random draws"), at_least=0
-    )
-    """N-gram speculative decoding while at most this many samples are decoding; the sampling distribution is unchanged.
-    0 disables it."""
+    tail_speculation: int = key(0, ROUNDING, at_least=0)
+    """Speculative decoding while at most this many samples are decoding, with drafts from rollout.draft; tokens are the
+    same as without. 0 disables it."""
     credit_samples: int | None = key(None, SCHEDULING, at_least=1)
     """Maximum number of finished samples waiting to be scored before generation pauses; null: all samples of a step."""
     credit_mb: float | None = key(None, SCHEDULING, unit="MiB", above=0)

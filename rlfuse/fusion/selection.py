@@ -26,22 +26,14 @@ LABELS = {
 }
 EXACT, MISMATCHED = "exact", "mismatched"
 """MISMATCHED replaces the label if engines and trainer disagree (`step.agreement`)."""
-STRENGTH = (
-    EXACT,
-    "exact in distribution",
-    "reordered",
-    "off-policy",
-    MISMATCHED,
-)  # all labels, strongest guarantee first
+STRENGTH = (EXACT, "reordered", "off-policy", MISMATCHED)  # all labels, strongest guarantee first
 SET_ASIDE = "fusion/prompts_set_aside"
 CARRY_OVER = ("partial_rollout", "one_step_off")  # modes that need importance correction
 
 
-def label(data: str, tail_speculation: int = 0, quantization: str | None = None) -> str:
+def label(data: str, quantization: str | None = None) -> str:
     """Return the exactness label of a run. Quantized engines sample from another policy, so they are off-policy."""
-    if quantization is not None:
-        return "off-policy"
-    return "exact in distribution" if data == "exact" and tail_speculation else LABELS[data]
+    return LABELS[data] if quantization is None else "off-policy"
 
 
 def drawn_at_most(data: str, excess: float, batch: int) -> int:

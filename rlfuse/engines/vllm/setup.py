@@ -113,10 +113,10 @@ def engine_arguments(
 
 
 def draft_arguments(threshold: int, rollout: RolloutConfig, device: str) -> dict[str, Any]:
-    """Return the arguments for n-gram speculative decoding while at most `threshold` samples are decoded.
+    """Return the arguments for speculative decoding while at most `threshold` samples are decoded.
 
-    Greedy tokens stay the same; sampled ones keep their distribution, but depend on the rest of the batch. Raises
-    ValueError for a threshold below 0, several pipeline stages or data-parallel ranks, and a `speculative_config`.
+    Drafts do not change tokens (`acceptance`). Raises ValueError for a threshold below 0, several pipeline stages or
+    data-parallel ranks, and a `speculative_config`.
     """
     if threshold < 0:
         raise ValueError(f"fusion.tail_speculation={threshold}: set a number of samples, or 0 to disable it")
@@ -130,16 +130,13 @@ def draft_arguments(threshold: int, rollout: RolloutConfig, device: str) -> dict
     schedule = [(1, min(threshold, most), DRAFT_TOKENS)]
     if threshold < most:
         schedule.append((threshold + 1, most, 0))
-    return {
-        "speculative_config": {
-            # The GPU variant lets vLLM keep scheduling one step ahead of the device.
-            "method": "ngram_gpu" if device == "cuda" else "ngram",
-            "num_speculative_tokens": DRAFT_TOKENS,
-            "prompt_lookup_min": 2,
-            "prompt_lookup_max": 4,
-            "num_speculative_tokens_per_batch_size": schedule,
-        }
-    }
+    if rollout.draft == "suffix":
+        source: dict[str, Any] = {"method": "suffix"}
+    else:  # the GPU variant lets vLLM keep scheduling one step ahead of the device
+        method = "ngram_gpu" if device == "cuda" else "ngram"
+        source = {"method": method, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    drafts = {"num_speculative_tokens": DRAFT_TOKENS, "num_speculative_tokens_per_batch_size": schedule}
+    return {"speculative_config": source | drafts}
 
 
 def memory_arguments(memory: Memory) -> dict[str, Any]:
@@ -290,15 +287,17 @@ def extend(partial: Partial, output: Any, version: int, record: Span) -> tuple[P
 
 def engine_step(scheduler: Any, iteration: Any) -> EngineStep:
     """Convert vLLM's statistics; those of `decode_scheduler` also count held tokens."""
+    drafts = scheduler.spec_decoding_stats
+    drafted = (drafts.num_draft_tokens, drafts.num_accepted_tokens) if drafts else (0, 0)
     first = [] if iteration is None else iteration.time_to_first_tokens_iter
     now = clock.now() if iteration is None else clock.from_wall_clock(iteration.iteration_timestamp)
     waited_s = max([0.0, *first])
     if (counted := scheduler.iteration_details) is not None:
         length_s, begun = counted.elapsed_ms / 1e3, counted.num_ctx_requests
         prefilled, tokens = counted.num_ctx_tokens, counted.num_generation_tokens
-        return EngineStep(now, counted.num_generation_requests, length_s, begun, waited_s, prefilled, tokens)
+        return EngineStep(now, counted.num_generation_requests, length_s, begun, waited_s, prefilled, tokens, *drafted)
     if iteration is None:
         return EngineStep(now, 0, 0.0, 0, 0.0, 0, 0)
     gaps = iteration.inter_token_latencies_iter
     prefilled, tokens = iteration.prompt_token_stats.computed, iteration.num_generation_tokens
-    return EngineStep(now, len(gaps), min(gaps, default=0.0), len(first), waited_s, prefilled, tokens)
+    return EngineStep(now, len(gaps), min(gaps, default=0.0), len(first), waited_s, prefilled, tokens, *drafted)

@@ -193,15 +193,16 @@ class RolloutConfig:
     )
     """Prefill/decode disaggregation: some engines only prefill and transfer the KV caches to engines that only
     decode."""
-    draft: str | None = key(
-        None,
-        Resume(Effect.NEXT_STEP, "the same token distribution, different random draws"),
-        choices="history (the previous response to the same prompt)",
+    draft: str = key(
+        "ngram",
+        Resume(Effect.NEXT_STEP, "with history, other random draws; otherwise the same results up to rounding"),
+        choices="ngram (repeat what followed the last tokens before) | suffix (the same in all earlier responses; "
+        "CPUs; requires arctic-inference) | history (the previous response to the same prompt)",
     )
-    """Speculative decoding over epochs. The seeds of samples then do not depend on the step, so most of a prompt's
-    previous response is drawn again while the policy has moved little. Each response is an exact sample of the current
-    policy, but those to the same prompt are correlated over epochs. null: only steps repeated after a crash and
-    `rlfuse eval` use drafts."""
+    """Source of draft tokens. ngram and suffix are used by fusion.tail_speculation and change no token. history is used
+    for all samples of prompts seen before: seeds do not depend on the step, so most of the previous response is drawn
+    again while the policy has moved little. Each response is an exact sample of the policy, but those to the same prompt
+    are correlated over epochs. Steps repeated after a crash and `rlfuse eval` draft with every value."""
     draft_store_mb: int = key(256, RESOURCES, unit="MiB", at_least=0)
     """Maximum size of the file of earlier responses that serve as drafts (drafts.bin in the run folder); beyond it the
     oldest are dropped. 0: none are stored."""
@@ -531,11 +532,9 @@ class FusionConfig:
     """Selection of the samples that a step trains on."""
     excess: float = key(0.25, BATCH, above=0)
     """Additional prompts per step, as a fraction of the batch (tail_batching, over_sampling, partial_rollout)."""
-    tail_speculation: int = key(
-        0, Resume(Effect.NEXT_STEP, "the same token distribution, different random draws"), at_least=0
-    )
-    """N-gram speculative decoding while at most this many samples are decoding; the sampling distribution is unchanged.
-    0 disables it."""
+    tail_speculation: int = key(0, ROUNDING, at_least=0)
+    """Speculative decoding while at most this many samples are decoding, with drafts from rollout.draft; tokens are the
+    same as without. 0 disables it."""
     credit_samples: int | None = key(None, SCHEDULING, at_least=1)
     """Maximum number of finished samples waiting to be scored before generation pauses; null: all samples of a step."""
     credit_mb: float | None = key(None, SCHEDULING, unit="MiB", above=0)

@@ -27,28 +27,19 @@ LABELS = {
 }
 EXACT, MISMATCHED = "exact", "mismatched"
 """MISMATCHED replaces the label if engines and trainer disagree (`step.agreement`)."""
-STRENGTH = (
-    EXACT,
-    "exact in distribution",
-    "exact marginals",
-    "reordered",
-    "off-policy",
-    MISMATCHED,
-)  # all labels, strongest guarantee first
+STRENGTH = (EXACT, "exact marginals", "reordered", "off-policy", MISMATCHED)  # all labels, strongest guarantee first
 SET_ASIDE = "fusion/prompts_set_aside"
 CARRY_OVER = ("partial_rollout", "one_step_off")  # modes that need importance correction
 
 
-def label(data: str, tail_speculation: int = 0, quantization: str | None = None, draft: str | None = None) -> str:
+def label(data: str, quantization: str | None = None, draft: str = "ngram") -> str:
     """Return the exactness label of a run. Quantized engines sample from another policy, so they are off-policy.
 
-    With drafts over epochs, each response is a sample of the policy, but those to the same prompt are correlated.
+    With rollout.draft=history each response is a sample of the policy, but those to the same prompt are correlated.
     """
     if quantization is not None:
         return "off-policy"
-    if data == "exact" and draft == HISTORY:
-        return "exact marginals"
-    return "exact in distribution" if data == "exact" and tail_speculation else LABELS[data]
+    return "exact marginals" if data == EXACT and draft == HISTORY else LABELS[data]
 
 
 def drawn_at_most(data: str, excess: float, batch: int) -> int:

@@ -351,6 +351,47 @@ async def test_tail_speculation_keeps_greedy_tokens(engine, drafting, tiny_model
         np.testing.assert_allclose(crowd[key].log_probs, response.log_probs, atol=1e-5)
 
 
+# Earlier responses ---------------------------------------------------------------------------------------------------
+
+
+async def test_earlier_responses_change_no_token_and_most_are_accepted(engine, drafting, tiny_model):
+    """Drafts that are right, wrong in parts, of other prompts, too short, too long, and of another vocabulary."""
+    await drafting.stop()
+    await drafting.start(model_config(tiny_model), settings(draft="history"), 512, "cpu")
+    drawn = Sampling(0.7, 0.95, -1, 60)
+    samples = [sample(90 + i, k, length=20) for i in range(5) for k in range(2)]
+    expected = await collect(engine, samples, drawn)
+    right = [expected[each.id].token_ids for each in samples]
+    wrong = [each.copy() for each in right]
+    for each in wrong:
+        each[7::11] = 3
+    longer = [np.concatenate([each, each]) for each in right]
+    drafts = {
+        "right": right,
+        "longer": longer,
+        "wrong in parts": wrong,
+        "shorter": [each[:9] for each in right],
+        "of other prompts": right[1:] + right[:1],
+        "of another vocabulary": [each + 1_000_000 for each in right],
+    }
+    accepted = {}
+    for name, given in drafts.items():
+        await drafting.drain()
+        with_drafts = [replace(each, draft=draft) for each, draft in zip(samples, given, strict=True)]
+        found = await collect(drafting, with_drafts, drawn)
+        for each in samples:
+            assert found[each.id].token_ids.tolist() == expected[each.id].token_ids.tolist(), (name, each.id)
+            np.testing.assert_allclose(found[each.id].log_probs, expected[each.id].log_probs, atol=1e-5)
+            assert found[each.id].finish_reason == expected[each.id].finish_reason
+        spans = await drained(drafting, "decode")
+        steps = sum(span.attributes["steps"] for span in spans)
+        accepted[name] = sum(span.attributes.get("accepted", 0) for span in spans), steps
+    tokens, length = sum(map(len, right)), max(map(len, right))
+    assert accepted["right"][0] > 0.8 * tokens and accepted["right"][1] < length / 4
+    assert accepted["wrong in parts"][0] > 0.4 * tokens and accepted["shorter"][0] > 0
+    assert accepted["of another vocabulary"] == (0, accepted["of another vocabulary"][1])
+
+
 # Failures --------------------------------------------------------------------------------------------------------
 
 

@@ -68,10 +68,8 @@ def test_the_speculator_of_v2_drafts_as_the_proposer_of_v1():
         for index in order:
             prompt, draft = chance.integers(1, 5, chance.integers(1, 9)), chance.integers(1, 5, chance.integers(0, 30))
             response = chance.integers(1, 5, chance.integers(1, 25))
-            same = chance.random(len(response)) < 0.8
-            response[: len(draft)] = np.where(same, response, np.resize(draft, len(response)) if len(draft) else 0)[
-                : len(draft)
-            ]
+            same = np.flatnonzero(chance.random(min(len(draft), len(response))) < 0.8)
+            response[same] = draft[same]
             drawn = int(chance.integers(0, len(response)))
             extra = {DRAWN: drawn} | ({DRAFT: draft.astype(np.int32).tobytes()} if len(draft) else {})
             params, tokens = SimpleNamespace(extra_args=extra), [*prompt.tolist(), *response.tolist()]
@@ -103,7 +101,7 @@ def test_the_model_runner_of_v2_builds_and_calls_the_speculator():
 
     from rlfuse.engines.vllm import worker_extension
     from rlfuse.engines.vllm.history_speculator import HistorySpeculator
-    from rlfuse.engines.vllm.request_arguments import HISTORY
+    from rlfuse.engines.vllm.request_arguments import HISTORY_ENGINE
 
     def names(function):
         return list(inspect.signature(function).parameters)
@@ -113,17 +111,12 @@ def test_the_model_runner_of_v2_builds_and_calls_the_speculator():
     from vllm.v1.worker.gpu import model_runner
 
     assert model_runner.init_speculator is worker_extension._speculator
-    source = inspect.getsource(model_runner.GPUModelRunner)
-    assert (
-        "self.speculator = init_speculator(\n                    self.vllm_config, self.device, self.req_states"
-        in source
-    )
-    assert source.index("self.req_states.add_request(") < source.index(
-        "self.sampler.add_request(req_index, new_req_data"
-    )
+    source = " ".join(inspect.getsource(model_runner.GPUModelRunner).split())
+    assert "self.speculator = init_speculator( self.vllm_config, self.device, self.req_states )" in source
+    assert source.index("self.req_states.add_request(") < source.index("self.sampler.add_request(req_index, new_req")
     assert "self.req_states.draft_tokens[input_batch.idx_mapping] = draft_tokens" in source
     config = SimpleNamespace(
-        additional_config={HISTORY: True}, speculative_config=SimpleNamespace(num_speculative_tokens=LIMIT)
+        additional_config={HISTORY_ENGINE: True}, speculative_config=SimpleNamespace(num_speculative_tokens=LIMIT)
     )
     states = States(2)
     assert states.__dict__.get("history") is None

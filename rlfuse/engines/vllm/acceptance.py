@@ -61,7 +61,8 @@ class EqualitySampler(RejectionSampler):
 def _by_request(rounds: list[LogprobsTensors | None]) -> LogprobsTensors | None:
     """Return the log-probs of all rounds, ordered by request and then by round; None if none are requested."""
     wanted = [each[:3] for each in rounds if each is not None]
-    return LogprobsTensors(*(torch.stack(part, 1).flatten(0, 1) for part in zip(*wanted, strict=True))) if wanted else None
+    stacked = (torch.stack(part, 1).flatten(0, 1) for part in zip(*wanted, strict=True))
+    return LogprobsTensors(*stacked) if wanted else None
 
 
 def accept_equal(

@@ -14,7 +14,7 @@ DRAWN = "rlfuse_drawn"
 DRAFT = "rlfuse_draft"
 """Key: an earlier response with the same seed, as bytes of int32."""
 
-HISTORY = "rlfuse_history"
+HISTORY_ENGINE = "rlfuse_history"
 """Key of `VllmConfig.additional_config`: draft from earlier responses, in the V2 model runner."""
 
 

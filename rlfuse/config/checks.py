@@ -211,10 +211,10 @@ def _fusion(config: Config, facts: Facts) -> Iterator[str]:
 def _history(config: Config) -> Iterator[str]:
     if config.rollout.draft != HISTORY:
         return
-    otherwise = "remove rollout.draft=history"
+    otherwise = "set rollout.draft=ngram"
     if config.fusion.data != "exact":
         valid = "requires fusion.data=exact: with equal seeds in each step, the same responses would be cut off again"
-        yield _problem(config, "rollout.draft", valid, f"set fusion.data=exact, or {otherwise}")
+        yield _problem(config, "rollout.draft", valid, "set fusion.data=exact, or rollout.draft=ngram")
     if not config.rollout.draft_store_mb:
         valid = "must be above 0 with rollout.draft=history, whose drafts are stored there"
         yield _problem(config, "rollout.draft_store_mb", valid, f"leave it out, or {otherwise}")

@@ -68,6 +68,12 @@ def test_a_head_that_vllm_has_no_kernel_for_is_told_on_cpus_alone(config):
     [
         ({"rollout.kv_transfer": "nixl"}, "cuda", "on GPUs a sleeping engine frees the memory"),
         ({"rollout.kv_transfer": "nixl"}, "cpu", "the package nixl is not installed"),
+        ({"fusion.tail_speculation": 2, "rollout.draft": "history"}, "cpu", "must be 0 with rollout.draft=history"),
+        (
+            {"rollout.draft": "history", "rollout.engine_kwargs": {"speculative_config": {}}},
+            "cuda",
+            "conflicts with rollout.engine_kwargs.speculative_config",
+        ),
         ({"rollout.draft": "suffix", "fusion.tail_speculation": 2}, "cuda", "vLLM has no suffix decoding"),
         ({"rollout.draft": "suffix", "fusion.tail_speculation": 2}, "cpu", "the package arctic-inference is not inst"),
     ],

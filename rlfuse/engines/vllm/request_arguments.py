@@ -15,7 +15,7 @@ DRAFT = "rlfuse_draft"
 """Key: an earlier response with the same seed, as bytes of int32."""
 
 HISTORY_ENGINE = "rlfuse_history"
-"""Key of `VllmConfig.additional_config`: draft from earlier responses, in the V2 model runner."""
+"""Key of `VllmConfig.additional_config`: the engine drafts from earlier responses."""
 
 
 def drawn_tokens(params: Any) -> int:
@@ -23,6 +23,16 @@ def drawn_tokens(params: Any) -> int:
     return (params.extra_args or {}).get(DRAWN, 0)
 
 
+def has_draft(params: Any) -> bool:
+    """Return whether the request has an earlier response."""
+    return DRAFT in (params.extra_args or {})
+
+
 def draft_of(params: Any) -> np.ndarray:
     """Return the earlier response, int32 [T]; empty if there is none."""
     return np.frombuffer((params.extra_args or {}).get(DRAFT, b""), np.int32)
+
+
+def drafts_from_history(vllm_config: Any) -> bool:
+    """Return whether the engine drafts from earlier responses."""
+    return HISTORY_ENGINE in vllm_config.additional_config

@@ -134,14 +134,14 @@ def draft_arguments(threshold: int, rollout: RolloutConfig, device: str) -> dict
     if threshold < most:
         schedule.append((threshold + 1, most, 0))
     drafts = {"num_speculative_tokens": tokens, "num_speculative_tokens_per_batch_size": schedule}
-    # The GPU variant lets vLLM keep scheduling one step ahead of the device; a custom class does not exist there.
+    # The GPU variant lets vLLM keep scheduling one step ahead of the device; `worker_extension` replaces its class.
     ngram = {"method": "ngram_gpu" if device == "cuda" else "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
     if rollout.draft == "suffix":
         return {"speculative_config": {"method": "suffix"} | drafts}
-    if rollout.draft == HISTORY and device == "cpu":
-        return {"speculative_config": {"method": "custom_class", "model": HISTORY_PROPOSER} | drafts}
-    marked = {"additional_config": {HISTORY_ENGINE: True}} if rollout.draft == HISTORY else {}
-    return {"speculative_config": ngram | drafts} | marked
+    if rollout.draft == HISTORY:
+        proposer = {"method": "custom_class", "model": HISTORY_PROPOSER} if device == "cpu" else ngram
+        return {"speculative_config": proposer | drafts, "additional_config": {HISTORY_ENGINE: True}}
+    return {"speculative_config": ngram | drafts}
 
 
 def memory_arguments(memory: Memory) -> dict[str, Any]:

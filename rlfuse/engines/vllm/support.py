@@ -46,9 +46,9 @@ def unsupported_reasons(config: Config, trains: bool = True) -> list[str]:
     """Return why vLLM cannot generate with the policy or, if it `trains`, receive its weights; each with its key."""
     path = config.model.path
     if (model := _model_config(config, path)) is None:
-        return [*_connector(config), *_drafting(config)]
+        return [*_connector(config), *_drafting(config), *_history(config)]
     given = f"model.path={path}"
-    found = [*_connector(config), *_drafting(config), *_latent_attention(given, config, model)]
+    found = [*_connector(config), *_drafting(config), *_history(config), *_latent_attention(given, config, model)]
     found += _training_limits(given, config, model) if trains else ()
     if "hf_overrides" in config.rollout.engine_kwargs:  # vLLM uses a modified configuration
         return found
@@ -72,6 +72,7 @@ def unplannable_reasons(config: Config, device: str) -> list[str]:
         found += [*_connector(planned), *_drafting(planned)]
     return [
         *found,
+        *_history(planned),
         *_latent_attention(given, planned, model),
         *_training_limits(given, planned, model),
     ]
@@ -142,8 +143,6 @@ def _connector(config: Config) -> Iterator[str]:
 
 
 def _drafting(config: Config) -> Iterator[str]:
-    if config.rollout.draft == HISTORY:
-        yield from _history(config)
     if config.rollout.draft != "suffix" or not config.fusion.tail_speculation:
         return
     if on_gpus(config):
@@ -154,11 +153,14 @@ def _drafting(config: Config) -> Iterator[str]:
 
 
 def _history(config: Config) -> Iterator[str]:
+    if config.rollout.draft != HISTORY:
+        return
     if threshold := config.fusion.tail_speculation:
         valid = f"must be 0 with rollout.draft={HISTORY}, which drafts for every number of samples"
         yield f"fusion.tail_speculation={threshold}: {valid}; set it to 0, or rollout.draft=ngram"
     if clash := DRAFT_CONFLICTS & set(config.rollout.engine_kwargs):
-        yield f"rollout.draft={HISTORY}: conflicts with rollout.engine_kwargs.{min(clash)}; remove one of them"
+        given = f"rollout.engine_kwargs.{min(clash)}"
+        yield f"rollout.draft={HISTORY}: conflicts with {given}; remove it, or set rollout.draft=ngram"
 
 
 def _latent_attention(given: str, config: Config, model: PreTrainedConfig) -> Iterator[str]:

@@ -37,7 +37,7 @@ from rlfuse.engines.vllm.acceptance import EqualitySampler, accept_equal
 from rlfuse.engines.vllm.history_speculator import HistorySpeculator
 from rlfuse.engines.vllm.proposer import Proposer, propose_drafts
 from rlfuse.engines.vllm.receiver import ReceiverExtension
-from rlfuse.engines.vllm.request_arguments import HISTORY_ENGINE, drawn_tokens
+from rlfuse.engines.vllm.request_arguments import drafts_from_history, drawn_tokens
 
 PHILOX_PER_DRAW = 4
 BUILT_IN_PROCESSORS = 3
@@ -150,7 +150,7 @@ _init_speculator = spec_decode.init_speculator
 
 def _speculator(vllm_config: VllmConfig, device: torch.device, req_states: RequestState) -> Any:
     """Build the speculator of the V2 model runner, which looks this function up when it is imported."""
-    if HISTORY_ENGINE in vllm_config.additional_config:
+    if drafts_from_history(vllm_config):
         return HistorySpeculator(vllm_config, device, req_states)
     return _init_speculator(vllm_config, device, req_states)
 

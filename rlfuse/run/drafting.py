@@ -21,13 +21,13 @@ def run_drafts(config: Config, after: int, log: RunLog) -> Drafts:
     if (store := log.responses) is None:
         return Drafts()
     wanted = config.rollout.draft == HISTORY or store.last_step > after
-    return Drafts(store=store, are_used=wanted, repeated_until=store.last_step, say=log.say)
+    return Drafts(store=store, are_wanted=wanted, repeated_until=store.last_step, say=log.say)
 
 
 def run_engines(config: Config, after: int, log: RunLog, device: str) -> Config:
-    """Return the configuration of a run's engines, which draft if `run_drafts` are used."""
+    """Return the configuration of a run's engines, which draft if `run_drafts` are wanted."""
     drafts = run_drafts(config, after, log)
-    if not drafts.are_used:
+    if not drafts.are_wanted:
         return config
     if config.trainer.deterministic and (why := rounding_obstacle(config, device)):
         repeated = f"Steps {after + 1} to {drafts.repeated_until} are repeated without drafts"

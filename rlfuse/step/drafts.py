@@ -49,8 +49,8 @@ class Drafts:
     """Drafts from `store`; None: there are none, and no responses are stored."""
 
     store: ResponseStore | None = None
-    are_used: bool = False
-    """Engines use drafts."""
+    are_wanted: bool = False
+    """Samples get drafts, which engines use unless they can't verify them."""
     repeated_until: int = 0
     """Last step that ran, at least in part, before this attempt."""
     say: Callable[[str], None] = print
@@ -58,8 +58,8 @@ class Drafts:
     """Of the responses of a repeated step: whether they are those of the first time."""
 
     def attach(self, groups: Sequence[Group]) -> None:
-        """Set the drafts of these samples, if engines use them."""
-        if self.store is not None and self.are_used:
+        """Set the drafts of these samples, if they are wanted."""
+        if self.store is not None and self.are_wanted:
             attach(self.store, groups)
 
     def record(self, sample: Sample) -> None:

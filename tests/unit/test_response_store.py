@@ -149,7 +149,7 @@ def test_a_repeated_step_gets_its_responses_as_drafts_and_is_compared_with_them(
     said = []
     for sample in answered(make_groups(prompts(2), 2, 7, 3)):
         Drafts(store=store).record(sample)
-    drafts = Drafts(store=store, are_used=True, repeated_until=3, say=said.append)
+    drafts = Drafts(store=store, are_wanted=True, repeated_until=3, say=said.append)
     groups = make_groups(prompts(3), 2, 7, 3)
     drafts.attach(groups)
     assert [[s.draft is not None for s in g.samples] for g in groups] == [[True] * 2, [True] * 2, [False] * 2]
@@ -160,7 +160,7 @@ def test_a_repeated_step_gets_its_responses_as_drafts_and_is_compared_with_them(
     drafts.report(3)
     drafts.report(4)
     assert len(said) == 1 and line in said[0]
-    for later in (Drafts(store=store, are_used=True), Drafts(store=store), Drafts()):
+    for later in (Drafts(store=store, are_wanted=True), Drafts(store=store), Drafts()):
         groups = make_groups(prompts(2), 2, 7, 4)
         later.attach(groups)
         assert not any(sample.draft is not None for group in groups for sample in group.samples), "other seeds"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -234,6 +235,11 @@ class Sample:
     @property
     def id(self) -> str:
         return f"{self.step}/{self.prompt.index}/{self.rollout_index}"
+
+    @property
+    def draft_key(self) -> int:
+        """32-bit key of responses to the same prompt with the same seed."""
+        return zlib.crc32(self.prompt.token_ids.tobytes(), self.seed)
 
     def require_response(self) -> Response:
         """Return the response. ValueError if the sample has none yet."""

@@ -1,4 +1,4 @@
-"""File of the last response to each prompt, by seed: token ids that a later generation with the same seed can draft.
+"""File of the last responses of samples, by key: token ids that a later generation of the same sample can draft.
 
 Role: written by a run and by `rlfuse eval`, read by the repetition of a step, the next epoch and the next evaluation.
 Invariants: a response is one record with a checksum, appended in one write. A killed writer leaves at most one
@@ -26,7 +26,7 @@ MIB = 2**20
 MAGIC = b"rlfuse1\n"
 CHECKSUM = struct.Struct("<I")
 FIELDS = struct.Struct("<III")
-"""Step, seed, number of tokens; the token ids follow as int32."""
+"""Step, key (`Sample.draft_key`), number of tokens; the token ids follow as int32."""
 HEADER_BYTES = CHECKSUM.size + FIELDS.size
 TOKEN = np.dtype("<i4")
 KEPT_SHARE = 0.75
@@ -64,7 +64,7 @@ class StoredResponses:
         self.last_step = 0
         """Highest step of all responses."""
         self._places: dict[int, _Place] = {}
-        """Seed -> place of its response, oldest first."""
+        """Key -> place of its response, oldest first."""
         self._file = self._open()
         self._size = self._scan()
 
@@ -74,18 +74,18 @@ class StoredResponses:
     def __len__(self) -> int:
         return len(self._places)
 
-    def find(self, seed: int) -> StoredResponse | None:
-        """Return the last response with this seed, or None."""
-        if (place := self._places.get(seed)) is None:
+    def find(self, key: int) -> StoredResponse | None:
+        """Return the last response with this key, or None."""
+        if (place := self._places.get(key)) is None:
             return None
         content = os.pread(self._file.fileno(), place.tokens * TOKEN.itemsize, place.offset)
         if len(content) < place.tokens * TOKEN.itemsize:  # truncated by another process
             return None
         return StoredResponse(place.step, np.frombuffer(content, TOKEN))
 
-    def step_of(self, seed: int) -> int | None:
-        """Return the step of the last response with this seed, or None."""
-        place = self._places.get(seed)
+    def step_of(self, key: int) -> int | None:
+        """Return the step of the last response with this key, or None."""
+        place = self._places.get(key)
         return None if place is None else place.step
 
     def close(self) -> None:
@@ -102,18 +102,18 @@ class StoredResponses:
             start = len(MAGIC)
             while start + HEADER_BYTES <= size:
                 (checksum,) = CHECKSUM.unpack_from(content, start)
-                step, seed, tokens = FIELDS.unpack_from(content, start + CHECKSUM.size)
+                step, key, tokens = FIELDS.unpack_from(content, start + CHECKSUM.size)
                 place = _Place(step, start + HEADER_BYTES, tokens)
                 end = start + place.bytes
                 if end > size or zlib.crc32(content[start + CHECKSUM.size : end]) != checksum:
                     break
-                self._remember(seed, place)
+                self._remember(key, place)
                 start = end
             return start
 
-    def _remember(self, seed: int, place: _Place) -> None:
-        self._places.pop(seed, None)
-        self._places[seed] = place
+    def _remember(self, key: int, place: _Place) -> None:
+        self._places.pop(key, None)
+        self._places[key] = place
         self.last_step = max(self.last_step, place.step)
 
 
@@ -134,9 +134,9 @@ class ResponseStore(StoredResponses):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         return self.path.open("a+b", buffering=0)
 
-    def add(self, step: int, seed: int, token_ids: np.ndarray) -> None:
-        """Store a response, int32 [T], in place of an earlier one with the same seed."""
-        fields = FIELDS.pack(step, seed, len(token_ids)) + np.ascontiguousarray(token_ids, TOKEN).tobytes()
+    def add(self, step: int, key: int, token_ids: np.ndarray) -> None:
+        """Store a response, int32 [T], in place of an earlier one with the same key."""
+        fields = FIELDS.pack(step, key, len(token_ids)) + np.ascontiguousarray(token_ids, TOKEN).tobytes()
         record = CHECKSUM.pack(zlib.crc32(fields)) + fields
         if self._failed or len(MAGIC) + len(record) > self._max_bytes:
             return
@@ -147,17 +147,17 @@ class ResponseStore(StoredResponses):
                 raise OSError(f"only {written} of {len(record)} bytes were written")
         except OSError as error:
             return self._give_up(error)
-        self._remember(seed, _Place(step, self._size + HEADER_BYTES, len(token_ids)))
+        self._remember(key, _Place(step, self._size + HEADER_BYTES, len(token_ids)))
         self._size += len(record)
 
     def _drop_oldest(self, needed: int) -> None:
         """Rewrite the file with its newest responses, so that `needed` bytes fit."""
         room = min(KEPT_SHARE * self._max_bytes, self._max_bytes - needed) - len(MAGIC)
         kept: dict[int, _Place] = {}
-        for seed, place in reversed(self._places.items()):
+        for key, place in reversed(self._places.items()):
             if (room := room - place.bytes) < 0:
                 break
-            kept[seed] = place
+            kept[key] = place
         self.dropped += len(self._places) - len(kept)
         with atomic_write(self.path) as aside, aside.open("wb") as file:
             file.write(MAGIC)

@@ -1,7 +1,7 @@
 """Earlier responses as drafts of a run's samples, and their comparison with those of a repeated step.
 
-Role: the controller records each finished response; samples with the same seed get it as their draft. Invariant: a
-draft never changes a response, since engines verify it. Waits: for nothing but small writes to disk.
+Role: the controller records each finished response; samples with the same prompt and seed get it as their draft.
+Invariant: a draft never changes a response, since engines verify it. Waits: for nothing but small writes to disk.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ class StoredResponse(Protocol):
 
 
 class StoredResponses(Protocol):
-    """Last responses by seed (`rlfuse.run_folder.response_store.StoredResponses`)."""
+    """Last responses by `Sample.draft_key` (`rlfuse.run_folder.response_store.StoredResponses`)."""
 
-    def find(self, seed: int) -> StoredResponse | None: ...
+    def find(self, key: int) -> StoredResponse | None: ...
 
 
 class ResponseStore(StoredResponses, Protocol):
     """The same, of a run that adds responses."""
 
-    def add(self, step: int, seed: int, token_ids: np.ndarray) -> None: ...
+    def add(self, step: int, key: int, token_ids: np.ndarray) -> None: ...
 
 
 def attach(stored: StoredResponses, groups: Sequence[Group]) -> None:
-    """Set the drafts of these samples: the stored responses with the same seeds."""
+    """Set the drafts of these samples: the stored responses to the same prompts with the same seeds."""
     for sample in (sample for group in groups for sample in group.generated):
-        if (found := stored.find(sample.seed)) is not None:
+        if (found := stored.find(sample.draft_key)) is not None:
             sample.draft = found.token_ids
 
 
@@ -52,7 +52,7 @@ class Drafts:
     are_wanted: bool = False
     """Samples get drafts, which engines use unless they can't verify them."""
     repeated_until: int = 0
-    """Last step that ran, at least in part, before this attempt."""
+    """Last step that ran, at least in part, before this attempt; 0 once a repeated step differed."""
     say: Callable[[str], None] = print
     _identical: list[bool] = field(default_factory=list)
     """Of the responses of a repeated step: whether they are those of the first time."""
@@ -69,10 +69,10 @@ class Drafts:
             return
         token_ids = sample.require_response().token_ids
         if 0 < sample.step <= self.repeated_until:
-            stored = self.store.find(sample.seed)
+            stored = self.store.find(sample.draft_key)
             if stored is not None and stored.step == sample.step:
                 self._identical.append(np.array_equal(stored.token_ids, token_ids))
-        self.store.add(sample.step, sample.seed, token_ids)
+        self.store.add(sample.step, sample.draft_key, token_ids)
 
     def report(self, step: int) -> None:
         """Print whether the responses of a repeated step are those of the first time."""
@@ -82,8 +82,9 @@ class Drafts:
             return
         if identical == count:
             return self.say(f"step {step} was repeated: all {count} stored responses are identical")
+        self.repeated_until = 0  # later steps differ too
         self.say(
-            f"Step {step} was repeated: {count - identical} of {count} stored responses differ, since its weights are "
-            "not bitwise those of the first time, or an engine rounds differently in other batches. The step is valid; "
-            "set trainer.deterministic=true for bitwise reproducible steps."
+            f"Step {step} was repeated: {count - identical} of {count} stored responses differ. Settings have changed, "
+            "weights are not bitwise those of the first time, or engines round differently in other batches. The step "
+            "is valid; only trainer.deterministic=true repeats steps bitwise."
         )

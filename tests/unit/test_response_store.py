@@ -18,9 +18,9 @@ def tokens(number: int, count: int = 10) -> np.ndarray:
     return np.arange(number, number + count, dtype=np.int32)
 
 
-def found(stored: StoredResponses, *seeds: int) -> list[tuple[int, int] | None]:
+def found(stored: StoredResponses, *keys: int) -> list[tuple[int, int] | None]:
     """Step and first token of each response, whose other tokens are checked."""
-    responses = [stored.find(seed) for seed in seeds]
+    responses = [stored.find(key) for key in keys]
     for each in filter(None, responses):
         assert each.token_ids.tolist() == tokens(each.token_ids[0]).tolist()
     return [each and (each.step, int(each.token_ids[0])) for each in responses]
@@ -34,18 +34,18 @@ def path(tmp_path):
 @pytest.fixture
 def store(path):
     with_three = ResponseStore(path, 1 << 20)
-    for seed in (1, 2, 3):
-        with_three.add(step=4, seed=seed, token_ids=tokens(100 * seed))
+    for key in (1, 2, 3):
+        with_three.add(step=4, key=key, token_ids=tokens(100 * key))
     yield with_three
     with_three.close()
 
 
-def test_the_last_response_of_each_seed_is_found_also_after_reopening(store, path):
-    store.add(step=6, seed=2, token_ids=tokens(250))
+def test_the_last_response_of_each_key_is_found_also_after_reopening(store, path):
+    store.add(step=6, key=2, token_ids=tokens(250))
     expected = [(4, 100), (6, 250), (4, 300), None]
     assert found(store, 1, 2, 3, 9) == expected and store.step_of(2) == 6 and store.step_of(9) is None
     again = ResponseStore(path, 1 << 20)
-    again.add(step=7, seed=9, token_ids=tokens(900))
+    again.add(step=7, key=9, token_ids=tokens(900))
     for stored in (again, StoredResponses(path)):
         assert found(stored, 1, 2, 3, 9) == [*expected[:3], (7, 900)]
         assert stored.last_step == 7 and len(stored) == 4
@@ -79,7 +79,7 @@ def test_a_damaged_file_is_read_up_to_the_damage_and_continued_there(store, path
     assert found(reader, 1, 2, 3) == expected
     reader.close()
     again = ResponseStore(path, 1 << 20)
-    again.add(step=5, seed=8, token_ids=tokens(800))
+    again.add(step=5, key=8, token_ids=tokens(800))
     again.close()
     reader = StoredResponses(path)
     assert found(reader, 1, 2, 3, 8) == [*expected, (5, 800)]
@@ -90,23 +90,23 @@ def test_the_oldest_responses_are_dropped_at_the_limit(path):
     limit = len(MAGIC) + 20 * RECORD
     store = ResponseStore(path, limit)
     for number in range(70):
-        store.add(step=number, seed=number % 50, token_ids=tokens(number))
+        store.add(step=number, key=number % 50, token_ids=tokens(number))
         assert path.stat().st_size <= limit and store.find(number % 50).step == number
-    newest = [store.find(seed) for seed in range(20)]
+    newest = [store.find(key) for key in range(20)]
     assert all(each is not None for each in newest[-14:]) and store.find(30) is None and store.dropped > 0
-    store.add(step=99, seed=99, token_ids=tokens(0, 1000))  # above the limit alone
+    store.add(step=99, key=99, token_ids=tokens(0, 1000))  # above the limit alone
     assert store.find(99) is None
     store.close()
     assert [each.name for each in path.parent.iterdir()] == [FILE]
 
 
-def test_a_response_to_the_same_seed_replaces_the_earlier_one(path):
+def test_a_response_to_the_same_key_replaces_the_earlier_one(path):
     limit = len(MAGIC) + 20 * RECORD
     store = ResponseStore(path, limit)
     for epoch in range(9):
-        for seed in range(10):
-            store.add(step=epoch, seed=seed, token_ids=tokens(seed))
-        assert [store.find(seed).step for seed in range(10)] == [epoch] * 10
+        for key in range(10):
+            store.add(step=epoch, key=key, token_ids=tokens(key))
+        assert [store.find(key).step for key in range(10)] == [epoch] * 10
     assert store.dropped == 0
     store.close()
 
@@ -115,13 +115,13 @@ def test_a_response_to_the_same_seed_replaces_the_earlier_one(path):
 def test_a_store_that_cannot_be_written_is_removed_and_the_run_continues(path, monkeypatch, fails):
     said = []
     store = ResponseStore(path, len(MAGIC) + 4 * RECORD, said.append)
-    store.add(step=1, seed=1, token_ids=tokens(1))
+    store.add(step=1, key=1, token_ids=tokens(1))
     if fails == "write":
         store._file = type("Full", (), {"write": lambda self, record: len(record) // 2, "close": lambda self: None})()
     else:
         monkeypatch.setattr(response_store, "atomic_write", lambda path: (_ for _ in ()).throw(OSError("no space")))
-    for seed in range(2, 9):
-        store.add(step=1, seed=seed, token_ids=tokens(seed))
+    for key in range(2, 9):
+        store.add(step=1, key=key, token_ids=tokens(key))
     assert len(said) == 1 and f"{path} could not be written" in said[0] and not path.exists()
     assert store.find(1) is None
     store.close()
@@ -171,7 +171,9 @@ def test_an_evaluation_drafts_from_the_nearest_step(tmp_path):
     for name, step in (("eval/global_step_2", 2), ("eval/global_step_8", 8), ("eval/mine", 5)):
         stored = ResponseStore(run / name / FILE, 1 << 20)
         for sample in answered(make_groups(prompts(2), 2, 7, step, scope=VALIDATION), first=step):
-            stored.add(step, sample.seed + (name == "eval/mine"), sample.response.token_ids)  # mine: other seeds
+            stored.add(
+                step, sample.draft_key + (name == "eval/mine"), sample.response.token_ids
+            )  # mine: of other prompts
         stored.close()
     folder = run / "eval" / "global_step_6"
     paths = stores(Source("m", 6, run), folder)

@@ -24,13 +24,14 @@ def stores(source: Source, folder: Path) -> list[Path]:
 def attach_nearest(groups: Sequence[Group], step: int, paths: Iterable[Path]) -> Path | None:
     """Set the drafts of these samples from the file with responses of the nearest step; return its path.
 
-    Of files with equally near steps, the newest is used. None: no file has a response with one of the seeds.
+    Of files with equally near steps, the newest is used. None: no file has a response to one of these prompts with
+    its seed.
     """
-    seeds = [sample.seed for group in groups for sample in group.samples]
+    keys = [sample.draft_key for group in groups for sample in group.samples]
     found: list[tuple[int, float, Path]] = []
     for path in paths:
         with closing(StoredResponses(path)) as stored:
-            if steps := [known for seed in seeds if (known := stored.step_of(seed)) is not None]:
+            if steps := [known for key in keys if (known := stored.step_of(key)) is not None]:
                 found.append((abs(max(steps) - step), -path.stat().st_mtime, path))
     if not found:
         return None

@@ -82,7 +82,7 @@ class Responses:
             self._open = [sample for sample in self._open if sample.id not in done]
             self._file.append(json_safe(sample_row(sample)) for sample in finished)
             for sample in finished if self._store else ():
-                self._store.add(sample.step, sample.seed, sample.response.token_ids)
+                self._store.add(sample.step, sample.draft_key, sample.response.token_ids)
         return finished
 
     def close(self) -> None:

@@ -396,3 +396,18 @@ def test_a_key_selects_vllm_s_own_scheduler_and_front_end(model, device, rollout
     kept = output_processor.LogprobsProcessor.__name__
     keep_log_probs(fast=False)
     assert kept == ("SampledLogProbs" if is_ours else "LogprobsProcessor")
+
+
+def test_requests_without_an_earlier_response_verify_no_drafts_in_an_asynchronous_engine(model):
+    from rlfuse.engines.vllm.decode_scheduler import AsyncDecodeScheduler
+
+    core = Core(build(model, AsyncDecodeScheduler, True, drafts="history"), likely_end=0.0)
+    for number in range(4):
+        extra = {"extra_args": {DRAFT: b"1234"}} if number < 2 else {}
+        core.scheduler.add_request(request(number, [9] * 20, **extra))
+    core.step()
+    placeholders = {name: len(each.spec_token_ids) for name, each in core.scheduler.requests.items()}
+    assert placeholders == {"r0": DRAFTS, "r1": DRAFTS, "r2": 0, "r3": 0}
+    output = core.scheduler.schedule()
+    assert {name: len(drafts) for name, drafts in output.scheduled_spec_decode_tokens.items()} == {"r0": 3, "r1": 3}
+    assert output.num_scheduled_tokens == {"r0": 4, "r1": 4, "r2": 1, "r3": 1}

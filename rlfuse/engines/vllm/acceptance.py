@@ -40,7 +40,8 @@ class EqualitySampler(RejectionSampler):
         drafts = [each.tolist() for each in metadata.draft_token_ids.split(counts)]
         last = metadata.bonus_logits_indices
         first = last - torch.tensor(counts, device=last.device)
-        active, columns, log_probs = list(range(len(counts))), [], []
+        active, log_probs = list(range(len(counts))), []
+        columns: list[list[int]] = []
         while active:
             generators = {i: sampling_metadata.generators[i] for i in active if i in sampling_metadata.generators}
             drawn = self.sampler(

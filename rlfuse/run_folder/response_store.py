@@ -71,7 +71,9 @@ class StoredResponses:
     def _open(self) -> IO[bytes]:
         return self.path.open("rb", buffering=0)
 
-    def __len__(self) -> int:
+    @property
+    def count(self) -> int:
+        """Number of responses."""
         return len(self._places)
 
     def find(self, key: int) -> StoredResponse | None:

@@ -103,4 +103,4 @@ def test_repeated_steps_are_generated_from_their_first_responses(runs):
     assert acceptance[0] == [0.0] * STEPS and acceptance[1][:2] == [0.0, 0.0]
     assert acceptance[1][2] > 0.95 and all(share == 0 or share > 0.95 for share in acceptance[1][3:])
     stored = StoredResponses(runs[1] / FILE)
-    assert stored.last_step == STEPS and len(stored) >= STEPS * 8 * 4
+    assert stored.last_step == STEPS and stored.count >= STEPS * 8 * 4

@@ -241,7 +241,7 @@ def test_an_evaluation_of_the_last_checkpoint_repeats_the_last_validation(driven
     assert f"step {STEPS} of {run}" in text and "pass@1" in text and "✓ engine 1 of 1" in text
     assert f"drafts  responses in {run / DRAFTS}; they do not change the results" in text
     stored = StoredResponses(run / "eval" / f"global_step_{STEPS}" / DRAFTS)
-    assert len(stored) == len(kept) and stored.last_step == STEPS
+    assert stored.count == len(kept) and stored.last_step == STEPS
 
 
 def found_rows(run):

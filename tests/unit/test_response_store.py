@@ -48,7 +48,7 @@ def test_the_last_response_of_each_key_is_found_also_after_reopening(store, path
     again.add(step=7, key=9, token_ids=tokens(900))
     for stored in (again, StoredResponses(path)):
         assert found(stored, 1, 2, 3, 9) == [*expected[:3], (7, 900)]
-        assert stored.last_step == 7 and len(stored) == 4
+        assert stored.last_step == 7 and stored.count == 4
         stored.close()
 
 

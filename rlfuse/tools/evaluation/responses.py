@@ -81,8 +81,9 @@ class Responses:
             done = {sample.id for sample in finished}
             self._open = [sample for sample in self._open if sample.id not in done]
             self._file.append(json_safe(sample_row(sample)) for sample in finished)
-            for sample in finished if self._store else ():
-                self._store.add(sample.step, sample.draft_key, sample.response.token_ids)
+            if self._store is not None:
+                for sample in finished:
+                    self._store.add(sample.step, sample.draft_key, sample.response.token_ids)
         return finished
 
     def close(self) -> None:

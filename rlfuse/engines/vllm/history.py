@@ -1,8 +1,8 @@
 """Proposer of drafts from an earlier response with the same seed, which requests carry (`Request.draft`).
 
-The draft continues at the same position of the response while the latest tokens agree with it. After a difference, as
-many tokens are drafted as have agreed since, so that drafts grow quickly where both are equal again. Invariant: drafts
-depend on the tokens of the request only, so a sample continues on another engine.
+The draft continues at the same position of the response: in full while the latest tokens agree with it, and after a
+difference with one token more than have agreed since, so that drafts grow quickly where both are equal again.
+Invariant: drafts depend on the tokens of the request only, so a sample continues on another engine.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ def continuation(draft: np.ndarray, length: int, recent: np.ndarray, limit: int)
     `recent`: the last tokens of the response, `limit` of them or all.
     """
     known = draft[length - len(recent) : length]
-    if len(known) < len(recent):
-        return draft[:0]
-    differs = np.flatnonzero(known != recent)
+    differs = np.flatnonzero(known != recent[: len(known)])
     agreed = len(known) - 1 - differs[-1] if len(differs) else limit
-    return draft[length : length + agreed]
+    return draft[length : length + min(agreed + 1, limit)]
 
 
 class HistoryProposer(Proposer):

@@ -86,5 +86,5 @@ class HistorySpeculator(BaseSpeculator):
         agrees = (tokens == rows.gather(1, recent.clamp(min=0))) | (recent < self.starts[indices, None])
         agreed = agrees.int().cumprod(1).sum(1, keepdim=True)
         drafts = rows.gather(1, (length + self._steps).clamp(max=rows.shape[1] - 1)).long()
-        usable = (self._steps < agreed) & (drafts != NO_TOKEN) & (num_sampled > 0)[: len(indices), None]
+        usable = (self._steps <= agreed) & (drafts != NO_TOKEN) & (num_sampled > 0)[: len(indices), None]
         return torch.where(usable, drafts, last)

@@ -128,9 +128,12 @@ class ResponseStore(StoredResponses):
         """Number of responses that were dropped because of the limit."""
         self._max_bytes, self._say, self._failed = max_bytes, say, False
         super().__init__(path)
-        self._file.truncate(self._size)
-        if not self._size:
-            self._size = self._file.write(MAGIC)
+        try:
+            self._file.truncate(self._size)
+            if not self._size:
+                self._write(MAGIC)
+        except OSError as error:
+            self._give_up(error)
 
     def _open(self) -> IO[bytes]:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -145,12 +148,17 @@ class ResponseStore(StoredResponses):
         try:
             if self._size + len(record) > self._max_bytes:
                 self._drop_oldest(len(record))
-            if (written := self._file.write(record)) < len(record):
-                raise OSError(f"only {written} of {len(record)} bytes were written")
+            start = self._size
+            self._write(record)
         except OSError as error:
             return self._give_up(error)
-        self._remember(key, _Place(step, self._size + HEADER_BYTES, len(token_ids)))
-        self._size += len(record)
+        self._remember(key, _Place(step, start + HEADER_BYTES, len(token_ids)))
+
+    def _write(self, content: bytes) -> None:
+        """Append `content`. OSError if it was not written in full."""
+        if (written := self._file.write(content)) < len(content):
+            raise OSError(f"only {written} of {len(content)} bytes were written")
+        self._size += written
 
     def _drop_oldest(self, needed: int) -> None:
         """Rewrite the file with its newest responses, so that `needed` bytes fit."""

@@ -111,6 +111,14 @@ def test_a_response_to_the_same_key_replaces_the_earlier_one(path):
     store.close()
 
 
+def test_a_full_disk_at_startup_does_not_end_the_run(path, monkeypatch):
+    said = []
+    monkeypatch.setattr(response_store.ResponseStore, "_write", lambda self, content: os.write(-1, content))
+    store = ResponseStore(path, 1 << 20, said.append)
+    store.add(step=1, key=1, token_ids=tokens(1))
+    assert len(said) == 1 and "could not be written" in said[0] and not path.exists() and store.find(1) is None
+
+
 @pytest.mark.parametrize("fails", ["write", "rewrite"])
 def test_a_store_that_cannot_be_written_is_removed_and_the_run_continues(path, monkeypatch, fails):
     said = []

@@ -386,6 +386,18 @@ async def test_earlier_responses_change_no_token_and_most_are_accepted(engine, d
         spans = await drained(drafting, "decode")
         steps = sum(span.attributes["steps"] for span in spans)
         accepted[name] = sum(span.attributes.get("accepted", 0) for span in spans), steps
+    begun = {
+        each.id: Partial(expected[each.id].token_ids[:5], expected[each.id].log_probs[:5], 0)
+        for each in samples
+        if len(expected[each.id].token_ids) > 10
+    }  # on another engine
+    moved = [replace(each, draft=expected[each.id].token_ids) for each in samples if each.id in begun]
+    await drafting.drain()
+    found = {name: result async for name, result in drafting.generate(moved, drawn, begun)}
+    assert {name: each.token_ids.tolist() for name, each in found.items()} == {
+        name: expected[name].token_ids.tolist() for name in begun
+    }
+    assert sum(span.attributes.get("accepted", 0) for span in await drained(drafting, "decode")) > 3 * len(begun) > 0
     tokens, length = sum(map(len, right)), max(map(len, right))
     assert accepted["right"][0] > 0.8 * tokens and accepted["right"][1] < length / 4
     assert accepted["wrong in parts"][0] > 0.4 * tokens and accepted["shorter"][0] > 0

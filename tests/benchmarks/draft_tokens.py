@@ -2,7 +2,7 @@
 
     python tests/benchmarks/draft_tokens.py [--dtypes bfloat16 float32] [--samples 128] [--hidden 256] [--layers 6]
 
-A random Qwen2 that repeats itself generates the same seeded samples three times: in batches of 16, in batches of 4, and
+A random Qwen2 that repeats itself generates the same seeded samples in batches of 16, in batches of 4, one by one, and
 in batches of 16 with n-gram drafts. A response is compared with the first run up to its first differing token, because
 all later tokens have another context. Log-probs are compared up to there.
 """
@@ -29,7 +29,7 @@ from rlfuse.run import inference
 from rlfuse.samples import Prompt, Response, Sample, sample_seed
 from rlfuse.tasks.vocabulary import build_tokenizer
 
-BATCH, SMALL, PROMPT, RESPONSE = 16, 4, 32, 256
+BATCH, OTHERS, PROMPT, RESPONSE = 16, (4, 1), 32, 256
 
 
 def job(folder: str, options: argparse.Namespace, dtype: str, drafted: int) -> Config:
@@ -75,7 +75,7 @@ async def measured(folder: str, options: argparse.Namespace, slots: placement.Sl
     prompts = [Prompt(i, rng.integers(3, 90, PROMPT).astype(np.int32), "", (), "test", None) for i in range(10_000)]
     samples = [Sample(prompts[i], 1, 0, sample_seed(0, 1, i, 0)) for i in range(options.samples)]
     results = {}
-    for drafted, batches in ((0, (BATCH, SMALL)), (BATCH, (BATCH,))):
+    for drafted, batches in ((0, (BATCH, *OTHERS)), (BATCH, (BATCH,))):
         config = job(folder, options, dtype, drafted)
         [handle] = inference.rollout_handles(config, slots, Recorder("benchmark"), print)
         [start] = inference.engine_starts([handle], config, slots, lambda name: part(name, quiet=True))

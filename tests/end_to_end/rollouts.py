@@ -83,6 +83,13 @@ async def drained(engine, kind: str) -> list[Span]:
     return [span for span in await engine.drain() if span.kind == kind]
 
 
+async def drafts(engine: RolloutHandle) -> tuple[int, int]:
+    """(drafted, accepted) tokens since the engine was drained."""
+    spans = await drained(engine, "decode")
+    drafted, accepted = (sum(span.attributes.get(name, 0) for span in spans) for name in ("drafted", "accepted"))
+    return drafted, accepted
+
+
 def reference_log_probs(model, sample: Sample, tokens: np.ndarray, temperature: float) -> np.ndarray:
     """log_softmax(logits / temperature) of the response tokens, from Hugging Face in float32."""
     ids = torch.tensor(np.concatenate([sample.prompt.token_ids, tokens])).long()[None]
@@ -109,10 +116,12 @@ class HoldsModel:
         state = self.model.state_dict()
         save_file({name: state[name] for name in names}, path)
 
-    def change(self, factor: float):
+    def change(self, factor: float, name: str = ""):
+        """Multiply the weights whose name contains `name`."""
         with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.mul_(factor)
+            for each, parameter in self.model.named_parameters():
+                if name in each:
+                    parameter.mul_(factor)
 
 
 class Exporter:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# From a teacher to a student: PPO trains the teacher on the bundled task, then on-policy distillation trains the same
-# initial model by the teacher's log-probs. The rule only validates the student.
+# PPO trains a teacher on the bundled task, then on-policy distillation trains the same initial model with the teacher's
+# log-probs. The task's rule scores the student in validation only.
 #
 #   bash jobs/distill.sh                              both parts
 #   bash jobs/distill.sh actor.optim.lr=3e-4          settings of the last part can be changed

@@ -143,7 +143,7 @@ install_packages() {
         UV_FIND_LINKS=$folder uv_install "torch==$TORCH+cpu"
     elif pytorch_index_answers; then
         say "installing, torch from PyTorch's CPU index (a minute or two on a first run)"
-        if [ -n "$exact" ]; then # that index has a build of triton of its own
+        if [ -n "$exact" ]; then # that index has a separate build of triton
             sed -E 's/^(triton==[^ ]+) .*/\1/' "$exact" >.venv/constraints.txt
             exact=.venv/constraints.txt
         fi

@@ -27,7 +27,7 @@ measured() {
     python tests/benchmarks/quiet.py --note "$out/$name.quiet" "$@"
 }
 
-# train NAME WORD...: a run of its own, afresh
+# train NAME WORD...: a new run
 train() {
     local name=$1
     shift
@@ -119,7 +119,7 @@ gpu_slot() {
 left=()
 for picture in "$@"; do
     began=$SECONDS
-    # In a shell of its own: errors end it, and one picture that can't be made does not keep the others from it.
+    # In a subshell, which an error ends, so that the other pictures are still made.
     set +e
     (set -e; "$picture")
     status=$?

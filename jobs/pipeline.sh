@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# From demonstrations and preferences to two policies: supervised fine-tuning, then from its model a reward model and PPO
-# against it, and DPO on the same pairs. Both policies are evaluated by the true rule.
+# All stages on the bundled task: supervised fine-tuning; then preference pairs of its model's own responses; from these
+# pairs DPO, and a reward model with PPO against it. The task's rule labels the pairs and scores the policy of each stage.
 #
 #   bash jobs/pipeline.sh                                      all stages
 #   bash jobs/pipeline.sh trainer.total_training_steps=60      settings of PPO can be changed
@@ -17,13 +17,19 @@ train() { # stage, settings
 
 python -m rlfuse.cli prepare quickstart
 python -m rlfuse.cli prepare demonstrations
-python -m rlfuse.cli prepare preferences
 train sft experiment=sft trainer.total_training_steps=8
 policy=$(weights_of sft actor)
-train dpo experiment=dpo "model.path=$policy"
-train reward_model experiment=reward_model "model.path=$policy"
+echo "[pipeline] responses of this model, in pairs"
+run=runs/rlfuse/$name-sft
+python -m rlfuse.cli generate experiment=quickstart "$policy" --prompts .cache/rlfuse/remainder/train.parquet --score \
+    --out "$run/samples_for_pairs.jsonl" rollout.val_kwargs.n=8 rollout.val_kwargs.temperature=1
+python -m rlfuse.cli prepare pairs --from "$run/samples_for_pairs.jsonl" --out "$run/pairs"
+pairs=("data.train_files=[$run/pairs/train.parquet]" "data.val_files=[$run/pairs/val.parquet]" "model.path=$policy")
+train dpo experiment=dpo "${pairs[@]}" trainer.total_training_steps=40
+train reward_model experiment=reward_model "${pairs[@]}" trainer.total_training_steps=60
+# The rule only validates. Without a penalty on the KL to the fine-tuned model, PPO soon exploits the reward model.
 train ppo experiment=quickstart "model.path=$policy" "reward.model_path=$(weights_of reward_model reward_model)" \
-    'reward.weights=[0,1]' trainer.test_freq=4 "$@"
+    'reward.weights=[0,1]' algorithm.kl_ctrl.kl_coef=0.2 trainer.total_training_steps=10 trainer.test_freq=2 "$@"
 for stage in sft dpo ppo; do
     echo "[pipeline] held-out accuracy after $stage"
     python -m rlfuse.cli eval experiment=quickstart "$(weights_of "$stage" actor)"

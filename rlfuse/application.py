@@ -97,7 +97,7 @@ def run_job(job, sweep) -> float | None:
     """Run one composed job; in a sweep, return its last validation score.
 
     A failing job raises JobFailed in a sweep, so that Hydra's launchers continue with the other jobs; otherwise it ends
-    the process, because Hydra adds lines of its own to exceptions. A stop signal ends the whole sweep.
+    the process, because Hydra adds lines to exceptions. A stop signal ends the whole sweep.
     """
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode

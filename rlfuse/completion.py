@@ -7,12 +7,13 @@ line for the last word. Invariant: imports neither Hydra nor torch, so that the 
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rlfuse.cli import COMMANDS
+from rlfuse.cli import COMMANDS, MODULES
 from rlfuse.config.declare import Key
 from rlfuse.config.documentation import by_name, groups
 from rlfuse.config.prepared import FOLDERS
@@ -29,6 +30,25 @@ ACTIONS = {
     "completion": ("bash", "fish", "zsh"),
 }
 """Command -> words that may follow it."""
+TRAIN_OPTIONS = {
+    "--multirun": "a sweep: one job for each combination of values",
+    "--cfg": "print the composed job without running it: job | hydra | all",
+    "--resolve": "with --cfg: resolve references",
+    "--info": "print the files and presets of the job",
+    "--config-dir": "folder with custom presets",
+    "--config-name": "job file in --config-dir",
+    "--json-schema": "with --help: print the JSON schema of a job file",
+}
+PARSERS = {
+    "runs clean": "tools/listing.py:clean",
+    **{f"submit {action}": "tools/submission.py:_job_parser" for action in ACTIONS["submit"]},
+    **dict.fromkeys(("slots", "slots restore", "slots leave", "completion"), ""),
+    "slots drain": "tools/slots.py:main",
+    "plan --search": "tools/planning/search_command.py:main",
+}
+"""Command with an action -> function that adds its options, if not `main` of the command's file; empty: none."""
+ADDS_OPTIONS = re.compile(r"_?(\w+_)?parser|_?add_\w+")
+"""Names of functions that add options for others."""
 SCRIPTS = {
     "bash": """\
 # eval "$(rlfuse completion bash)" in ~/.bashrc
@@ -85,7 +105,7 @@ def main(argv: Sequence[str]) -> None:
         return
     parser = argparse.ArgumentParser(
         prog="rlfuse completion",
-        description="Print a script for tab completion of commands, keys, presets, values and files.",
+        description="Print a script for tab completion of commands, options, keys, presets, values and files.",
         epilog='for bash add to ~/.bashrc: eval "$(rlfuse completion bash)"',
     )
     parser.add_argument("shell", choices=SCRIPTS)
@@ -109,11 +129,59 @@ def _arguments(before: Sequence[str], word: str) -> Iterator[tuple[str, str]]:
     if len(before) == 1:
         yield from ((action, "") for action in ACTIONS.get(command, ()))
     takes_job = command in JOB_COMMANDS or before == ["reward", "replay"]
-    if takes_job and "=" in word:
+    if word.startswith("-"):
+        yield from _options(before)
+    elif takes_job and "=" in word:
         yield from _values(word)
     elif command not in ("completion", "prepare"):
         yield from _settings(word) if takes_job else ()
         yield from _files(word, (".yaml", ".yml") if command in ("train", "plan", "submit") else ())
+
+
+def _options(before: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the options of a command. They are read from its source, since its modules import large libraries."""
+    command = before[0]
+    if command not in COMMANDS:
+        return
+    yield "--help", "show the usage"
+    if command == "train":
+        yield from TRAIN_OPTIONS.items()
+        return
+    named = (f"{command} {each}" for each in before[1:])
+    adds = PARSERS.get(next((each for each in named if each in PARSERS), command), f"{_file_of(MODULES[command])}:main")
+    if adds:
+        yield from _added_options(*adds.split(":"))
+
+
+def _file_of(module: str) -> str:
+    return f"{module.removeprefix('rlfuse.').replace('.', '/')}.py"
+
+
+def _added_options(file: str, function: str) -> Iterator[tuple[str, str]]:
+    """Yield the options that a function adds to a parser, itself or by functions that `ADDS_OPTIONS` names."""
+    tree = ast.parse((Path(__file__).parent / file).read_bytes())
+    modules = {name.name: node.module for node in tree.body if isinstance(node, ast.ImportFrom) for name in node.names}
+    found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function]
+    for call in (node for each in found for node in ast.walk(each) if isinstance(node, ast.Call)):
+        name = getattr(call.func, "id", getattr(call.func, "attr", ""))
+        if name == "add_argument":
+            yield from _added(call)
+        elif ADDS_OPTIONS.fullmatch(name) and isinstance(call.func, ast.Name):
+            yield from _added_options(_file_of(module) if (module := modules.get(name)) else file, name)
+
+
+def _added(call: ast.Call) -> Iterator[tuple[str, str]]:
+    keywords = {each.arg: each.value for each in call.keywords}
+    about = keywords.get("help", ast.Constant(""))
+    pieces = about.values if isinstance(about, ast.JoinedStr) else [about]
+    text = "".join(str(each.value) if isinstance(each, ast.Constant) else "..." for each in pieces)
+    text = text.replace(" (%(default)s)", "").removeprefix("...")
+    is_switch = "BooleanOptionalAction" in ast.unparse(keywords.get("action", ast.Constant("")))
+    for option in (str(each.value) for each in call.args if isinstance(each, ast.Constant)):
+        if option.startswith("--") and "SUPPRESS" not in ast.unparse(about):
+            yield option, text
+            if is_switch:
+                yield option.replace("--", "--no-", 1), text
 
 
 def _settings(word: str) -> Iterator[tuple[str, str]]:

@@ -11,6 +11,7 @@ import codecs
 import errno
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -31,7 +32,11 @@ def plain(text: str) -> str:
 
 
 class _Stream:
-    """A text stream that ignores writes to a closed terminal: SIGHUP follows and stops the run."""
+    """A text stream that ignores writes to a closed terminal: SIGHUP follows and stops the run.
+
+    A pipe without a reader (the notebook was restarted) gives no signal: the stream sends SIGHUP to a run that handles
+    it, so that it stops with a checkpoint.
+    """
 
     def __init__(self, stream: TextIO):
         self._stream, self._is_terminal = stream, stream.isatty()
@@ -54,7 +59,9 @@ class _Stream:
         try:
             yield
         except OSError as error:
-            if not self._is_terminal or error.errno != errno.EIO:
+            if error.errno == errno.EPIPE and callable(signal.getsignal(signal.SIGHUP)):
+                os.kill(os.getpid(), signal.SIGHUP)
+            elif not self._is_terminal or error.errno != errno.EIO:
                 raise
 
     def __getattr__(self, name: str) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import traceback
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,14 +23,16 @@ MAX_CAUSES = 20
 def write_error(error: Exception) -> None:
     """Write the error and its causes to the file, if the environment names one."""
     if file := os.environ.get(VARIABLE):
-        Path(file).write_bytes(pickle.dumps([_packed(each) for each in _chain(error)]))
+        with suppress(OSError):  # a full disk, or the program and its folder are gone
+            Path(file).write_bytes(pickle.dumps([_packed(each) for each in _chain(error)]))
 
 
 def read_error(file: Path) -> BaseException | None:
     """Return the error with its causes; None if the job wrote none."""
-    if not file.is_file() or not (packed := file.read_bytes()):
+    try:
+        errors = [_unpacked(*each) for each in pickle.loads(file.read_bytes())]
+    except (OSError, EOFError, pickle.UnpicklingError):  # none, or an incomplete one
         return None
-    errors = [_unpacked(*each) for each in pickle.loads(packed)]
     for error, cause in pairwise(errors):
         error.__cause__ = cause
     return errors[0]

@@ -154,7 +154,7 @@ class EngineLost(WorkerLost):
 
 
 class EngineFailed(EngineLost):
-    """A rollout engine ended with an error of its own, which may end its replacement as well."""
+    """A rollout engine failed with an error that may also end its replacement."""
 
 
 class NotSaved(EngineError):

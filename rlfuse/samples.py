@@ -252,6 +252,11 @@ class Sample:
         """Number of prompt and response tokens; only the prompt's while there is no response."""
         return len(self.prompt.token_ids) + (len(self.response.token_ids) if self.response else 0)
 
+    @property
+    def loss_mask(self) -> np.ndarray:
+        """bool [T]: tokens in the actor's loss, trainable ones without masked ones."""
+        return _loss_mask(self.require_response().mask, self.tensors)
+
     def trained_tokens(self, model: str) -> int:
         """Return the number of tokens in the loss of `model`: trainable ones, for the actor without masked ones."""
         return _trained_tokens(model, self.require_response().mask, self.tensors)
@@ -269,9 +274,12 @@ def _mask(token_ids: np.ndarray, trainable: np.ndarray | None) -> np.ndarray:
     return np.ones(len(token_ids), dtype=bool) if trainable is None else trainable
 
 
+def _loss_mask(mask: np.ndarray, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
+    return mask & (tensors["loss_mask"] > 0) if "loss_mask" in tensors else mask
+
+
 def _trained_tokens(model: str, mask: np.ndarray, tensors: Mapping[str, np.ndarray]) -> int:
-    counts = model == "actor" and "loss_mask" in tensors
-    return int((mask & (tensors["loss_mask"] > 0)).sum() if counts else mask.sum())
+    return int((_loss_mask(mask, tensors) if model == "actor" else mask).sum())
 
 
 def padded(

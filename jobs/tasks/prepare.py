@@ -113,8 +113,7 @@ def prepare_images(
 def prepare_demonstrations(
     root: Path = FOLDERS["demonstrations"], settings: WarmStart | None = None, rows: Demonstrations | None = None
 ) -> PreparedTask:
-    """Write worked solutions of the quickstart task to `root`, and the policy that learns from them, the
-    quickstart's."""
+    """Write worked solutions of the quickstart task to `root`, and the quickstart's policy, which learns from them."""
     settings, rows = settings or WarmStart(), rows or Demonstrations()
 
     def build(folder: Path) -> None:
@@ -142,6 +141,21 @@ def prepare_preferences(
         shutil.copytree(policy.model_path, folder / "model")
 
     return _kept(root, {"warm_start": asdict(settings), "labeller": asdict(labeller)}, build)
+
+
+def prepare_pairs(root: Path = FOLDERS["pairs"], source: Path | None = None) -> PreparedTask:
+    """Write preference pairs of the scored responses in the file `source` to `root`."""
+    if source is None:
+        raise PrepareError("rlfuse prepare pairs: --from RESPONSES is missing; `rlfuse generate --score` writes them")
+
+    def build(folder: Path) -> None:
+        from rlfuse.tasks.response_pairs import write_pairs
+
+        write_pairs(folder, source)
+
+    contents = source.read_bytes() if source.is_file() else b""  # the file is checked when it is read
+    digest = hashlib.blake2b(contents, digest_size=8).hexdigest()
+    return _kept(root, {"pairs": str(source.resolve()), "digest": digest}, build)
 
 
 def prepare_judge(
@@ -207,6 +221,11 @@ TASKS = {
     "preferences": Task(
         prepare_preferences, "pairs of its answers, for a reward model or DPO", "rlfuse train experiment=reward_model"
     ),
+    "pairs": Task(
+        prepare_pairs,
+        "pairs of scored responses, --from `rlfuse generate`",
+        "rlfuse train experiment=dpo data.train_files=[data/pairs/train.parquet] data.val_files=[data/pairs/val.parquet]",
+    ),
     "judge": Task(prepare_judge, "a small judge of its answers; needs quickstart", "rlfuse train experiment=judge"),
     "long_video": Task(
         prepare_clips, "clips, questions about them, a small video model", "rlfuse train experiment=long_video"
@@ -229,7 +248,11 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("task", nargs="?", metavar="TASK", help=f"{', '.join(TASKS)}; omit it to list them")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="output folder; default: as listed")
     parser.add_argument(
-        "--from", dest="source", type=Path, metavar="COPY", help="gsm8k only: folder or file with a copy of it"
+        "--from",
+        dest="source",
+        type=Path,
+        metavar="FILE",
+        help="gsm8k: folder or file with a copy of it; pairs: responses of `rlfuse generate --score`",
     )
     arguments = parser.parse_args(argv)
     if arguments.task is None:
@@ -239,9 +262,9 @@ def main(argv: Sequence[str]) -> None:
         near = difflib.get_close_matches(arguments.task, TASKS, n=1)
         meant = f"did you mean {near[0]}?" if near else f"tasks: {', '.join(TASKS)}"
         raise PrepareError(f"rlfuse prepare {arguments.task}: unknown task; {meant}")
-    if arguments.source is not None and arguments.task != "gsm8k":
+    if arguments.source is not None and arguments.task not in ("gsm8k", "pairs"):
         raise PrepareError(
-            f"--from {arguments.source}: only supported by gsm8k; {arguments.task} is generated: remove the option"
+            f"--from {arguments.source}: only for gsm8k and pairs; {arguments.task} is generated: remove the option"
         )
     task, started = TASKS[arguments.task], time.monotonic()
     if arguments.task != "gsm8k":  # its download shows a progress bar
@@ -258,8 +281,8 @@ def listing() -> str:
     lines = ["rlfuse prepare TASK writes one of these:"]
     for name, task in TASKS.items():
         there = "ready" if (FOLDERS[name] / SETTINGS_FILE).is_file() else ""
-        lines.append(f"  {name:<12}{task.what:<52}{there:<7}{FOLDERS[name]}")
-        lines.append(f"  {'':<12}next: {task.then}")
+        lines.append(f"  {name:<16}{task.what:<56}{there:<7}{FOLDERS[name]}")
+        lines.append(f"  {'':<16}next: {task.then}")
     return "\n".join(lines)
 
 

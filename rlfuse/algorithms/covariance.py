@@ -1,8 +1,8 @@
 """Select the tokens whose covariance of log-prob and advantage lowers the entropy most, for Clip-Cov and KL-Cov.
 
-Cui et al. 2025, arXiv 2505.22617. The selection is made once per step over all response tokens of the batch, from the
-log-probs of the rollout engines. So it does not depend on how rows are split into micro-batches, and each update uses
-the same tokens; verl selects within each micro-batch, from the log-probs of the update. Pure functions.
+Cui et al. 2025, arXiv 2505.22617. The selection is made once per step over all tokens in the loss, from the log-probs
+of the rollout engines. So it does not depend on how rows are split into micro-batches, and each update uses the same
+tokens; verl selects within each micro-batch, from the log-probs of the update. Pure functions.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ SELECTING = frozenset({"clip_cov", "kl_cov"})
 
 def covariances(log_probs: np.ndarray, advantages: np.ndarray) -> np.ndarray:
     """Return each token's part of the covariance, float64 [tokens]: the product of both deviations from the mean."""
+    if not len(log_probs):
+        return np.empty(0)
     log_probs, advantages = log_probs.astype(np.float64), advantages.astype(np.float64)
     return (log_probs - log_probs.mean()) * (advantages - advantages.mean())
 

@@ -108,8 +108,16 @@ class Experience:
         return tuple(kind for kind in self.kinds if kind == "ref" or (kind == "old_log_prob" and not corrected))
 
     def groups_with_nonzero_std(self, groups: Sequence[Group]) -> list[int]:
-        """Return the indices of the groups that dynamic sampling keeps: groups whose rewards are not all equal."""
-        rewards = [[s.reward.value for s in group.samples if isinstance(s.reward, Reward)] for group in groups]
+        """Return the indices of the groups that dynamic sampling keeps: groups whose rewards are not all equal.
+
+        Groups whose baseline has no score are not kept, since they are not trained on.
+        """
+        rewards = [
+            [s.reward.value for s in group.samples if isinstance(s.reward, Reward)]
+            if group.baseline is None or isinstance(group.baseline.reward, Reward)
+            else []
+            for group in groups
+        ]
         return [i for i, flat in enumerate(has_zero_std(rewards, self.config.rollout.n)) if not flat]
 
     def can_train_before_batch_completes(self, model: str) -> bool:
@@ -290,8 +298,8 @@ class Experience:
         return self.config.actor.loss_mode in SELECTING
 
     def _select(self, samples: Sequence[Sample]) -> None:
-        """Fill `selected`: 1 on the tokens that the loss treats differently, else 0."""
-        masks = [sample.response.mask for sample in samples]
+        """Fill `selected`: 1 on the tokens that the loss treats differently, else 0. Only tokens in the loss count."""
+        masks = [sample.loss_mask for sample in samples]
         engine, advantages = [sample.response.log_probs for sample in samples], _named(samples, "advantages")
         covariance = covariances(flattened(engine, masks), flattened(advantages, masks))
         lengths, seeds = [int(mask.sum()) for mask in masks], [sample.seed for sample in samples]
@@ -370,7 +378,8 @@ class Experience:
         correction = self.config.algorithm.rollout_correction
         if correction.is_enabled:
             weights = flattened(_named(samples, "is_weights"), masks)
-            metrics["rollout_corr/rollout_is_mean"] = float(weights.mean())
+            if correction.rollout_is is not None:
+                metrics["rollout_corr/rollout_is_mean"] = float(weights.mean())
             metrics["rollout_corr/rollout_rs_masked_fraction"] = float((weights == 0).mean())
         return metrics
 

@@ -20,11 +20,7 @@ KL_KINDS = Registry("algorithm.kl_penalty")
 
 
 def kl_estimate(
-    log_probs: Tensor,
-    ref_log_probs: Tensor,
-    kind: str,
-    key: str | None = None,
-    kwargs: Mapping[str, Any] = NO_KWARGS,
+    log_probs: Tensor, ref_log_probs: Tensor, kind: str, key: str | None = None, kwargs: Mapping[str, Any] = NO_KWARGS
 ) -> Tensor:
     """Estimate KL(policy || reference) in nats per token, from tokens sampled by the policy; the shape is kept.
 

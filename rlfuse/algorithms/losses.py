@@ -169,12 +169,7 @@ def sapo(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, tau_pos: 
 
 @LOSS_MODES.built_in()
 def clip_cov(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    selected: Tensor,
-    clip_low: float,
-    clip_high: float,
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, selected: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute Clip-Cov (Cui et al. 2025, arXiv 2505.22617): PPO's clipped objective, 0 on the `selected` tokens.
 

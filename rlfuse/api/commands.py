@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 Source = str | os.PathLike[str] | Config | None
 Model = str | os.PathLike[str] | Run | Mapping[str, Any] | None
 PYTHON = [sys.executable, "-P", "-m"]
+MODES = ("-m", "--multirun", "-c", "--cfg", "-i", "--info", "-h", "--help")
+"""Options of the command line that do not run one job."""
 
 
 def train(
@@ -177,13 +179,15 @@ def plan(
     }
     given = [word for option, value in options.items() if value is not None for word in (option, f"{value}")]
     words, text, fits = _words(job, overrides, model, reward, {"train": dataset}, settings), io.StringIO(), True
-    with redirect_stdout(text):
+    notes = io.StringIO()
+    with redirect_stdout(text), redirect_stderr(notes):
         try:
             main([*given, *words])
         except SystemExit as end:
             if end.code != DOES_NOT_FIT:
-                raise
+                raise ConfigError([notes.getvalue().strip().rpartition("\n")[2]]) from None
             fits = False
+    sys.stderr.write(notes.getvalue())
     return Plan(fits, text.getvalue())
 
 
@@ -196,8 +200,8 @@ def _words(
     settings: Mapping[str, Any],
 ) -> list[str]:
     """Return the words of the command line with the same job. `data`: rows of data.{name}_files by name."""
-    words = [] if job is None else [job_file(job) if isinstance(job, Config) else os.fspath(job)]
-    words += overrides
+    job = job_file(job) if isinstance(job, Config) else job
+    words = [_word(each) for each in (*([] if job is None else [job]), *overrides)]
     if isinstance(model, Run):
         model = _checkpoint_model(model)
     if model is not None:
@@ -208,6 +212,17 @@ def _words(
         words += setting_words({"reward": {**group, **functions}})
     files = {f"{name}_files": [data_file(rows, name)] for name, rows in data.items() if rows is not None}
     return [*words, *setting_words({"data": files}), *setting_words(settings)]
+
+
+def _word(given: Any) -> str:
+    """Return a job file or an override as a word of the command line. Raises ConfigError for anything else."""
+    valid = "pass a job file, a rlfuse.Config or overrides such as 'rollout.n=8'; keyword arguments take dicts"
+    if isinstance(given, Run) or not isinstance(given, str | os.PathLike):
+        raise ConfigError([f"{given}: is a {type(given).__name__}; {valid}"])
+    word = os.fspath(given)
+    if word.partition("=")[0] in MODES:
+        raise ConfigError([f"{word}: is an option of the command line; {valid}, and call the function once per job"])
+    return word
 
 
 def _evaluation_words(

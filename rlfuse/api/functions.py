@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_CLASS
 
 from rlfuse.api.inputs import write_input
 from rlfuse.errors import RewardError
@@ -86,16 +87,19 @@ def _existing_reference(function: Any) -> str | None:
         return None
     if "site-packages" in Path(file).parts or module.__name__.partition(".")[0] == __name__.partition(".")[0]:
         return f"{module.__name__}:{name}"
-    return None if "." in module.__name__ else f"{os.path.relpath(file)}:{name}"
+    is_package = hasattr(module, "__path__")
+    return None if "." in module.__name__ or is_package else f"{os.path.relpath(file)}:{name}"
 
 
 def _write(function: Any) -> str:
     name = _name(function)
-    pickled, cells = _pickled(function, name)
+    pickled, cells = _pickled(function, name, _Pickler)
+    identity, _ = _pickled(function, name, _IdentityPickler)
     text = base64.b64encode(pickled).decode()
     lines = "\n".join(text[at : at + LINE] for at in range(0, len(text), LINE))
     content = SHIPPED.format(name=name, folders=_module_folders(), cells=cells, pickled=lines)
-    return f"{write_input(f'{name}.py', content.encode())}:{name}"
+    identity += repr((cells, _module_folders())).encode()
+    return f"{write_input(f'{name}.py', content.encode(), identity)}:{name}"
 
 
 def _name(function: Any) -> str:
@@ -112,10 +116,10 @@ def _module_folders() -> list[str]:
     return [each for each in dict.fromkeys(folders) if not each.startswith(installed)]
 
 
-def _pickled(function: Any, name: str) -> tuple[bytes, dict[str, str]]:
+def _pickled(function: Any, name: str, kind: type[_Pickler]) -> tuple[bytes, dict[str, str]]:
     """Return (pickle, source of the notebook cells in it by name). Raises RewardError if it can't be pickled."""
     buffer = io.BytesIO()
-    pickler = _Pickler(buffer)
+    pickler = kind(buffer)
     try:
         pickler.dump(function)
     except Exception as error:
@@ -146,3 +150,21 @@ class _Pickler(cloudpickle.Pickler):
             self.cells[file] = source
         build, arguments = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
         return build, tuple(file if each in (code.co_filename, UNNAMED) else each for each in arguments)
+
+
+class _IdentityPickler(_Pickler):
+    """A pickler whose output is equal in each process; it can't be loaded.
+
+    Otherwise the order of sets depends on the hash seed, and cloudpickle gives a class a random number.
+    """
+
+    def persistent_id(self, value: Any) -> Any:
+        return (type(value).__name__, sorted(value, key=repr)) if isinstance(value, set | frozenset) else None
+
+    def reducer_override(self, value: Any) -> Any:
+        reduced = super().reducer_override(value)
+        number = _DYNAMIC_CLASS_TRACKER_BY_CLASS.get(value) if isinstance(value, type) else None
+        if reduced is NotImplemented or number is None:
+            return reduced
+        build, arguments, *rest = reduced
+        return build, tuple(None if each is number else each for each in arguments), *rest

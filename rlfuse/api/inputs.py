@@ -18,18 +18,23 @@ from typing import Any
 import yaml
 from omegaconf import MISSING
 
+from rlfuse.api.words import plain_value
+from rlfuse.config.keys import explain_name
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import by_name
-from rlfuse.errors import DataError
+from rlfuse.errors import ConfigError, DataError
 from rlfuse.files import atomic_write
 
 FOLDER = Path(".cache/rlfuse/inputs")
 JOB_NAME = "job"
 
 
-def write_input(name: str, content: bytes) -> str:
-    """Write an input file, unless it exists; return its path, relative to the working folder."""
-    path = FOLDER / hashlib.blake2b(content, digest_size=8).hexdigest() / name
+def write_input(name: str, content: bytes, identity: bytes | None = None) -> str:
+    """Write an input file, unless it exists; return its path, relative to the working folder.
+
+    `identity`: bytes that are equal for equal inputs, if `content` also depends on the process.
+    """
+    path = FOLDER / hashlib.blake2b(identity or content, digest_size=8).hexdigest() / name
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as partial:
@@ -39,8 +44,21 @@ def write_input(name: str, content: bytes) -> str:
 
 def job_file(config: Config) -> str:
     """Return the path of a job file with all values of `config`. Secrets from the environment remain references."""
-    settings = _without_missing(by_name(dataclasses.asdict(config)))
+    if unknown := _unknown_attributes(config):
+        raise ConfigError(unknown)
+    settings = _without_missing(by_name(plain_value(dataclasses.asdict(config), "")))
     return write_input(f"{JOB_NAME}.yaml", yaml.safe_dump(settings, sort_keys=False).encode())
+
+
+def _unknown_attributes(group: Any, prefix: str = "") -> list[str]:
+    """Return a problem for each attribute that is not a key; Python permits such assignments to dataclasses."""
+    names, found = {each.name for each in dataclasses.fields(group)}, []
+    for name, value in vars(group).items():
+        if name not in names:
+            found.append(explain_name(f"{prefix}{name}", None) or f"{prefix}{name}: is not a key")
+        elif dataclasses.is_dataclass(value):
+            found += _unknown_attributes(value, f"{prefix}{name}.")
+    return found
 
 
 def _without_missing(settings: dict[str, Any]) -> dict[str, Any]:
@@ -82,10 +100,13 @@ def _parquet(table: Any, name: str) -> bytes:
     if not count:
         raise DataError(f"{name}: has no rows")
     buffer = io.BytesIO()
-    if hasattr(table, "features"):
-        table.to_parquet(buffer)
-    else:
-        table.to_parquet(buffer, index=False)
+    try:
+        table.to_parquet(buffer, **({} if hasattr(table, "features") else {"index": False}))
+    except Exception as error:  # for example a column with values of several types
+        why = " ".join(str(error).split())[:300]
+        raise DataError(
+            f"{name}: can't be written as a Parquet file ({type(error).__name__}: {why}); correct it"
+        ) from error
     return buffer.getvalue()
 
 
@@ -101,7 +122,7 @@ def _line(row: Any, name: str, number: int) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Return arrays and numbers of numpy as Python's."""
+    """Convert numpy arrays and numbers to Python objects."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"a value of type {type(value).__name__} can't be written as JSON")

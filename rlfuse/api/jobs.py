@@ -1,7 +1,7 @@
 """Run a command of rlfuse in a separate process, show its output, and raise its errors.
 
 An interrupt of the program or notebook cell, or the time limit, stops a job like Ctrl-C, with a checkpoint. A second
-interrupt ends it at once.
+interrupt ends it at once, a third kills it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from rlfuse.errors import RlfuseError
 STEP_S = 600.0
 """Time for the current step after a stop request; then the job is ended at once."""
 STOPPING_S = 60.0
+OUTPUT_S = 5.0
+"""Time for the last output of an ended job, whose pipe a surviving child process may keep open."""
 MAX_LINES = 60
 KERNEL_VARIABLES = ("FORCE_COLOR", "CLICOLOR_FORCE", "CLICOLOR", "MPLBACKEND")
 """Environment variables of the notebook kernel that the job must not inherit, because its output is a pipe."""
@@ -60,6 +62,7 @@ class Job(Generic[Result]):
         self._last: deque[str] = deque(maxlen=MAX_LINES)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+        threading.Thread(target=self._end_output, daemon=True).start()
 
     @property
     def running(self) -> bool:
@@ -70,12 +73,12 @@ class Job(Generic[Result]):
 
         Raises the error of the job with its causes, or JobError if it left none or took longer than `timeout_s`.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
+            deadline = None if timeout_s is None else time.monotonic() + timeout_s
             while (line := self._lines.get(timeout=_left(deadline))) is not None:
                 show(line)
             self._lines.put(None)  # for another call of `follow`
-            status = self._process.wait(STOPPING_S)
+            status = self._process.wait(_left(deadline))
         except (queue.Empty, subprocess.TimeoutExpired):
             self.stop()
             raise JobError(
@@ -99,10 +102,10 @@ class Job(Generic[Result]):
         except (subprocess.TimeoutExpired, KeyboardInterrupt):
             try:
                 self._interrupt(STOPPING_S)
-            except subprocess.TimeoutExpired:
+            except (subprocess.TimeoutExpired, KeyboardInterrupt):
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait(STOPPING_S)
-        self._reader.join(STOPPING_S)
+        self._reader.join(OUTPUT_S)
         if self._last:
             show(self._last[-1])
 
@@ -115,6 +118,11 @@ class Job(Generic[Result]):
             text = plain(line.rstrip()).replace(self._here, "")
             self._last.append(text)
             self._lines.put(text)
+        self._lines.put(None)
+
+    def _end_output(self) -> None:
+        self._process.wait()
+        self._reader.join(OUTPUT_S)
         self._lines.put(None)
 
     def _end(self) -> str:

@@ -5,6 +5,7 @@ Later words win: the job, then overrides, then keyword settings.
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,8 @@ from rlfuse.errors import ConfigError
 
 SPECIAL = re.compile(r"([\\()\[\]{}:=,\s])")
 """Characters that Hydra requires to be escaped in a key of a dictionary."""
+KEY = re.compile(r"[^\x00-\x1f!\"#&';<>^`~\x7f-\U0010ffff]+")
+"""Keys that Hydra can parse."""
 
 
 def setting_words(settings: Mapping[str, Any], group: str = "") -> list[str]:
@@ -34,25 +37,53 @@ def setting_words(settings: Mapping[str, Any], group: str = "") -> list[str]:
     return words
 
 
+def plain_value(value: Any, name: str) -> Any:
+    """Return a value as None, bool, int, float, str, list or dict; arrays and numbers of numpy and torch as Python's.
+
+    Raises ConfigError for a type that a job can't have.
+    """
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int | float):
+        return int(value) if isinstance(value, int) else float(value)
+    if isinstance(value, str | os.PathLike):
+        return str(os.fspath(value))
+    if isinstance(value, Mapping):
+        is_key = name in by_name()
+        return {
+            str(key): plain_value(each, name if is_key else f"{name}.{key}".lstrip(".")) for key, each in value.items()
+        }
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return [plain_value(each, name) for each in value]
+    valid = "a setting is a number, text, path, None, or a list or dict of these"
+    more = "; write the function in a file and give path/file.py:name" if inspect.isroutine(value) else ""
+    more = "; pass it as the argument `reward`" if name == "reward.functions" else more
+    raise ConfigError([f"{name}: got {type(value).__name__}; {valid}{more}"])
+
+
 def as_hydra(value: Any, name: str) -> str:
     """Return a value in Hydra's syntax. Raises ConfigError for a type that a job can't have."""
+    return _spelled(plain_value(value, name), name)
+
+
+def _spelled(value: Any, name: str) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, str | os.PathLike):
-        return QuotedString(text=os.fspath(value), quote=Quote.single).with_quotes()
-    if isinstance(value, Mapping):
-        pairs = [f"{_escaped(str(key))}: {as_hydra(each, name)}" for key, each in value.items()]
-        return f"{{{', '.join(pairs)}}}"
-    if isinstance(value, Sequence):
-        return f"[{', '.join(as_hydra(each, name) for each in value)}]"
-    valid = "a setting is a number, text, path, None, or a list or dict of these"
-    more = "; write the function in a file and give path/file.py:name" if callable(value) else ""
-    raise ConfigError([f"{name}: got {type(value).__name__}; {valid}{more}"])
+    if isinstance(value, str):
+        return QuotedString(text=value, quote=Quote.single).with_quotes()
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_escaped(key, name)}: {_spelled(each, name)}' for key, each in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(_spelled(each, name) for each in value)}]"
+    return repr(value)
 
 
-def _escaped(key: str) -> str:
+def _escaped(key: str, name: str) -> str:
+    if not KEY.fullmatch(key):
+        raise ConfigError(
+            [f"{name}: the key {key!r} has characters that an override can't have; write it in a job file"]
+        )
     return SPECIAL.sub(r"\\\1", key)

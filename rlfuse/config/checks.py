@@ -32,7 +32,8 @@ from rlfuse.config.parallelism import problem as _problem
 from rlfuse.config.prepared import command_for
 from rlfuse.config.quantization import quantization_problems
 from rlfuse.config.rewards import names_code, read_entries
-from rlfuse.config.schema import HISTORY, Config
+from rlfuse.config.rollout import HISTORY
+from rlfuse.config.schema import Config
 
 Check = Callable[[Config, Facts], Iterator[str]]
 ENGINE_COUNTS = frozenset(
@@ -370,6 +371,8 @@ def _reward(config: Config, facts: Facts) -> Iterator[str]:
     reward = config.reward
     entries, problems = read_entries(reward.functions, reward.weights, reward.model_path, config.uses_rewards)
     yield from problems
+    if reward.model_head is not None and reward.model_path is None:
+        yield _problem(config, "reward.model_head", "is the head of a reward model", "set reward.model_path")
     if reward.device == "cuda" and facts.cuda is False:
         yield _problem(config, "reward.device", "needs GPUs in the job's slots", "set reward.device=auto")
     for function in (entry.path for entry in entries if names_code(entry.path)):
@@ -453,7 +456,9 @@ def _reference(config: Config, facts: Facts) -> Iterator[str]:
     if not config.ref.sync_ref_model:
         return
     name, off = "ref.sync_ref_model", "set ref.sync_ref_model=false"
-    if not config.uses_reference:
+    if not config.uses_reference and config.trainer.is_offline:
+        yield _problem(config, name, f"trainer.task={config.trainer.task} has no reference policy", off)
+    elif not config.uses_reference:
         valid = "has no effect without a KL penalty or loss"
         yield _problem(config, name, valid, f"set actor.use_kl_loss=true or algorithm.use_kl_in_reward=true, or {off}")
     if config.training.pipeline_parallel_size > 1:
@@ -483,6 +488,8 @@ def _offline(config: Config, facts: Facts) -> Iterator[str]:
         yield _problem(config, "data.train_batch_size", valid, f"set {config.slots} or more")
     if config.data.sampler is not None:
         yield _problem(config, SAMPLER, f"must be null with {task}", "remove it")
+    if config.ref.sync_ref_model:
+        yield _problem(config, "ref.sync_ref_model", f"must be false with {task}", "remove it")
     if facts.video:
         yield _problem(config, "model.path", f"{task} does not support training on clips", "give a text model")
 
@@ -532,10 +539,10 @@ _OF_SAMPLES = (
     tensor_parallel_problems,
 )
 _OF_SAMPLES += (sequence_parallel_problems, _drained, _video, _tower, _reward, _kl, _reference, _distillation)
-_POLICY = (_offline, _offline_policy, tensor_parallel_problems, sequence_parallel_problems)
+_POLICY = (_offline, _offline_policy, _reference, tensor_parallel_problems, sequence_parallel_problems)
 _OFFLINE: dict[str, tuple[Check, ...]] = {
     "sft": _POLICY,
     "dpo": _POLICY,
-    "reward_model": (_offline, _reward_model),
+    "reward_model": (_offline, _reward_model, _reference),
 }
 """Offline task -> its checks, instead of those of samples."""

@@ -30,10 +30,7 @@ _started = psutil.Process().create_time() - 1  # its clock has a resolution of u
 
 
 def load(
-    key: str,
-    value: str,
-    module: Callable[[Path], ModuleType] | None = None,
-    arguments: Collection[str] | None = None,
+    key: str, value: str, module: Callable[[Path], ModuleType] | None = None, arguments: Collection[str] | None = None
 ) -> Callable[..., Any]:
     """Return the function that a key names. Raises ConfigError for an invalid one.
 

@@ -34,6 +34,8 @@ class Traits:
         for name in (*switches, "each_reward"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+        if self.needs_baseline and not self.needs_rewards:
+            raise ValueError("needs_rewards=False must be True with needs_baseline=True, which reads a score")
 
 
 ESTIMATORS = {

@@ -110,8 +110,8 @@ def _reason(text: str, line: int) -> str:
     """Return why the setting on `line` is undecided: its comment, on the line or above it."""
     *above, given = text.splitlines()[:line]
     comments = list(itertools.takewhile(lambda each: each.lstrip().startswith("#"), reversed(above)))
-    beside = given.partition(MISSING)[2].strip()
-    words = [beside] if beside.startswith("#") else reversed(comments)
+    trailing = given.partition(MISSING)[2].strip()
+    words = [trailing] if trailing.startswith("#") else reversed(comments)
     reason = " ".join(word.strip().lstrip("#").strip() for word in words)
     return f"is undecided ({reason}); write a value" if reason else "is undecided; write a value"
 

@@ -6,6 +6,7 @@ may also have, are reported as unknown.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from rlfuse.config.rewards import RewardEntry
 
 OPTION = "--json-schema"
 Schema = dict[str, Any]
+_DEFINITIONS = "#/definitions/"
 _REFERENCE = {"type": "string", "pattern": r"\$\{.+\}"}
 """A value with a reference to another key, `${key}`, or an expression."""
 _FUNCTION = {"type": "string", "pattern": r"^.+\.py:[A-Za-z_]\w*$"}
@@ -55,11 +57,15 @@ def job_schema(presets: Mapping[str, Sequence[str]]) -> Schema:
 def _below(prefix: str) -> dict[str, Schema]:
     """Return the keys and groups below a prefix, by the rest of their names."""
     names = [name for name in (*groups(), *by_name()) if name.startswith(prefix)]
-    return {name.removeprefix(prefix): {"$ref": f"#/definitions/{name}"} for name in names}
+    return {name.removeprefix(prefix): {"$ref": f"{_DEFINITIONS}{name}"} for name in names}
 
 
 def _closed(properties: Mapping[str, Schema], description: str = "") -> Schema:
     found: Schema = {"type": "object", "additionalProperties": False, "properties": dict(properties)}
+    refers = {name: each.get("$ref", "").removeprefix(_DEFINITIONS) for name, each in properties.items()}
+    dictionaries = {key.name for key in by_name().values() if key.type.startswith("dict")}
+    if free := [re.escape(name) for name, key in refers.items() if key in dictionaries]:
+        found["patternProperties"] = {rf"^({'|'.join(free)})\..": {}}
     return {"description": description} | found if description else found
 
 

@@ -8,6 +8,7 @@ FOLDERS = {
     "quickstart": Path(".cache/rlfuse/remainder"),
     "demonstrations": Path(".cache/rlfuse/demonstrations"),
     "preferences": Path(".cache/rlfuse/preferences"),
+    "pairs": Path("data/pairs"),
     "judge": Path(".cache/rlfuse/judge"),
     "long_video": Path(".cache/rlfuse/clips"),
     "images": Path(".cache/rlfuse/images"),

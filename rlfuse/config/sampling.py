@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rlfuse.config.schema import Config, RolloutConfig, ValKwargs
+from rlfuse.config.rollout import RolloutConfig, ValKwargs
+from rlfuse.config.schema import Config
 from rlfuse.protocols import Sampling
 
 

@@ -13,25 +13,17 @@ from rlfuse.config.declare import (
     ADVANTAGE,
     BATCH,
     ESTIMATOR,
-    FRAMES,
     KL_CONTROL,
-    LENGTH,
-    LOGGING,
     LOSS,
     LOSS_WEIGHTS,
     OPTIMIZER,
     ORDER,
     PROMPTS,
     RESOURCES,
-    RESUME_FROM,
     ROUNDING,
-    RUN_NAME,
     SAMPLING,
-    SAVING,
     SCHEDULING,
     STORED,
-    TOLERANCE,
-    TRAINED,
     UPDATES,
     VALIDATION,
     WEIGHTS,
@@ -42,6 +34,9 @@ from rlfuse.config.declare import (
 from rlfuse.config.estimators import describe_choices
 from rlfuse.config.parallel_mesh import ParallelMesh
 from rlfuse.config.rewards import RewardConfig
+from rlfuse.config.rollout import RolloutConfig
+from rlfuse.config.trainer import AlertsConfig, TrainerConfig
+from rlfuse.config.video import VideoConfig
 
 _KL_ESTIMATORS = "k1 | kl (same as k1) | k2 | mse (same as k2) | k3 | low_var_kl (same as k3) | abs"
 
@@ -118,112 +113,6 @@ class ModelConfig:
     activation_disk_mb: int = key(0, SCHEDULING, unit="MiB", at_least=0)
     """Disk space per rank for offloaded activations, below trainer.default_local_dir; every such micro-batch writes
     its own data."""
-
-
-@dataclass
-class ValKwargs:
-    """Sampling parameters of validation, `rlfuse eval` and `rlfuse generate`."""
-
-    n: int = key(1, VALIDATION, at_least=1)
-    """Number of responses per validation prompt."""
-    temperature: float = key(0.0, VALIDATION, at_least=0)
-    """Sampling temperature; 0 is greedy decoding."""
-    top_p: float = key(1.0, VALIDATION, above=0, at_most=1)
-    """Nucleus sampling: cumulative probability of the tokens to sample from; 1 disables it."""
-    top_k: int = key(-1, VALIDATION, at_least=1, or_minus_one=True)
-    """Number of most likely tokens to sample from; -1: all."""
-    min_p: float = key(0.0, VALIDATION, at_least=0, at_most=1)
-    """Minimum probability of a token, relative to the most likely token; 0 disables it."""
-
-
-HISTORY = "history"
-
-
-@dataclass
-class RolloutConfig:
-    """Generation: vLLM engines and sampling parameters. Each engine uses tensor_model_parallel_size slots."""
-
-    name: str = key("vllm", TRAINED, choices="vllm | transformers (CPUs; models that vLLM does not support)")
-    """Rollout engine."""
-    n: int = key(1, BATCH, at_least=1)
-    """Number of responses per prompt (the group size)."""
-    temperature: float = key(
-        1.0,
-        SAMPLING,
-        above=0,
-        remedy="training compares sampled responses; for greedy validation set rollout.val_kwargs.temperature=0",
-    )
-    """Sampling temperature; the trainer divides its logits by the same value."""
-    top_p: float = key(1.0, SAMPLING, above=0, at_most=1)
-    """Nucleus sampling: cumulative probability of the tokens to sample from; 1 disables it. Below 1, the engine's
-    log-probs are those of the truncated distribution."""
-    top_k: int = key(-1, SAMPLING, at_least=1, or_minus_one=True)
-    """Number of most likely tokens to sample from; -1: all."""
-    min_p: float = key(0.0, SAMPLING, at_least=0, at_most=1)
-    """Minimum probability of a token, relative to the most likely token; 0 disables it. As with top_p, log-probs are
-    those of the truncated distribution."""
-    stop: list[str] = key([], SAMPLING)
-    """Stop strings, in training and validation. The tokens up to and including the stop string are kept, scored and
-    trained on."""
-    tensor_model_parallel_size: int = key(1, SCHEDULING, at_least=1)
-    """Tensor-parallel size of each engine; the number of engines is the number of slots divided by it."""
-    gpu_memory_utilization: float = key(0.5, RESOURCES, above=0, at_most=1)
-    """Fraction of device memory that an engine may use (GPUs). The KV cache is never larger than max_num_seqs samples
-    of maximum length need."""
-    free_cache_engine: bool | None = key(None, RESOURCES)
-    """Free the engine's device memory while the trainer runs (GPUs); null: only if the memory plan shows that both do
-    not fit (see `rlfuse plan`)."""
-    kv_cache_memory_mb: int = key(256, RESOURCES, unit="MiB", at_least=1)
-    """KV cache size of an engine on CPU hosts."""
-    max_num_seqs: int = key(256, RESOURCES, at_least=1)
-    """Maximum number of sequences that an engine decodes concurrently."""
-    weight_transfer: str = key(
-        "auto",
-        RESOURCES,
-        choices="auto (ipc on GPUs unless training is pipelined, else shm) | shm | ipc",
-        rejected={"nccl": "NCCL rejects two ranks on one GPU, and a slot's engine and trainer rank share a GPU"},
-    )
-    """Transport of new weights from the trainer to the engines."""
-    kv_transfer: str = key("auto", RESOURCES, choices="auto (shm) | shm | nixl (CPU hosts only)")
-    """Transport of the KV cache of a migrated sample to its new engine."""
-    disaggregate: str = key(
-        "auto",
-        SCHEDULING,
-        choices="auto (if the simulated gain exceeds the measured error) | off | on (one node)",
-    )
-    """Prefill/decode disaggregation: some engines only prefill and transfer the KV caches to engines that only
-    decode."""
-    draft: str = key(
-        "ngram",
-        Resume(Effect.NEXT_STEP, "with history, other random draws; otherwise the same results up to rounding"),
-        choices="ngram (repeat what followed the last tokens before) | suffix (the same in all earlier responses; "
-        "CPUs; requires arctic-inference) | history (the previous response to the same prompt)",
-    )
-    """Source of draft tokens. ngram and suffix are used by fusion.tail_speculation and change no token. history is used
-    for all samples of prompts seen before: seeds do not depend on the step, so most of the previous response is drawn
-    again while the policy has moved little. Each response is an exact sample of the policy, but those to a prompt
-    are correlated over epochs. Steps repeated after a crash and `rlfuse eval` draft with every value."""
-    draft_store_mb: int = key(256, RESOURCES, unit="MiB", at_least=0)
-    """Maximum size of the file of earlier responses that serve as drafts (drafts.bin in the run folder); beyond it the
-    oldest are dropped. 0: none are stored."""
-    scheduler: str = key("fast", RESOURCES, choices="fast (shorter code path for decode steps) | vllm (vLLM's own)")
-    """Scheduler of the engines; tokens and log-probs are identical."""
-    update_weights_bucket_mb: int = key(512, RESOURCES, unit="MiB", at_least=1)
-    """Bucket size of weight transfers; the trainer allocates at most two buckets."""
-    quantization: str | None = key(
-        None,
-        SAMPLING,
-        choices="fp8_per_channel (CPUs; GPUs of compute capability 8.9 or more) | fp8_per_tensor (GPUs only) | "
-        "fp8_per_block (GPUs only) | int8_per_channel_weight_only (MoE experts only; GPUs only)",
-        rejected={"fp8": "in vLLM this is an 8-bit checkpoint; names of online quantization give the granularity"},
-    )
-    """Online 8-bit quantization of the engines' linear layers by vLLM, repeated at every weight transfer; null: none.
-    Requires algorithm.rollout_correction."""
-    on_mismatch: str = key("stop", TOLERANCE, choices="stop | alert")
-    """Action if the log-probs of engines and trainer for the same tokens differ after the first weight transfer."""
-    engine_kwargs: dict[str, Any] = key({}, SAMPLING)
-    """Additional arguments of vLLM's AsyncEngineArgs, by name."""
-    val_kwargs: ValKwargs = field(default_factory=ValKwargs)
 
 
 @dataclass
@@ -328,7 +217,7 @@ class OptimConfig:
     betas: list[float] = key([0.9, 0.999], OPTIMIZER)
     """Decay rates of AdamW's two moment estimates, each 0 or more and below 1."""
     eps: float = key(1e-8, OPTIMIZER, above=0)
-    """Number that AdamW adds to the root of its second moment."""
+    """Term that AdamW adds to the denominator for numerical stability."""
     lr_warmup_steps: int = key(-1, OPTIMIZER, at_least=0, or_minus_one=True)
     """Training steps of linear warmup; the first step has rate 0. -1 or 0: use lr_warmup_steps_ratio."""
     lr_warmup_steps_ratio: float = key(0.0, OPTIMIZER, at_least=0, at_most=1)
@@ -368,9 +257,7 @@ class ActorConfig:
     )
     """When the optimizer state is on the device (GPUs); never during generation."""
     grad_accum_dtype: str = key(
-        "float32",
-        OPTIMIZER,
-        choices="float32 | bfloat16 (half the memory; error of 2 % over 256 micro-batches)",
+        "float32", OPTIMIZER, choices="float32 | bfloat16 (half the memory; error of 2 % over 256 micro-batches)"
     )
     """Data type for accumulating the gradients of bfloat16 weights."""
     cuda_graphs: str = key("auto", ROUNDING, choices="auto (small models limited by kernel launches) | on | off")
@@ -378,7 +265,7 @@ class ActorConfig:
     grad_clip: float = key(1.0, OPTIMIZER, at_least=0)
     """Maximum global gradient norm; 0: no clipping. Updates with a non-finite norm are always skipped."""
     ppo_max_token_len_per_gpu: int = key(16384, SCHEDULING, unit="tokens", at_least=1)
-    """Maximum tokens per micro-batch and rank; a longer sequence forms a micro-batch of its own."""
+    """Maximum tokens per micro-batch and rank; a longer sequence forms a separate micro-batch."""
     ppo_micro_batch_size_per_gpu: int | None = key(None, SCHEDULING, at_least=1)
     """Maximum sequences per micro-batch and rank; null: limited only by ppo_max_token_len_per_gpu."""
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -409,13 +296,13 @@ class ActorConfig:
     tau_neg: float = key(1.05, LOSS_WEIGHTS, above=0)
     """loss_mode=sapo: temperature of the gate for all other advantages."""
     clip_cov_ratio: float = key(0.0002, LOSS_WEIGHTS, above=0, at_most=1)
-    """loss_mode=clip_cov: fraction of the response tokens of a step without a gradient."""
+    """loss_mode=clip_cov: fraction of a step's tokens in the loss without a gradient."""
     clip_cov_lb: float = key(1.0, LOSS_WEIGHTS, at_least=0)
     """loss_mode=clip_cov: lower bound of the covariance of these tokens."""
     clip_cov_ub: float = key(5.0, LOSS_WEIGHTS, above=0)
     """loss_mode=clip_cov: upper bound of the covariance of these tokens."""
     kl_cov_ratio: float = key(0.0002, LOSS_WEIGHTS, above=0, at_most=1)
-    """loss_mode=kl_cov: fraction of the response tokens of a step with a KL penalty, those of highest covariance."""
+    """loss_mode=kl_cov: fraction of a step's tokens in the loss with a KL penalty, those of highest covariance."""
     ppo_kl_coef: float = key(0.1, LOSS_WEIGHTS, at_least=0)
     """loss_mode=kl_cov: coefficient of the KL penalty to the old policy."""
     loss_agg_mode: str = key(
@@ -485,6 +372,10 @@ class RefConfig:
     """Share of the actor's weights in the updated reference policy; the rest is the previous reference. 1 copies the
     actor."""
 
+    def is_sync_due(self, step: int) -> bool:
+        """Return whether the reference policy is updated at the end of this training step."""
+        return self.sync_ref_model and step % self.ref_model_sync_steps == 0
+
 
 @dataclass
 class TrainingConfig:
@@ -539,193 +430,6 @@ class FusionConfig:
     """Maximum number of finished samples waiting to be scored before generation pauses; null: all samples of a step."""
     credit_mb: float | None = key(None, SCHEDULING, unit="MiB", above=0)
     """The same limit as the memory of their tokens and log-probs; null: no limit."""
-
-
-@dataclass
-class VideoConfig:
-    """Clips and images: frame sampling, resolution, decoding and encoding."""
-
-    sampling: str = key(
-        "family",
-        FRAMES,
-        choices="family (as the model's processor) | seed_vl (Seed1.5-VL: frames per second by task, the largest of "
-        "`levels` that fits) | fixed (the same number and size for every clip)",
-    )
-    """Frame sampling: number and size of the frames of a clip."""
-    mm_processor_kwargs: dict[str, Any] = key({}, FRAMES)
-    """sampling=family: overrides of the model's video processor. All families: fps, min_frames, max_frames, min_pixels,
-    max_pixels. Qwen: max_video_tokens, and cap_pixels_per_frame (true: limit the pixels as qwen-vl-utils and verl;
-    transformers' default is false). VideoLLaMA3: use_token_compression (drop tokens that repeat those of the previous
-    frame; clips are then decoded at startup; transformers' default is true)."""
-    timestamps: str = key(
-        "family",
-        FRAMES,
-        choices="family (as the model's processor: VideoLLaMA3 `Time 1.5s:`, Qwen3-VL `<1.5 seconds>`, "
-        "Qwen2.5-VL none) | seed_vl (`[1.5 second]`)",
-    )
-    """Format of frame timestamps in the prompt."""
-    max_tokens: int = key(81920, FRAMES, unit="tokens", at_least=1)
-    """sampling=seed_vl: maximum visual tokens per clip."""
-    levels: list[int] = key([640, 512, 384, 256, 160, 128], FRAMES)
-    """sampling=seed_vl: allowed numbers of tokens per frame, in descending order."""
-    fps_general: float = key(1.0, FRAMES, above=0)
-    """sampling=seed_vl: frames per second for the task `general`."""
-    fps_detail: float = key(2.0, FRAMES, above=0)
-    """sampling=seed_vl: frames per second for the task `detail` (fine temporal detail)."""
-    fps_motion: float = key(5.0, FRAMES, above=0)
-    """sampling=seed_vl: frames per second for the task `motion` (counting and motion)."""
-    task: str = key("general", FRAMES, choices="general | detail | motion")
-    """sampling=seed_vl: task of rows without extra_info.task."""
-    frames: int = key(128, FRAMES, at_least=1)
-    """sampling=fixed: number of evenly spaced frames per clip; fewer if the clip has fewer frames."""
-    tokens_per_frame: int = key(256, FRAMES, unit="tokens", at_least=1)
-    """sampling=fixed: maximum tokens per frame."""
-    max_image_tokens: int | None = key(None, FRAMES, unit="tokens", at_least=1)
-    """Maximum visual tokens per image; null: the limit of the model's processor."""
-    encoder_ranks: int | None = key(None, RESOURCES, at_least=1)
-    """Number of encoder processes, each with a vision tower, that share the frames of a step; null: one per slot."""
-    cache_mb: int = key(4096, RESOURCES, unit="MiB", at_least=1)
-    """Size of the embedding cache in the shared memory of each node; the embeddings of one step must fit."""
-    disk_cache: str | None = key(None, RESOURCES, is_path=True)
-    """Folder of a persistent embedding cache shared between runs (frozen vision tower only); null: none."""
-    decode_workers: int = key(1, RESOURCES, at_least=1)
-    """Number of decoding processes per encoder rank."""
-    prefetch_mb: int = key(512, RESOURCES, unit="MiB", at_least=0)
-    """Memory per encoder rank for prefetching decoded frames of the next step or validation; 0: no prefetching."""
-    encode_ahead: bool = key(False, RESOURCES)
-    """Also encode the clips of the next step or validation in advance, within video.cache_mb and on as few encoder
-    ranks as measured rates require."""
-    decode_timeout_s: float = key(60.0, RESOURCES, unit="s", above=0)
-    """Timeout for decoding a clip, or the part of it that one rank encodes."""
-    max_failure_rate: float = key(0.1, TOLERANCE, at_least=0, at_most=1)
-    """Maximum fraction of rows with unreadable clips or images, which are skipped; above it, in the data or in a step,
-    the run stops."""
-    log_clips: int | None = key(None, LOGGING, at_least=0)
-    """Number of clips per step logged as images, with question, responses and rewards; null: all clips of the logged
-    samples, 0: none."""
-    freeze_vision_tower: bool = key(True, TRAINED)
-    """Keep the vision tower frozen; false: train it with the actor (clips are encoded again with gradients)."""
-
-
-@dataclass
-class TrainerConfig:
-    """The run: task, length, logging, validation, checkpoints."""
-
-    task: str = key(
-        "rl",
-        TRAINED,
-        choices="rl (a policy, on its own responses) | sft (a policy, on demonstrations) | dpo (a policy, on pairs) | "
-        "reward_model (a classifier, on preference pairs)",
-    )
-    """Training task. All tasks but rl are offline: they train on the rows of data.train_files, with the settings of
-    `actor`, and generate nothing."""
-    project_name: str = key("rlfuse", RUN_NAME)
-    """Name of the wandb project and of the folder above run folders."""
-    experiment_name: str | None = key(None, RUN_NAME)
-    """Name of the run in wandb and of the run folder; null: {job_name}-{algorithm}-{time}, unless resume_mode=auto
-    finds a run of the same configuration and job_name to resume."""
-    job_name: str | None = key(None, RUN_NAME)
-    """Prefix of generated experiment names; null: the job file's name, or `run` without a job file."""
-    logger: list[str] = key(
-        ["console", "wandb"], LOGGING, choices="console | wandb | tensorboard | mlflow", accepts_entry=True
-    )
-    """Logging backends, in addition to metrics.jsonl. tensorboard and mlflow need the extras of the same name; mlflow
-    logs to MLFLOW_TRACKING_URI, or to {default_local_dir}/mlflow."""
-    wandb_mode: str = key("offline", LOGGING, choices="offline | online | disabled")
-    """wandb mode."""
-    wandb_group: str | None = key(None, LOGGING)
-    """Name of the wandb group of the run; null: that of WANDB_RUN_GROUP, which sweeps set."""
-    wandb_tags: list[str] = key([], LOGGING, accepts_entry=True)
-    """Tags of the wandb run; []: those of WANDB_TAGS."""
-    metrics: list[str] = key([], LOGGING, custom=True)
-    """Custom metrics: functions of the samples of a step, each as `path/file.py:name`; logged as custom/NAME/... and,
-    for validation, val-custom/NAME/.... Must be empty unless trainer.task=rl."""
-    metrics_kwargs: dict[str, Any] = key({}, LOGGING)
-    """Additional arguments of custom metrics, by name of the function: {length_bias: {cap: 512}}."""
-    log_samples: int = key(16, LOGGING, at_least=0)
-    """Number of samples per step written to samples.jsonl; 0: none."""
-    log_samples_freq: int = key(10, LOGGING, unit="steps", at_least=0, or_minus_one=True)
-    """Interval for logging the samples as a table (wandb, TensorBoard), also after the last step; -1 or 0: never.
-    Tables of samples whose reward failed use the same interval."""
-    log_val_generations: int = key(64, LOGGING, at_least=0)
-    """Number of responses per validation written to validation.jsonl and the wandb table; 0: none."""
-    rollout_data_dir: str | None = key(None, LOGGING, is_path=True)
-    """Folder for all samples of each step, as {step}.jsonl with verl's names: input, output, gts, score, step and the
-    reward parts; null: none."""
-    validation_data_dir: str | None = key(None, LOGGING, is_path=True)
-    """The same for all responses of each validation; null: none."""
-    timeline_freq: int = key(10, LOGGING, unit="steps", at_least=0, or_minus_one=True)
-    """Interval for drawing the timeline of the slots (timelines/ in the run folder, wandb), also after the last step;
-    -1 or 0: never."""
-    nnodes: int = key(1, SCHEDULING, at_least=1)
-    """Number of nodes."""
-    n_gpus_per_node: int = key(1, SCHEDULING, at_least=1)
-    """Slots per node: GPUs, or, on CPU hosts, processes that share the cores."""
-    total_epochs: int | None = key(None, LENGTH, at_least=1)
-    """Number of epochs over the training files; null: 1, or as many as total_training_steps needs."""
-    total_training_steps: int | None = key(None, LENGTH, unit="steps", at_least=1)
-    """Number of training steps; the run ends after these or after total_epochs, whichever comes first."""
-    critic_warmup: int = key(0, OPTIMIZER, at_least=0)
-    """First training step that updates the actor; earlier steps train only the critic. 0 and 1 are equivalent."""
-    val_before_train: bool = key(True, SAVING)
-    """Run validation before the first training step."""
-    test_freq: int = key(10, SAVING, unit="steps", at_least=0, or_minus_one=True)
-    """Validation interval; also after the last step. -1 or 0: never."""
-    save_freq: int = key(20, SAVING, unit="steps", at_least=0, or_minus_one=True)
-    """Checkpoint interval; also after the last step. -1 or 0: never. A failure loses at most this many steps;
-    Ctrl-C, SIGTERM and SIGHUP always save a checkpoint."""
-    max_ckpt_to_keep: int | None = key(2, SAVING, at_least=1)
-    """Maximum number of checkpoints to keep; older ones are removed. null: keep all."""
-    preemption_grace_s: float = key(60.0, SAVING, unit="s", above=0)
-    """Maximum time after SIGTERM or SIGHUP (a closed terminal) for finishing and saving the current step; after that,
-    the run ends with its last checkpoint. Set it 15 s below the scheduler's grace period. Ctrl-C waits without limit; a
-    second Ctrl-C ends the run immediately."""
-    gc_freq: int = key(1, RESOURCES, unit="steps", at_least=0)
-    """Interval for running Python's garbage collector in all processes at the same time, so that they do not pause one
-    after the other. A process whose memory has grown much collects earlier; 0: left to Python."""
-    deterministic: bool = key(False, ROUNDING)
-    """Bitwise reproducible runs on the same machine: deterministic kernels, and no decisions based on measured times
-    (requires fusion.policy=serial)."""
-    resume_mode: str = key("auto", RESUME_FROM)
-    """auto: resume from the newest complete checkpoint of the run folder; disable: start from scratch; the path of a
-    global_step_N folder: resume from it. Settings that differ from the resumed run are accepted or rejected at startup,
-    with a table."""
-    default_local_dir: str = key("runs", RUN_NAME, is_path=True)
-    """Root of all run folders, which are {default_local_dir}/{project_name}/{experiment_name}."""
-
-    @property
-    def is_offline(self) -> bool:
-        """True if the task trains on a fixed dataset, without generation."""
-        return self.task != "rl"
-
-
-@dataclass
-class AlertsConfig:
-    """Thresholds of alerts in the terminal and in wandb. null disables an alert; a metric that is missing for five
-    steps is reported."""
-
-    reward_drop: float | None = key(0.3, LOGGING, above=0, at_most=1)
-    """Drop of the mean reward from its best value, as a fraction of the range of all rewards so far."""
-    entropy_share: float | None = key(0.1, LOGGING, above=0, at_most=1)
-    """Minimum entropy of the responses (response/entropy), as a fraction of its value in the first steps."""
-    ppo_kl: float | None = key(0.1, LOGGING, above=0)
-    """Maximum KL of the policy updates within a step (actor/ppo_kl)."""
-    kl: float | None = key(None, LOGGING, above=0)
-    """Maximum mean KL per token to the reference policy (actor/reward_kl_penalty, actor/kl_loss)."""
-    grad_norm_factor: float | None = key(10.0, LOGGING, above=1)
-    """Maximum gradient norm, relative to the median of the last 20 steps."""
-    zero_spread: float | None = key(0.95, LOGGING, at_least=0, at_most=1)
-    """Maximum fraction of groups whose rewards are all equal (rollout.n > 1)."""
-    reward_failures: float | None = key(0.02, LOGGING, at_least=0, at_most=1)
-    """Maximum fraction of the samples of a step without a reward."""
-    log_probs_diff: float | None = key(1.0, LOGGING, above=0)
-    """Maximum of training/rollout_log_probs_diff_max, relative to the rounding error (1e-3 nats with
-    model.dtype=float32, 2 with bfloat16). Not checked for log-probs of other weights or of truncated sampling."""
-    idle_share: float | None = key(0.5, LOGGING, at_least=0, at_most=1)
-    """Maximum fraction of slot time without work, excluding startup."""
-    slow_worker_s: float | None = key(240.0, LOGGING, unit="s", above=0)
-    """Time for which a worker or node must differ from its peers (slower at the same work, stalled on memory or disk,
-    ...), or 12 steps if that is shorter; null: workers are not monitored."""
 
 
 @dataclass

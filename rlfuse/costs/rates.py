@@ -36,11 +36,7 @@ class Rates:
     """
 
     def __init__(
-        self,
-        slots: int,
-        drained: set[int] | None = None,
-        returning: set[int] | None = None,
-        measured: bool = True,
+        self, slots: int, drained: set[int] | None = None, returning: set[int] | None = None, measured: bool = True
     ):
         self._measured = measured
         self.current = [1.0] * slots  # rate by slot

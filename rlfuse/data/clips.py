@@ -25,7 +25,7 @@ from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 
 from rlfuse.config.declare import as_typed
-from rlfuse.config.schema import VideoConfig
+from rlfuse.config.video import VideoConfig
 from rlfuse.data.media import Media
 from rlfuse.data.rows import DataRow
 from rlfuse.errors import ConfigError, DataError, VideoError

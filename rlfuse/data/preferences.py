@@ -23,6 +23,7 @@ from rlfuse.data.sequence_limit import SequenceLimit
 from rlfuse.data.templates import chat_template_errors
 from rlfuse.data.tokenizers import conversation_ids, without_padding
 from rlfuse.errors import DataError
+from rlfuse.samples import Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,15 @@ class Preference:
     """int32 [1 or more]: rest of the other sequence."""
     margin: float = 0.0
     dimension: str | None = None
+
+    @property
+    def rows(self) -> list[Row]:
+        """The chosen and the rejected sequence; without a common prefix, the first token is the prompt."""
+        alone = int(not len(self.shared_ids))  # nothing predicts the first token of a row
+        sides = (("chosen", self.chosen_ids), ("rejected", self.rejected_ids))
+        return [
+            Row(ids[:1] if alone else self.shared_ids, ids[alone:], id=f"{self.index}/{side}") for side, ids in sides
+        ]
 
 
 def load_preferences(

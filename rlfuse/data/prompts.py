@@ -187,7 +187,7 @@ class PromptSource:
         return [self.prompts[i] for i in order[position * self.batch_size : (position + 1) * self.batch_size]]
 
     def update(self, groups: Sequence[Group]) -> None:
-        """Take note of the finished samples of a step; the built-in order does not depend on them."""
+        """Receive the finished samples of a step; the built-in order does not depend on them."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"taken": self.taken, "epoch": self.epoch}

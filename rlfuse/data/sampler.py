@@ -86,7 +86,7 @@ class SamplerSource(PromptSource):
             with self._errors(self._sampler.state_dict):
                 own = self._sampler.state_dict()
             try:
-                own = json.loads(json.dumps(own))
+                own = _json_values(own)
             except (TypeError, ValueError) as error:
                 problem = f"{self._name}: `state_dict` must return JSON values ({error}); convert them"
                 raise ConfigError([problem]) from None
@@ -96,17 +96,17 @@ class SamplerSource(PromptSource):
         """Restore the sampler, whose iterator continues then; without a state, skip the rows drawn in the epoch."""
         self.taken, self._epoch, self._drawn = state["taken"], state["epoch"], state.get("drawn", 0)
         saved = state.get("sampler") if self._saves else None
-        if saved is not None:
-            with self._errors(self._sampler.load_state_dict):
-                self._sampler.load_state_dict(saved)
-        self._rows = self._begin_epoch()
+        self._rows = self._begin_epoch(saved)
         for _ in range(self._drawn if saved is None else 0):
             self._take()
 
-    def _begin_epoch(self) -> Iterator[Any]:
+    def _begin_epoch(self, saved: Any = None) -> Iterator[Any]:
+        """Return the iterator of the epoch. `saved`: state of the sampler within the epoch."""
         with self._errors(self._sampler):
             if hasattr(self._sampler, "set_epoch"):
                 self._sampler.set_epoch(self._epoch)
+            if saved is not None:
+                self._sampler.load_state_dict(saved)
             return iter(self._sampler)
 
     def _take(self) -> list[int] | None:
@@ -132,3 +132,12 @@ class SamplerSource(PromptSource):
             yield
         except (Exception, SystemExit) as error:
             raise function_error(self._name, error, function) from error
+
+
+def _json_values(state: Any) -> Any:
+    """Return the state as it is after a resume. TypeError or ValueError for other values than JSON's."""
+    if isinstance(state, dict) and (others := [key for key in state if not isinstance(key, str)]):
+        raise TypeError(f"key {others[0]!r} is not a string")
+    if isinstance(state, dict):
+        return {key: _json_values(each) for key, each in state.items()}
+    return [*map(_json_values, state)] if isinstance(state, list | tuple) else json.loads(json.dumps(state))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any, Protocol
 
-from rlfuse.config.schema import HISTORY
+from rlfuse.config.rollout import HISTORY
 from rlfuse.samples import Group, Partial, Prompt
 
 LABELS = {

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlfuse.algorithms.corrections import LOG_PROBS_DIFF_MAX, Bound, mismatch_bound
-from rlfuse.config.schema import AlertsConfig
+from rlfuse.config.trainer import AlertsConfig
 from rlfuse.fusion.selection import CARRY_OVER
 from rlfuse.observe.idle import CAUSES
 from rlfuse.observe.offline_metrics import LOSSES

@@ -7,11 +7,14 @@ exact expectations over such draws.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
 
 import numpy as np
+
+MAX_NODES = 40
+"""Limit of the quadrature: up to 79 tied answers are exact, and up to 200 are to 1e-12."""
 
 
 def sizes(responses: int) -> list[int]:
@@ -47,30 +50,34 @@ def majority_at(scores: Sequence[float], answers: Sequence[Hashable], n: int) ->
 
 @lru_cache(maxsize=4096)
 def _chances(counts: tuple[int, ...], n: int) -> tuple[float, ...]:
-    """Return for each answer, given by its number of responses, the chance to win the vote of `n` draws."""
-    chance = {
-        count: sum(_wins_with(votes, count, counts, n) for votes in range(1, n + 1)) for count in dict.fromkeys(counts)
-    }
-    return tuple(chance[count] for count in counts)
+    """Return for each answer, given by its number of responses (ascending), the chance to win the vote of `n` draws.
 
-
-def _wins_with(votes: int, count: int, counts: tuple[int, ...], n: int) -> float:
-    """Return the chance that an answer of `count` responses gets `votes` votes and wins.
-
-    The number of draws is counted by exponential generating functions: `ways[t, m]` is the coefficient of x^m of the
-    other answers, `t` of which have as many votes. By symmetry each of these t + 1 is the first with equal chance.
+    Given their sum, independent Poisson votes are multinomial. The chance that an answer gets `votes` votes and wins is
+    a coefficient of the product of the others' generating functions, found by a Fourier transform. Each of t + 1 tied
+    answers is the first with the same chance 1 / (t + 1), the integral of u^t, computed by Gauss-Legendre quadrature.
     """
-    total, others, rest = sum(counts), list(counts), n - votes
-    others.remove(count)
-    ways = np.zeros((n // votes, rest + 1))
-    ways[0, 0] = 1.0
-    draws = np.subtract.outer(np.arange(rest + 1), np.arange(rest + 1)).T
-    for other, repeats in Counter(others).items():
-        terms = np.array([(other / total) ** m / math.factorial(m) for m in range(votes + 1)])
-        fewer = np.where((draws >= 0) & (draws < votes), terms[np.clip(draws, 0, votes)], 0.0)
-        for _ in range(repeats):
-            tied = terms[votes] * ways[:-1, : max(0, rest + 1 - votes)]
-            ways = ways @ fewer
-            ways[1:, votes:] += tied
-    first = (count / total) ** votes * math.comb(n, votes) * math.factorial(rest)
-    return float(first * (ways[:, -1] / np.arange(1, len(ways) + 1)).sum())
+    distinct, repeats = np.unique(counts, return_counts=True)
+    rates, most = n * distinct[:, None] / sum(counts), np.arange(n + 1)
+    log_factorials = np.array([math.lgamma(each + 1) for each in most])
+    poisson = np.exp(most * np.log(rates) - rates - log_factorials)
+    points = n + 12 * math.isqrt(n) + 40  # more votes in total are too improbable to count
+    turn = np.exp(-2j * np.pi / points * np.arange(points // 2 + 1))
+    fewer, chances = np.zeros((len(distinct), len(turn)), complex), np.zeros(len(distinct))
+    for votes in range(1, n + 1):
+        fewer += poisson[:, votes - 1, None] * turn ** (votes - 1)
+        nodes, weights = _quadrature(min(-(-min(n // votes, len(counts)) // 2), MAX_NODES))
+        each = fewer + nodes[:, None, None] * poisson[:, votes, None] * turn**votes
+        powers, one = each ** repeats[:, None], np.ones_like(each[:, :1])
+        before = np.cumprod(np.concatenate([one, powers[:, :-1]], axis=1), axis=1)
+        after = np.cumprod(np.concatenate([one, powers[:, :0:-1]], axis=1), axis=1)[:, ::-1]
+        others = np.fft.irfft(before * after * each ** (repeats - 1)[:, None], points)[..., n - votes]
+        chances += poisson[:, votes] * (weights @ others)
+    chances /= math.exp(n * math.log(n) - n - log_factorials[n])
+    return tuple(chances[np.searchsorted(distinct, counts)].tolist())
+
+
+@lru_cache
+def _quadrature(nodes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the nodes and weights of the Gauss-Legendre quadrature over [0, 1], exact to degree 2 * nodes - 1."""
+    found, weights = np.polynomial.legendre.leggauss(nodes)
+    return (found + 1) / 2, weights / 2

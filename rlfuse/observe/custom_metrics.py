@@ -6,6 +6,7 @@ is reported once.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
@@ -50,7 +51,7 @@ def finished(sample: Sample, prompt_key: str = "prompt") -> FinishedSample:
         prompt_index=sample.prompt.index,
         finish_reason=sample.response.finish_reason,
         reward=reward.value if scored else None,
-        parts=dict(reward.parts) if scored else {},
+        parts=copy.copy(reward.parts) if scored else {},
     )
 
 

@@ -195,7 +195,8 @@ class MetricLog:
         values |= self._custom_metrics.of(scored)
         values |= figures.failure_metrics(board.failures()) | figures.latency_metrics(spans)
         if has_rewards:
-            values["reward/failure_rate"] = len(board.failures()) / len(scored)
+            of_all = sum(sample.reward is not None for sample in board.samples.values())  # of baselines, too
+            values["reward/failure_rate"] = len(board.failures()) / of_all
         values |= figures.time_metrics(spans, figures.tokens_of(whole, generated, _samples(trained)), slots)
         values |= figures.fusion_metrics(spans, slots // width, width) | figures.memory_metrics(spans)
         values |= figures.garbage_metrics(spans)

@@ -15,11 +15,11 @@ from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError
 from rlfuse.files import write_atomically
 from rlfuse.observe.alerts import Alert
-from rlfuse.observe.sink import MAX_FAILURES, SAMPLES, Row, as_text
+from rlfuse.observe.sink import MAX_FAILURES, SAMPLES, Row, as_text, part_columns
 from rlfuse.observe.tracking import FAILURE_FIELDS
 
-MAX_METRICS, MAX_PARAMETERS, MAX_CHARS = 1000, 100, 5000
-"""MLflow's limits for a request, and for the text of a parameter or tag."""
+MAX_METRICS, MAX_PARAMETERS, MAX_CHARS, MAX_NAME = 1000, 100, 5000, 250
+"""MLflow's limits for a request, for the text of a parameter or tag, and for names."""
 LIMITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
 """Seconds and repetitions of a request, for which a step waits: by default a lost server would cost minutes."""
 COLUMNS = ("id", "prompt", "response", "ground_truth", "reward")
@@ -80,15 +80,20 @@ class MLflow:
             self._client.log_batch(self._id, metrics=found[first : first + MAX_METRICS])
 
     def samples(self, step: int, rows: Sequence[Row], name: str = SAMPLES) -> None:
-        parts = sorted({part for row in rows for part in row["parts"]})
-        shown = [row | row["parts"] | {"ground_truth": as_text(row["ground_truth"])} for row in rows]
-        self._table(step, name, [*COLUMNS, *parts], shown)
+        parts = part_columns(rows, COLUMNS)
+        shown = [
+            row
+            | {parts[part]: value for part, value in row["parts"].items()}
+            | {"ground_truth": as_text(row["ground_truth"])}
+            for row in rows
+        ]
+        self._table(step, name, [*COLUMNS, *parts.values()], shown)
 
     def picture(self, step: int, name: str, path: Path) -> None:
         self._client.log_artifact(self._id, str(path), artifact_path=name)
 
     def alert(self, step: int, alert: Alert) -> None:
-        self._client.set_tag(self._id, f"alert/{alert.title}", f"step {step}: {alert.text}"[:MAX_CHARS])
+        self._client.set_tag(self._id, metric_name(f"alert/{alert.title}"), f"step {step}: {alert.text}"[:MAX_CHARS])
 
     def reward_failures(self, step: int, rows: Sequence[Row]) -> None:
         self._table(step, "reward_failures", FAILURE_FIELDS, rows[:MAX_FAILURES])
@@ -105,8 +110,12 @@ class MLflow:
 
 
 def metric_name(name: str) -> str:
-    """Return a metric name with the characters that MLflow accepts; "@" becomes "_at_" as in verl."""
-    return re.sub(r"[^\w\-. /]", "_", name.replace("@", "_at_"))
+    """Return a name that MLflow accepts for a metric, parameter or tag; "@" becomes "_at_" as in verl.
+
+    It must also be a path without empty, `.` and `..` parts.
+    """
+    parts = re.sub(r"[^\w\-. /]", "_", name.replace("@", "_at_")).split("/")
+    return "/".join(f"{part}_" if part in ("", ".", "..") else part for part in parts)[:MAX_NAME]
 
 
 def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -40,6 +40,12 @@ class Sink(Protocol):
     def close(self, exit_code: int) -> None: ...
 
 
+def part_columns(rows: Sequence[Row], columns: Sequence[str]) -> dict[str, str]:
+    """Return the reward parts of rows -> their columns in a table; a part named as one of `columns` gets a prefix."""
+    parts = sorted({part for row in rows for part in row["parts"]})
+    return {part: f"rewards/{part}" if part in columns else part for part in parts}
+
+
 def as_text(value: Any) -> str:
     """Return a ground truth as text; empty for None."""
     return "" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)

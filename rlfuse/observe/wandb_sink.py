@@ -1,6 +1,6 @@
 """Log to wandb, offline unless trainer.wandb_mode=online.
 
-wandb writes from a process of its own, which buffers rows and ends with the signal that a scheduler sends to all
+wandb writes from a separate process, which buffers rows and ends with the signal that a scheduler sends to all
 processes of a job (Ray Jobs, Slurm). The sink then starts another process. It logs the rows of `metrics.jsonl` that the
 logs on disk lack, as it does when a run resumes.
 """
@@ -23,7 +23,7 @@ from rlfuse.errors import ConfigError
 from rlfuse.files import write_atomically
 from rlfuse.observe import wandb_log
 from rlfuse.observe.alerts import Alert
-from rlfuse.observe.sink import AXIS, MAX_FAILURES, SAMPLES, Row, as_text
+from rlfuse.observe.sink import AXIS, MAX_FAILURES, SAMPLES, Row, as_text, part_columns
 from rlfuse.observe.tracking import FAILURE_FIELDS, read_metrics
 
 INIT_S = 60.0
@@ -101,7 +101,7 @@ class Wandb:
             raise ConfigError([f"trainer.wandb_mode={mode}: wandb could not start a run ({why}); {remedy}"]) from error
 
     def _restart(self) -> None:
-        """Continue in a new process, with the rows that the ended one lost. Raises what ended it if that repeats."""
+        """Continue in a new process, with the rows that the ended one lost. Raises its error if that repeats."""
         self._restarts += 1
         if self._restarts > MAX_RESTARTS:
             raise
@@ -113,7 +113,7 @@ class Wandb:
         self._open(until=math.inf)
 
     def _send(self, send: Callable[[], Any]) -> None:
-        """Call `send`, again if wandb's process has ended."""
+        """Call `send`; if wandb's process has ended, restart it and call `send` again."""
         try:
             send()
         except self._process_ended:
@@ -127,7 +127,7 @@ class Wandb:
             self._restart()  # logs the row with the others that are missing
 
     def samples(self, step: int, rows: Sequence[Row], name: str = SAMPLES) -> None:
-        parts = sorted({name for row in rows for name in row["parts"]})
+        parts = part_columns(rows, ("step", *COLUMNS, "clip"))
         sheets = ["clip"] if any(row["contact_sheet"] for row in rows) else []
 
         def cells(row: Row) -> list[Any]:
@@ -136,7 +136,7 @@ class Wandb:
             sheet = [self._wandb.Image(str(path)) if path else None] if sheets else []
             return [step, *(shown[name] for name in COLUMNS), *(row["parts"].get(part) for part in parts), *sheet]
 
-        columns = ["step", *COLUMNS, *parts, *sheets]
+        columns = ["step", *COLUMNS, *parts.values(), *sheets]
         self._log_table(name, columns, lambda: [cells(row) for row in rows], {AXIS: step})
 
     def picture(self, step: int, name: str, path: Path) -> None:
@@ -155,7 +155,7 @@ class Wandb:
         self._log_table("errors", ["where", "error"], lambda: [[where, text]], {})
 
     def _log_table(self, name: str, columns: Sequence[str], data: Callable[[], list[list]], row: Row) -> None:
-        """Log a table as part of `row`. `data` makes its rows, as wandb binds pictures to the process that logs."""
+        """Log a table as part of `row`. `data` creates its rows: wandb binds pictures to the process that logs."""
 
         def send() -> None:
             with _staged_in(self._folder / "wandb"):

@@ -298,12 +298,7 @@ def _tuning(
 
 
 def _checkpointing(
-    inputs: JobInputs,
-    job: Job,
-    log: RunLog,
-    trainer: Trainer,
-    state: Callable[[int], dict[str, Any]],
-    facts: Facts,
+    inputs: JobInputs, job: Job, log: RunLog, trainer: Trainer, state: Callable[[int], dict[str, Any]], facts: Facts
 ) -> Checkpointing:
     model = inputs.video_model
 
@@ -324,7 +319,7 @@ def _checkpointing(
         save=save,
         writer=trainer,
         state=state,
-        parameters=sum(map(sum, facts["parameters"].values())),
+        first_bytes=facts["checkpoint_bytes"],
         complete=complete,
     )
 

@@ -2,27 +2,24 @@
 
 Ranks copy their state to shared memory; the next steps run while the files are written. No step is started that could
 not be saved: if the next checkpoint will not fit on the disk, the run ends. Waits: for the files before the next
-checkpoint and at the end of the run, bounded by the limits of calls to the ranks.
+checkpoint, at the end of the run and after an error in a step, at most cluster.timeout_s.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from rlfuse.config.schema import Config
-from rlfuse.errors import NotSaved
+from rlfuse.errors import NotSaved, RlfuseError
 from rlfuse.observe.alerts import Alert
 from rlfuse.observe.run_log import RunLog
 from rlfuse.progress import is_due
 from rlfuse.run_folder import checkpoints
 from rlfuse.run_folder.checkpoints import MIB
-
-BYTES_PER_PARAMETER = 14
-"""Minimum size of a checkpoint: a float32 copy, Adam's two moments, and 2 bytes for the exported model."""
-
 
 STEPS_AHEAD = 2
 """Number of further steps for which the free space must suffice; each is assumed to take as much as the last one."""
@@ -39,7 +36,10 @@ def next_save(
     return "wait"
 
 
-POLL_S, PROMPT_S = 0.05, 0.5
+POLL_S, MAX_POLL_S = 0.05, 1.0
+"""Shortest and longest time between two polls of all ranks."""
+PROMPT_S = 0.5
+"""Time to wait at the end of a step, in which small checkpoints are written."""
 
 
 class Writer(Protocol):
@@ -57,7 +57,7 @@ class Checkpointing:
     """Writer of checkpoints.
 
     `save(folder, weights)` has the models written by `writer`; `complete(folder)` adds what depends on their files.
-    `state(step)` returns the remaining state.
+    `state(step)` returns the remaining state. `first_bytes`: size of the first checkpoint.
     """
 
     def __init__(
@@ -69,15 +69,17 @@ class Checkpointing:
         save: Callable[[Path, bool], Awaitable[None]],
         writer: Writer,
         state: Callable[[int], dict[str, Any]],
-        parameters: int,
+        first_bytes: int,
         complete: Callable[[Path], Awaitable[None]] | None = None,
     ):
         self._log, self._save, self._writer, self._state, self._complete = log, save, writer, state, complete
         self._keep, self._every = config.trainer.max_ckpt_to_keep, config.trainer.save_freq
-        self._first_bytes = BYTES_PER_PARAMETER * parameters
+        self._first_bytes, self._limit_s = first_bytes, config.cluster.timeout_s
         self.step = self._written = start
         self._writing: tuple[int, asyncio.Task[None]] | None = None
         """Step and task of the checkpoint whose files are being written."""
+        self._publishing: asyncio.Task[None] | None = None
+        """Task that publishes it, once the rows of its step are logged."""
         self._remembered: dict[int, dict[str, Any]] = {}
         self._missed = False
         self._free: int | None = None
@@ -127,10 +129,12 @@ class Checkpointing:
                 self._log.loggers.alert(step, Alert("no disk space for a checkpoint", text))
 
     def _disk_space(self) -> tuple[int, int]:
-        return checkpoints.disk_space(self._log.folder, self.step, self._keep, self._first_bytes)
+        writing = self._writing and self._writing[0]
+        return checkpoints.disk_space(self._log.folder, self.step, self._keep, self._first_bytes, writing)
 
     def _decide(self, needed: int, free: int, taken: int, step: int) -> str:
-        return next_save(needed, free, taken, is_saved=step == self.step, missed=self._missed)
+        is_saved = step == self.step or (self._writing is not None and step == self._writing[0])
+        return next_save(needed, free, taken, is_saved=is_saved, missed=self._missed)
 
     async def write(self, step: int, required: bool = False) -> None:
         """Begin to write a checkpoint, and return once training may continue; wait for it if the run ends with it.
@@ -138,14 +142,17 @@ class Checkpointing:
         If it fails, raise NotSaved if it is `required` or the last, and an alert otherwise.
         """
         await self.settle()
-        copied = asyncio.Event()
+        copied, self._free = asyncio.Event(), None
 
         async def fill(folder: Path) -> None:
-            await self._save(folder, True)
+            try:
+                await self._save(folder, True)
+            except Exception:
+                with suppress(RlfuseError):  # no file of a rank may arrive after the folder is removed
+                    await self._files_written()
+                raise
             copied.set()
-            while await self._writer.is_saving():
-                await asyncio.sleep(POLL_S)
-            await self._writer.saved()
+            await self._files_written()
             if self._complete is not None:
                 await self._complete(folder)
 
@@ -160,15 +167,53 @@ class Checkpointing:
         if ends or not self._writer.saves_in_background or self._writing[1].done():
             await self._finish(ends)
 
+    async def _files_written(self) -> None:
+        """Wait for the ranks' files; NotSaved if one could not be written, or not within cluster.timeout_s."""
+        pause = POLL_S
+        try:
+            async with asyncio.timeout(self._limit_s):
+                while await self._writer.is_saving():
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, MAX_POLL_S)
+        except TimeoutError:
+            limit = f"cluster.timeout_s={self._limit_s:g} s"
+            raise NotSaved(f"its files were not written within {limit}; raise it for a slow disk") from None
+        await self._writer.saved()
+
     async def settle(self) -> None:
         """Wait for the checkpoint that is being written, and publish it."""
+        publishing = self._publishing or asyncio.ensure_future(self._publish_once_written())
+        self._publishing = None
+        await publishing
+
+    async def settle_after(self, steps: Awaitable[None]) -> None:
+        """Run the steps; if they fail, settle a checkpoint whose step is logged, so that it is not lost."""
+        try:
+            await steps
+        except Exception:
+            if self._publishing is not None:
+                with suppress(RlfuseError, OSError):  # the error of the steps is raised
+                    await self.settle()
+            raise
+
+    async def publish_written(self) -> None:
+        """Publish the last checkpoint once its files are written; return after PROMPT_S if they take longer."""
+        if self._publishing is None:
+            self._publishing = asyncio.ensure_future(self._publish_once_written())
+        done, _ = await asyncio.wait([self._publishing], timeout=PROMPT_S)
+        if done:
+            await self.settle()
+
+    async def _publish_once_written(self) -> None:
         await self._finish()
         self.publish()
 
     async def _finish(self, required: bool = False) -> None:
         if self._writing is None:
             return
-        (step, writing), self._writing = self._writing, None
+        step, writing = self._writing
+        await asyncio.wait([writing])
+        self._writing = None
         try:
             await writing
         except NotSaved as error:
@@ -180,14 +225,6 @@ class Checkpointing:
             self._log.loggers.alert(step, Alert("no checkpoint", text))
         else:
             self._written = step
-
-    async def publish_written(self) -> None:
-        """Publish the last checkpoint if its files are written, or will be within PROMPT_S."""
-        if self._writing is not None:
-            done, _ = await asyncio.wait([self._writing[1]], timeout=PROMPT_S)
-            if done:
-                await self._finish()
-        self.publish()
 
     def publish(self) -> None:
         """Publish the checkpoint written last, so that runs resume from it; rows of its step are flushed to disk

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from rlfuse.algorithms.covariance import SELECTING
 from rlfuse.config.custom_functions import with_values
-from rlfuse.config.schema import HISTORY, Config
+from rlfuse.config.rollout import HISTORY
+from rlfuse.config.schema import Config
 from rlfuse.engines.rollout.engine_actor import engine_actor
 from rlfuse.observe.run_log import RunLog
 from rlfuse.step.drafts import Drafts

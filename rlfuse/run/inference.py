@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from rlfuse.cluster import cuda, placement
 from rlfuse.cluster.worker_environment import worker_environment
 from rlfuse.config.custom_functions import with_values
-from rlfuse.config.schema import Config, RolloutConfig
+from rlfuse.config.rollout import RolloutConfig
+from rlfuse.config.schema import Config
 from rlfuse.costs.model import Costs
 from rlfuse.data.clips import ClipReader
 from rlfuse.engines.rollout.engine_actor import engine_actor

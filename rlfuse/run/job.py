@@ -22,8 +22,9 @@ from rlfuse import clock
 from rlfuse.cluster import placement
 from rlfuse.cluster.remote import is_death
 from rlfuse.cluster.watchdog import watching
-from rlfuse.config.schema import Config, TrainerConfig
+from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden_text
+from rlfuse.config.trainer import TrainerConfig
 from rlfuse.errors import EngineError, NodeLeft, WorkerLost, first_error
 from rlfuse.events import Span
 from rlfuse.files import write_atomically

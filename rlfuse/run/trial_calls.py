@@ -1,31 +1,38 @@
 """Call the custom functions of a job once on dummy data, before any process starts.
 
-Role: estimator, loss, KL, metrics and fusion policy are called as in a step: four responses to two prompts of the job,
-with unequal rewards, on the CPU. Reward functions are not called: their results depend on real responses.
+Role: estimator, loss, KL, metrics and fusion policy are called as in a step: with rollout.n responses to two prompts of
+the job, with unequal rewards, on the CPU. Reward functions are not called: their results depend on real responses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
+from itertools import cycle
 
 import numpy as np
 import torch
 
 from rlfuse.algorithms.experience import Experience
 from rlfuse.algorithms.objectives import actor_objective
-from rlfuse.config.custom_functions import METRICS, POLICY, custom_functions_of
+from rlfuse.config.custom_functions import METRICS, POLICY, custom_functions_of, traits_of
 from rlfuse.config.rewards import RewardEntry
 from rlfuse.config.schema import Config
 from rlfuse.costs.model import Costs
 from rlfuse.errors import ConfigError, FunctionError
 from rlfuse.observe.custom_metrics import CustomMetrics
-from rlfuse.samples import Group, Prompt, Response, Reward, Sample, padded
+from rlfuse.samples import Group, Prompt, Response, Reward, make_groups, padded
 from rlfuse.simulate.job_step import workload_of
 from rlfuse.simulate.runner import simulate
 
 LENGTHS = (3, 2, 4, 1)
-"""Response tokens of the dummy samples, two per prompt."""
+"""Response tokens of the dummy samples, repeated."""
+
+
+class _Parts(dict[str, float]):
+    """Parts of a dummy reward. It has every name, since a reward function may return further numbers."""
+
+    def __missing__(self, name: str) -> float:
+        return 0.5
 
 
 def call_custom_functions(config: Config, entries: Sequence[RewardEntry], prompts: Sequence[Prompt]) -> None:
@@ -34,7 +41,7 @@ def call_custom_functions(config: Config, entries: Sequence[RewardEntry], prompt
     `entries`: the loaded reward functions. `prompts`: at least one; their columns are passed to metrics.
     """
     keys = {key for key, _ in custom_functions_of(config)}
-    groups = _groups(entries, prompts)
+    groups = _groups(config, entries, prompts)
     if any(key.startswith(("algorithm.", "actor.")) for key in keys):
         _learn(config, entries, groups)
     if METRICS in keys:
@@ -47,22 +54,20 @@ def call_custom_functions(config: Config, entries: Sequence[RewardEntry], prompt
         simulate(workload_of(config, Costs(), config.slots, LENGTHS, prompt_tokens=8), config.fusion.policy)
 
 
-def _groups(entries: Sequence[RewardEntry], prompts: Sequence[Prompt]) -> list[Group]:
+def _groups(config: Config, entries: Sequence[RewardEntry], prompts: Sequence[Prompt]) -> list[Group]:
     names = [entry.name for entry in entries if not entry.gate]
-    lengths, groups = iter(LENGTHS), []
-    for number, prompt in enumerate((prompts[0], prompts[-1])):
-        samples = []
-        for k, count in enumerate(islice(lengths, 2)):
-            log_probs = np.linspace(-0.5, -0.1, count, dtype=np.float32)
-            reason = "stop" if k else "length"
-            response = Response(np.arange(count, dtype=np.int32), log_probs, reason, 0, "a dummy response")
-            parts = {name: 0.25 * (number + 1) * (k + 1) for name in names}
-            reward = Reward(sum(parts.values()), parts, dimensions=parts)
-            sample = Sample(prompt, 1, k, 0, response, reward)
-            sample.tensors = {"old_log_probs": log_probs, "ref_log_probs": log_probs - 0.1}
-            sample.tensors["values"] = np.full(count, 0.1, np.float32)
-            samples.append(sample)
-        groups.append(Group(prompt, samples))
+    with_baseline = traits_of(config.algorithm.adv_estimator).needs_baseline
+    groups = make_groups((prompts[0], prompts[-1]), config.rollout.n, config.data.seed, 1, with_baseline)
+    lengths = cycle(LENGTHS)
+    for number, sample in ((number, sample) for number, group in enumerate(groups) for sample in group.generated):
+        k, count = sample.rollout_index, next(lengths)
+        log_probs = np.linspace(-0.5, -0.1, count, dtype=np.float32)
+        reason = "stop" if (number + k) % 2 else "length"
+        sample.response = Response(np.arange(count, dtype=np.int32), log_probs, reason, 0, "a dummy response")
+        dimensions = {name: 0.25 * (number + 1) * (k + 1) for name in names}
+        sample.reward = Reward(sum(dimensions.values()), _Parts(dimensions), dimensions=dimensions)
+        sample.tensors = {"old_log_probs": log_probs, "ref_log_probs": log_probs - 0.1}
+        sample.tensors["values"] = np.full(count, 0.1, np.float32)
     return groups
 
 

@@ -113,17 +113,26 @@ def lacks_disk_space(run: Path) -> bool:
     return shutil.disk_usage(run).free < _size(complete(run)[-1:])
 
 
-def disk_space(run: Path, last: int, keep: int | None, first_bytes: int) -> tuple[int, int]:
-    """Return (needed, available) bytes for the next checkpoint. `first_bytes`: size of the first checkpoint."""
-    newest = complete(run)[-1:]
+def disk_space(run: Path, last: int, keep: int | None, first_bytes: int, writing: int | None = None) -> tuple[int, int]:
+    """Return (needed, available) bytes for the next checkpoint. `first_bytes`: size of the first checkpoint.
+
+    `writing`: step of a checkpoint that is being written, which counts as complete; other incomplete ones are removed.
+    """
+    newest, partial = complete(run)[-1:], run / f"global_step_{writing}.partial"
     needed = _size(newest) if newest else first_bytes
-    return needed, shutil.disk_usage(run).free + _size(_outdated(run, last, keep))
+    left = 0 if writing is None else max(0, needed - _size([partial]))
+    removed = [each for each in run.glob("global_step_*.partial") if each != partial]
+    removed += _outdated(run, last, keep, writing is not None)
+    return needed, shutil.disk_usage(run).free - left + _size(removed)
 
 
-def _outdated(run: Path, last: int, keep: int | None) -> list[Path]:
-    """Return the checkpoints up to step `last`, oldest first, that the next one replaces; never `last` itself."""
+def _outdated(run: Path, last: int, keep: int | None, more: int = 0) -> list[Path]:
+    """Return the checkpoints up to step `last`, oldest first, that the next one replaces; never the newest.
+
+    `more`: number of newer ones that are not published yet.
+    """
     whole = [path for path in complete(run) if _step(path) <= last]
-    return whole[: max(0, len(whole) - max(keep - 1, 1))] if keep else []
+    return whole[: max(0, len(whole) + more - max(keep - 1, 1))] if keep else []
 
 
 def _size(folders: list[Path]) -> int:

@@ -19,7 +19,8 @@ L_i response tokens, prefill p_i and context cost c_i. The last step ends at T; 
 4. The other mini-batches follow, each taking at least its work / V and its longest sample at v, and all optimizer
    steps; and T >= D(G + switch_s, the work of all other mini-batches + u * all optimizer steps).
 5. All work: T >= D(0, W(G) + all scoring + all training + u * (switch_s + all optimizer steps)).
-6. One sample again: T >= e_i + a pass over it + its training + the mini-batches after its own (or, where all scoring
+6. One sample again: T >= e_i + a pass over it + its training (of a baseline: a call that trains on the samples that
+   it belongs to) + the mini-batches after its own (or, where all scoring
    precedes the first step, + all other mini-batches + all optimizer steps).
 7. Samples that end together: for every t, the work of 3 that belongs to samples with e_i >= t begins at t or later.
 8. Lockstep (training; with `all` also scoring): none of it runs during the H seconds of generation, nor during a switch
@@ -173,7 +174,7 @@ class _Rest:
         scoring, training, speeds = workload.scoring, workload.training, workload.speeds()
         costs = workload.costs()
         fastest, power = max(speed.most for speed in speeds), combined_speed(speeds).most
-        tokens = workload.lengths() + float(workload.prompt_tokens)
+        tokens = workload.trained * (workload.lengths() + float(workload.prompt_tokens))
         part = np.arange(workload.samples) // (workload.mini_batch_prompts * workload.group)
         one_pass, one_training = tokens / costs.score_tokens_per_s, tokens / costs.train_tokens_per_s
         models, steps = len(training.models), training.epochs * (int(part[-1]) + 1)

@@ -12,6 +12,7 @@ from math import ceil, inf
 import numpy as np
 
 from rlfuse.algorithms.experience import Experience
+from rlfuse.config.custom_functions import traits_of
 from rlfuse.config.schema import Config
 from rlfuse.costs.model import Costs
 from rlfuse.costs.spans import lengths_of
@@ -23,9 +24,13 @@ from rlfuse.simulate.workload import Scoring, Training, Workload, workload_from_
 def workload_of(
     config: Config, costs: Costs, engines: int, lengths: Sequence[int], prompt_tokens: int, history: float | None = None
 ) -> Workload:
-    """Return the workload of a step with these response lengths, in prompt order; `history`: `length_history_sigma`."""
+    """Return the workload of a step with these response lengths, in prompt order; `history`: `length_history_sigma`.
+
+    A baseline comes last of the responses to its prompt. Lengths of incomplete groups count as one prompt each.
+    """
     actor, experience = config.actor, Experience(config)
-    group = config.rollout.n if len(lengths) % config.rollout.n == 0 else 1
+    group = responses_per_prompt(config)
+    group = group if len(lengths) % group == 0 else 1
     prompts = len(lengths) // group
     training = Training(
         mini_batches=-(-prompts // actor.ppo_mini_batch_size),
@@ -44,6 +49,7 @@ def workload_of(
         engines,
         tuple(lengths),
         group=group,
+        baselines=experience.traits.needs_baseline and group > 1,
         prompt_tokens=prompt_tokens,
         scoring=scoring,
         training=training,
@@ -51,6 +57,11 @@ def workload_of(
         lockstep="all" if config.lockstep else "gradients" if config.lockstep_backward else "none",
         length_history_sigma=history,
     )
+
+
+def responses_per_prompt(config: Config) -> int:
+    """Return the number of responses that are generated for a prompt, with the baseline."""
+    return config.rollout.n + traits_of(config.algorithm.adv_estimator).needs_baseline
 
 
 def _bubbles(config: Config, lengths: Sequence[int], prompt_tokens: int) -> float | None:

@@ -16,7 +16,7 @@ from rlfuse.costs.spans import spans_within
 from rlfuse.events import Span
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.tuning import Tuning
-from rlfuse.simulate.job_step import finished_lengths, workload_of
+from rlfuse.simulate.job_step import finished_lengths, responses_per_prompt, workload_of
 from rlfuse.simulate.tuning import choose_prefill_share, cost_error, tune
 from rlfuse.simulate.workload import Workload
 
@@ -95,6 +95,7 @@ def workload_like(tuning: Tuning, engines: int, config: Config, spans: Sequence[
     """Return the workload of the step of these spans, with the costs and slot rates of `tuning`."""
     # Samples of validation and of the engine/trainer consistency check have other lengths.
     lengths, prompt_tokens = finished_lengths(spans_within(spans, _step(spans)))
-    samples = lengths[:MAX_SAMPLES]
+    group = responses_per_prompt(config)
+    samples = lengths[: max(group, MAX_SAMPLES // group * group)]
     like = workload_of(config, tuning.costs, engines, samples, prompt_tokens, tuning.lengths.error)
     return replace(like, slot_speed=_speeds(tuning))

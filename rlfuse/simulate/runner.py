@@ -9,7 +9,7 @@ import asyncio
 import gc
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ from rlfuse.fusion.lengths import Lengths
 from rlfuse.fusion.selection import Selection
 from rlfuse.fusion.tuning import Tuning
 from rlfuse.protocols import Engines, Recorded
-from rlfuse.samples import Group, Prompt, Sample
+from rlfuse.samples import Group, Prompt, Sample, make_groups
 from rlfuse.simulate.batching import Batch, SimulationError
 from rlfuse.simulate.bound import Bound, lower_bound
 from rlfuse.simulate.clock import run_virtual
@@ -188,7 +188,8 @@ class Machine:
         for failure in self.workload.failures:  # the step starts after the first weight update
             loop.call_at(self.workload.step_s + failure.at_s, self.rollouts[failure.slot].fail)
         prompts = _Prompts(self.workload)
-        groups = GroupSource(
+        groups = _Groups(
+            with_baseline=self.workload.baselines,
             config=config,
             engines=self.engines,
             prompts=prompts,
@@ -220,7 +221,8 @@ class Machine:
 
     def _config(self, policy: str) -> Config:
         workload, config = self.workload, Config()
-        config.data.train_batch_size, config.rollout.n = workload.prompts, workload.group
+        config.data.train_batch_size = workload.prompts
+        config.rollout.n = workload.group - workload.baselines
         config.data.max_response_length = workload.max_response_tokens
         config.actor.ppo_mini_batch_size = workload.mini_batch_prompts
         config.actor.ppo_epochs = workload.training.epochs
@@ -248,15 +250,17 @@ class Machine:
             passes = int(self.workload.passes(kind).sum())
             self._audit(f"scored ({kind})", self.trainer.scored[kind], 1, passes)
         for model in self.workload.training.models:
-            self._audit(f"trained on ({model})", self.trainer.trained[model], self.workload.training.epochs)
+            trained, epochs = int(self.workload.trained.sum()), self.workload.training.epochs
+            self._audit(f"trained on ({model})", self.trainer.trained[model], epochs, trained)
 
     def _audit(self, what: str, counts: Counter[str], times: int, samples: int | None = None) -> None:
         wrong, all_ = [name for name, count in counts.items() if count != times], self.workload.samples
         if wrong or len(counts) != (all_ if samples is None else samples):
             example = f", {wrong[0]} {counts[wrong[0]]} times" if wrong else ""
+            spared = 0 if samples is None else all_ - samples
             raise SimulationError(
                 f"{len(counts)} of {all_} samples were {what}{example}; expected: each {times} times"
-                + ("" if samples is None else f", except {all_ - samples} that do not need it")
+                + (f", except {spared} that do not need it" if spared else "")
             )
 
 
@@ -317,6 +321,9 @@ class _NoCheckpoints:
 
     async def settle(self) -> None: ...
 
+    async def settle_after(self, steps: Awaitable[None]) -> None:
+        await steps
+
     async def publish_written(self) -> None: ...
 
     def publish(self) -> None: ...
@@ -350,6 +357,16 @@ class _Experience:
 
     def groups_with_nonzero_std(self, groups: Sequence[Group]) -> list[int]:
         return list(range(len(groups)))
+
+
+@dataclass(kw_only=True)
+class _Groups(GroupSource):
+    """Source of groups that have baselines if the workload does."""
+
+    with_baseline: bool
+
+    def training_groups(self, prompts: Sequence[Prompt], step: int) -> list[Group]:
+        return make_groups(prompts, self.config.rollout.n, self.config.data.seed, step, self.with_baseline)
 
 
 class _Prompts:

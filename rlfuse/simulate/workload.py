@@ -137,7 +137,9 @@ class Workload:
     seed: Index = 0
     prompt_tokens: Tokens = 128
     group: Count = 1
-    """Samples per prompt (`rollout.n`)."""
+    """Samples per prompt: `rollout.n`, plus 1 with `baselines`."""
+    baselines: Annotated[bool, FLAG] = False
+    """True if the last sample of each prompt is the baseline (ReMax), which is generated and rewarded only."""
     engine: Engine = field(default_factory=Engine)
     scoring: Scoring = field(default_factory=Scoring)
     training: Training = field(default_factory=Training)
@@ -206,6 +208,8 @@ class Workload:
                 yield f"slowdowns[{i}].slot={slowdown.slot}: must be below slots={self.slots}"
             if slowdown.until_s is not None and slowdown.until_s <= slowdown.from_s:
                 yield f"slowdowns[{i}].until_s={slowdown.until_s:g}: must be after from_s={slowdown.from_s:g}"
+        if self.baselines and self.group == 1:
+            yield "baselines=true: requires group of 2 or more, a baseline and at least one sample to train on"
         longest = self.prompt_tokens + (self.longest if self.samples and not self.samples % self.group else 0)
         if longest > self.engine.kv_tokens:
             yield (
@@ -237,10 +241,15 @@ class Workload:
         """Return the prompts per mini-batch; the last one may have fewer."""
         return -(-self.prompts // self.training.mini_batches)
 
+    @property
+    def trained(self) -> np.ndarray:
+        """Return bool [samples]: True for samples that are trained on, all but baselines."""
+        return (not self.baselines) | (np.arange(self.samples) % self.group < self.group - 1)
+
     def passes(self, kind: str) -> np.ndarray:
         """Return bool [samples]: True for samples that need this kind of scoring."""
         first = np.arange(self.samples) < self.mini_batch_prompts * self.group
-        return ~(first & (self.scoring.by_update and kind == "old_log_prob"))
+        return self.trained & ~(first & (self.scoring.by_update and kind == "old_log_prob"))
 
     def speeds(self) -> tuple[Speed, ...]:
         of_slot = defaultdict[int, list[Slowdown]](list)

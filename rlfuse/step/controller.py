@@ -64,7 +64,7 @@ class Controller:
         await self.compare_first_weights(step)
         if step == 0 and self.config.trainer.val_before_train:
             await self.validate(step)
-        await self.train(step)
+        await self.checkpoints.settle_after(self.train(step))
 
     async def compare_first_weights(self, step: int) -> None:
         """Check that the engines compute the trainer's model; `MetricLog.log_agreement` reports a mismatch.
@@ -214,8 +214,7 @@ class Controller:
 
     async def sync_reference(self, step: int) -> None:
         """Mix the actor's new weights into the reference policy if that is due after this step."""
-        ref = self.config.ref
-        if ref.sync_ref_model and step % ref.ref_model_sync_steps == 0:
+        if self.config.ref.is_sync_due(step):
             await hand_over_all(to_ranks, self.engines.rollout, self.engines.trainer)
             with self.journal.recorder.span("update_weights", step=step, cause="ref"):
                 await cast(WholeModels, self.engines.trainer).sync_reference()
@@ -237,7 +236,7 @@ class Controller:
         await self.checkpoints.settle()
         if self.checkpoints.step != step:
             await self.save(step)
-            self.checkpoints.publish()
+            await self.checkpoints.settle()
         if self.checkpoints.step != step and self.stopping.by is None:
             self.say(f"Checkpoint of step {step} failed; node drain cancelled. Free disk space and retry.")
             self.stopping.relocation = None

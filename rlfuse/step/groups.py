@@ -12,7 +12,8 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 
 from rlfuse.config.custom_functions import traits_of
-from rlfuse.config.schema import HISTORY, Config
+from rlfuse.config.rollout import HISTORY
+from rlfuse.config.schema import Config
 from rlfuse.events import Recorder
 from rlfuse.fusion.selection import Draw, Selection, Source
 from rlfuse.protocols import Engines

@@ -5,7 +5,7 @@ Role: implemented by a real run and by the simulator, so that both use the same 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -135,8 +135,11 @@ class Checkpoints(Protocol):
     async def settle(self) -> None:
         """Wait for the files of a checkpoint that is being written, and publish it."""
 
+    async def settle_after(self, steps: Awaitable[None]) -> None:
+        """Run the steps; if they fail, settle a checkpoint whose step is logged."""
+
     async def publish_written(self) -> None:
-        """Publish a checkpoint whose files are written."""
+        """Publish a checkpoint, whose step is logged, as soon as its files are written."""
 
     def publish(self) -> None:
         """Make the written checkpoint the one to resume from, once the rows of the step are on disk."""

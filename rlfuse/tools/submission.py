@@ -127,6 +127,7 @@ def _connect(arguments: argparse.Namespace) -> Any:
         if not token.is_file():
             raise SubmitError(f"--token-file {token}: no such file")
         os.environ["RAY_AUTH_TOKEN_PATH"] = str(token.absolute())
+        os.environ.pop("RAY_AUTH_TOKEN", None)  # which Ray would use instead of the file
     if token or "RAY_AUTH_TOKEN" in os.environ or os.path.isfile(home() / ".ray" / "auth_token"):
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     from ray.job_submission import JobSubmissionClient

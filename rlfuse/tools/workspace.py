@@ -19,10 +19,7 @@ CHARTS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "Reward": ("critic/score/mean", "critic/score/max", "critic/score/min"),
         "Held-out score": ("^val-core/",),
         "Response length (tokens)": ("response_length/mean", "response_length/max"),
-        "Groups with equal rewards, truncated responses": (
-            "reward/frac_reward_zero_std",
-            "response_length/clip_ratio",
-        ),
+        "Groups with equal rewards, truncated responses": ("reward/frac_reward_zero_std", "response_length/clip_ratio"),
     },
     "Stability": {
         "Entropy": ("actor/entropy", "response/entropy"),
@@ -34,9 +31,7 @@ CHARTS: Mapping[str, Mapping[str, Sequence[str]]] = {
             "training/rollout_probs_diff_max",
         ),
     },
-    "Speed": {
-        "Seconds per stage": ("timing_s/step", "timing_s/gen", "timing_s/update_actor", "timing_s/reward"),
-    },
+    "Speed": {"Seconds per stage": ("timing_s/step", "timing_s/gen", "timing_s/update_actor", "timing_s/reward")},
 }
 """Section -> title of a chart -> its metrics. A leading ^ makes a metric a regular expression."""
 PACKAGE = "wandb_workspaces"

@@ -74,7 +74,8 @@ def prompts(sequences: int) -> list[list[int]]:
 
 class Rlfuse:
     async def start(self, model: str, sequences: int, longest: int) -> None:
-        from rlfuse.config.schema import ModelConfig, RolloutConfig
+        from rlfuse.config.rollout import RolloutConfig
+        from rlfuse.config.schema import ModelConfig
         from rlfuse.engines.vllm.rollout_worker import RolloutWorker
         from rlfuse.engines.vllm.setup import DECODE_SCHEDULER
 

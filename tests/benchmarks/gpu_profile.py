@@ -120,7 +120,8 @@ class EngineProfile:
 
 
 async def profile_engine(folder: Path, device: str, dtype: str, options: argparse.Namespace) -> None:
-    from rlfuse.config.schema import ModelConfig, RolloutConfig
+    from rlfuse.config.rollout import RolloutConfig
+    from rlfuse.config.schema import ModelConfig
     from rlfuse.engines.vllm.rollout_worker import RolloutWorker
 
     kwargs = {"worker_extension_cls": "core_profile.Extension"} | json.loads(options.kwargs)

@@ -52,7 +52,8 @@ from sequence_parallel import Forced, measured
 
 from rlfuse.cluster import placement
 from rlfuse.cluster.worker_environment import worker_environment
-from rlfuse.config.schema import Config, ModelConfig, RolloutConfig
+from rlfuse.config.rollout import RolloutConfig
+from rlfuse.config.schema import Config, ModelConfig
 from rlfuse.engines.rollout.rollout_handle import RolloutHandle
 from rlfuse.engines.trainer.sequence_parallel_packing import Share
 from rlfuse.engines.vllm.rollout_worker import RolloutWorker

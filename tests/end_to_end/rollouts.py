@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlfuse.cluster.remote import call
-from rlfuse.config.schema import ModelConfig, RolloutConfig
+from rlfuse.config.rollout import RolloutConfig
+from rlfuse.config.schema import ModelConfig
 from rlfuse.engines.rollout.rollout_handle import RolloutHandle
 from rlfuse.engines.vllm.rollout_worker import RolloutWorker
 from rlfuse.engines.vllm.setup import rollout_env

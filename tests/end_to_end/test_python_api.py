@@ -1,4 +1,4 @@
-"""The script of the README, as a process of its own, against the same job from files; its model evaluated."""
+"""The script of the README in a separate process, compared with the same job from files; evaluation of its model."""
 
 import os
 import re

@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from small import VOCABULARY, served_folder
 from transformers import AutoModelForCausalLM
 
-from rlfuse.config.schema import ModelConfig, RolloutConfig
+from rlfuse.config.rollout import RolloutConfig
+from rlfuse.config.schema import ModelConfig
 from rlfuse.engines.rollout.engine_actor import EMPTY_PARTIAL, Request
 from rlfuse.engines.trainer.offloading import release_cached, to_device, to_host
 from rlfuse.engines.vllm.rollout_worker import RolloutWorker

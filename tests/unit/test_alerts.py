@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from rlfuse.algorithms.corrections import BOUNDS
-from rlfuse.config.schema import AlertsConfig
+from rlfuse.config.trainer import AlertsConfig
 from rlfuse.observe.alerts import Alerts, bound_in_steps
 
 pytestmark = pytest.mark.usefixtures("three_steps")

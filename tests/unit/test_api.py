@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import linecache
+import operator
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 import yaml
 
 import rlfuse
-from rlfuse.api import commands, functions
+from rlfuse.api import commands, functions, jobs
 from rlfuse.api.functions import function_reference, reward_entries
 from rlfuse.api.inputs import data_file, job_file
 from rlfuse.api.jobs import Job
@@ -57,6 +58,13 @@ def folder(tmp_path, monkeypatch):
         ({"trainer": {}}, []),
         ({"ref": {"path": None}, "data": {"shuffle": False}}, ["ref.path=null", "data.shuffle=false"]),
         ({"rollout": {"engine_kwargs": {"a": [1, "x"]}}}, ["rollout.engine_kwargs={a: [1, 'x']}"]),
+        (
+            {
+                "actor": {"optim": {"lr": np.float64(1e-6), "betas": np.array([0.5, 1.0])}},
+                "rollout": {"n": np.int64(8)},
+            },
+            ["actor.optim.lr=1e-06", "actor.optim.betas=[0.5, 1.0]", "rollout.n=8"],
+        ),
     ],
 )
 def test_settings_become_words(settings, words):
@@ -102,6 +110,7 @@ def test_a_call_composes_the_job_of_its_words():
 def test_a_config_object_takes_the_place_of_a_file_and_is_overridden():
     config = Config()
     config.model.path, config.rollout.n, config.actor.optim.lr = "model", 3, 1e-5
+    assert job_file(assigned("model.path", Path("model"))) == job_file(assigned("model.path", "model"))
     config.data.train_files = [data_file(ROWS, "train")]
     config.reward.functions = ["rlfuse.tasks.remainder:compute_score"]
     assert load([job_file(config)]) == dataclasses.replace(
@@ -116,6 +125,14 @@ def test_secrets_of_the_environment_are_not_written(monkeypatch):
     config = Config()
     config.reward.functions = [{"path": "a.py:f", "kwargs": {"api_key": "abcdefgh12345678"}}]
     assert "abcdefgh" not in (text := Path(job_file(config)).read_text()) and "${oc.env:SERVICE_API_KEY}" in text
+
+
+def assigned(key, value):
+    """Return a `Config` with an attribute set."""
+    config = Config()
+    group, _, name = key.rpartition(".")
+    setattr(operator.attrgetter(group)(config), name, value)
+    return config
 
 
 @pytest.mark.parametrize(
@@ -133,6 +150,14 @@ def test_secrets_of_the_environment_are_not_written(monkeypatch):
             "trainer.metrics: got builtin.* path/file.py:name",
         ),
         ({"actor": {"optim": {"lr": "fast"}}}, ConfigError, "actor.optim.lr=fast"),
+        ({"trainer": {"project_name": b"x"}}, ConfigError, "trainer.project_name: got bytes; a setting is a number"),
+        ({"rollout": {"engine_kwargs": {"ü": 1}}}, ConfigError, "rollout.engine_kwargs: the key 'ü' has characters"),
+        ({"job": {"rollout.n": 4}}, ConfigError, "{'rollout.n': 4}: is a dict; pass a job file"),
+        ({"job": rlfuse.Run(Path("nowhere"))}, ConfigError, "nowhere: is a Run; pass a job file"),
+        ({"job": "--multirun"}, ConfigError, "--multirun: is an option of the command line"),
+        ({"job": assigned("actor.optim.leraning_rate", 1)}, ConfigError, "actor.optim.leraning_rate: unknown key"),
+        ({"job": assigned("reward.functions", [len])}, ConfigError, "reward.functions: got .* pass it as the argument"),
+        ({"dataset": pd.DataFrame({"prompt": ["a", 1]})}, DataError, "train: can't be written as a Parquet file"),
         ({"reward": 3}, RewardError, "reward: got int; pass a function"),
         ({"reward": lambda x: x}, RewardError, "reward function <lambda>"),
         ({"dataset": 3}, DataError, "train: got int; pass a list of rows"),
@@ -186,9 +211,14 @@ sys.path.insert(0, {folder!r})
 import neighbour
 from rlfuse.api.functions import function_reference
 
+class Length:
+    UNITS = {{"a", "b", "c"}}
+    def of(self, text):
+        return len(text) if text not in {{"one", "two", "three"}} else 0
+
 def shipped(bonus):
     def even(solution_str, ground_truth):
-        return neighbour.half(len(solution_str)) + bonus
+        return neighbour.half(Length().of(solution_str)) + bonus
     return even
 
 if __name__ == "__main__":
@@ -212,9 +242,9 @@ print(getattr(outcome, "traceback", None) or outcome.value)
 @pytest.mark.slow
 def test_functions_of_a_script_score_in_another_process(folder):
     """Closures, lambdas, and modules next to the script."""
-    (folder / "beside").mkdir()
-    (folder / "beside" / "neighbour.py").write_text("def half(n): return n / 2\n")
-    (folder / "script.py").write_text(CLOSURE.format(folder=str(folder / "beside")))
+    (folder / "other").mkdir()
+    (folder / "other" / "neighbour.py").write_text("def half(n): return n / 2\n")
+    (folder / "script.py").write_text(CLOSURE.format(folder=str(folder / "other")))
     command, found = [sys.executable, "script.py"], []
     for seed in ("1", "2"):
         environment = os.environ | {"PYTHONHASHSEED": seed}
@@ -336,12 +366,34 @@ def test_the_error_of_a_job_is_raised_with_its_cause():
     assert isinstance(defect.__cause__, KeyError)
 
 
-def test_a_killed_job_is_a_job_error():
-    job = Job(
-        Path("runs"), [sys.executable, "-c", "import os; print('last', flush=True); os.kill(os.getpid(), 9)"], str
-    )
+@pytest.mark.parametrize("child", ["", "__import__('subprocess').Popen(['sleep', '30']);"])
+def test_a_killed_job_is_a_job_error(child, monkeypatch):
+    """Even if a child process survives it and keeps its output open."""
+    monkeypatch.setattr(jobs, "OUTPUT_S", 0.5)
+    code = f"import os; {child} print('last', flush=True); os.kill(os.getpid(), 9)"
+    job = Job(Path("runs"), [sys.executable, "-c", code], str)
     with pytest.raises(rlfuse.JobError, match=r"status -9:\nlast"):
-        job.follow(60, lambda line: None)
+        job.follow(20, lambda line: None)
+
+
+def test_a_third_interrupt_kills_the_job(monkeypatch):
+    job = Job(Path("runs"), [sys.executable, "-c", "import time; time.sleep(60)"], str)
+    pressed = []
+
+    def press(wait_s):
+        pressed.append(wait_s)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(job, "_interrupt", press)
+    job.stop(show=lambda line: None)
+    assert len(pressed) == 2 and not job.running
+
+
+def test_a_call_that_fails_stops_the_job():
+    job = Job(Path("runs"), [sys.executable, "-c", "import time; time.sleep(60)"], str)
+    with pytest.raises(TypeError):
+        job.follow("10")
+    assert not job.running
 
 
 # Results -------------------------------------------------------------------------------------------------------------
@@ -381,8 +433,9 @@ def test_a_plan_has_tables_and_a_verdict():
     large, small = (rlfuse.plan(**settings, device_memory=memory) for memory in (2000, 8))
     assert large.fits and str(large).rstrip().endswith("fits") and "Memory in GiB" in large.text
     assert not small.fits and "does not fit" in small.text
-    with pytest.raises(ConfigError, match="--device-memory -1: needs a number above 0"):
-        rlfuse.plan(**settings, device_memory=-1)
+    for wrong, message in ((-1, "--device-memory -1: needs a number above 0"), ("much", "invalid float value: 'much'")):
+        with pytest.raises(ConfigError, match=message):
+            rlfuse.plan(**settings, device_memory=wrong)
     recorded = rlfuse.plan(**settings, device_memory=2000, costs_from=rlfuse.Run(ROOT / "notebooks" / "data" / "run"))
     assert "typical slot of the run" in recorded.text
 

@@ -1,19 +1,23 @@
-"""Checkpoints whose files are written while training goes on: what is published when, failures, leftovers."""
+"""Checkpoints whose files are written while training continues: order of publication, failures, leftovers."""
 
 import asyncio
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_journal import log_in, run_step
 
 from rlfuse.cluster import host_memory, scratch
 from rlfuse.config.schema import Config
-from rlfuse.engines.trainer import saving
+from rlfuse.engines.trainer import rank_group, saving
+from rlfuse.engines.trainer.liveness import WATCH
 from rlfuse.engines.trainer.rank_group import check_written
 from rlfuse.engines.trainer.saving import CheckpointWriter, StagedFiles
-from rlfuse.errors import NotSaved
+from rlfuse.engines.trainer.trainer_group import TrainerGroup
+from rlfuse.engines.trainer.trainer_rank import TrainerRank
+from rlfuse.errors import NotSaved, RlfuseError
 from rlfuse.run.checkpointing import Checkpointing
 from rlfuse.run_folder import checkpoints
 from rlfuse.samples import Reward
@@ -27,7 +31,7 @@ class Rank:
     saves_in_background = True
 
     def __init__(self, monkeypatch):
-        self.staged, self.disk, self.fails = StagedFiles(), threading.Event(), False
+        self.staged, self.disk, self.fails, self.other_fails = StagedFiles(), threading.Event(), False, None
         copy, make, self.folders = shutil.copyfile, scratch.make, []
 
         def recorded(prefix):
@@ -51,6 +55,8 @@ class Rank:
                 path = to / "actor" / "weights"
                 files.write(path, lambda: (path.parent.mkdir(), path.write_bytes(bytes(KIB))))
             assert files.problem is None
+            if self.other_fails:
+                raise self.other_fails
 
     async def is_saving(self):
         return self.staged.is_copying()
@@ -69,7 +75,7 @@ def begin(folder, rank, total=4):
     log.total_steps, log.loggers.alert = total, lambda step, alert: alerts.append((step, alert.text))
     config = Config()
     config.trainer.max_ckpt_to_keep = 2
-    made = Checkpointing(log, config, start=0, save=rank.save, writer=rank, state=lambda _: {}, parameters=1)
+    made = Checkpointing(log, config, start=0, save=rank.save, writer=rank, state=lambda _: {}, first_bytes=KIB)
     return log, made, alerts
 
 
@@ -99,9 +105,12 @@ async def test_training_goes_on_while_files_are_written(tmp_path, rank):
     (staged,) = rank.folders
     assert staged.is_dir()
     rank.disk.set()
-    await written(made)
-    assert complete(tmp_path) == ["global_step_1"] and made.step == 1 and not staged.exists()
+    async with asyncio.timeout(10):
+        while not complete(tmp_path):
+            await asyncio.sleep(0.02)  # the next step runs
+    assert made.step == 1 and not staged.exists()
     assert (tmp_path / "global_step_1/actor/weights").read_bytes() == bytes(KIB)
+    assert {path.name for path in (tmp_path / "global_step_1").iterdir()} == {"actor", "run.json", "COMPLETE"}
     log.close()
 
 
@@ -134,6 +143,73 @@ async def test_a_kill_meanwhile_leaves_the_last_complete_one(tmp_path, rank):
     log.close()
 
 
+async def test_an_error_in_a_later_step_does_not_lose_it(tmp_path, rank):
+    log, made, _ = begin(tmp_path, rank)
+
+    async def steps():
+        await step(log, made, 1)
+        made.remember(2)
+        asyncio.get_running_loop().call_later(0.2, rank.disk.set)
+        raise RlfuseError("the second step")
+
+    with pytest.raises(RlfuseError, match="the second step"):
+        await made.settle_after(steps())
+    assert complete(tmp_path) == ["global_step_1"]
+    log.close()
+
+
+@pytest.mark.parametrize("error", [NotSaved("another rank could not write"), OSError("the tokenizer was not saved")])
+async def test_after_a_failure_no_file_of_another_rank_arrives(tmp_path, rank, error):
+    log, made, alerts = begin(tmp_path, rank)
+    rank.other_fails = error
+    asyncio.get_running_loop().call_later(0.2, rank.disk.set)
+    await step(log, made, 1)
+    assert str(error) in alerts[0][1] and not rank.staged.is_copying()
+    assert not [*tmp_path.glob("global_step_*")] and not rank.folders[0].exists()
+    log.close()
+
+
+@pytest.mark.parametrize("written", [0.0, 0.5, 1.0])
+async def test_the_part_that_is_written_does_not_count_as_growth_of_the_run(tmp_path, rank, monkeypatch, written):
+    log, made, alerts = begin(tmp_path, rank, total=9)
+    made._every = 4
+    used = lambda: sum(path.stat().st_size for path in tmp_path.glob("global_step_*/**/*") if path.is_file())  # noqa: E731
+    usage = lambda _: SimpleNamespace(free=int(3.5 * KIB) - used())  # noqa: E731
+    monkeypatch.setattr(checkpoints.shutil, "disk_usage", usage)
+    assert not made.is_due(3)
+    await step(log, made, 4)
+    made.check_disk_space(4)
+    (tmp_path / "global_step_4.partial" / "part").write_bytes(bytes(int(written * KIB)))
+    assert not made.is_due(5) and alerts == [], "another checkpoint of 1 KiB fits in addition"
+    rank.disk.set()
+    await made.settle()
+    assert complete(tmp_path) == ["global_step_4"]
+    log.close()
+
+
+async def test_ranks_answer_about_their_files_while_a_slot_computes(monkeypatch):
+    ends = asyncio.Event()
+
+    async def call(reference, *_):
+        return await reference if asyncio.iscoroutine(reference) else reference
+
+    def answers(value):
+        return SimpleNamespace(remote=lambda: value() if callable(value) else value)
+
+    made = SimpleNamespace(make_room=answers(ends.wait), is_saving=answers(True), saved=answers(None))
+    monkeypatch.setattr(rank_group, "call", call)
+    group = TrainerGroup(Config(), [made, made])
+    computing = asyncio.ensure_future(group.make_room(0))
+    async with asyncio.timeout(5):
+        assert await group.is_saving()
+        await group.saved()
+        assert not computing.done()
+        ends.set()
+        await computing
+    for method in (TrainerRank.is_saving, TrainerRank.saved):
+        assert method.__ray_concurrency_group__ == WATCH, "not queued after the call that runs"
+
+
 async def test_a_failure_is_an_alert_and_at_the_end_an_error(tmp_path, rank):
     log, made, alerts = begin(tmp_path, rank, total=2)
     rank.fails = True
@@ -149,11 +225,26 @@ async def test_a_failure_is_an_alert_and_at_the_end_an_error(tmp_path, rank):
     log.close()
 
 
+async def test_files_that_are_not_written_in_time_are_an_alert(tmp_path, rank):
+    log, made, alerts = begin(tmp_path, rank)
+    made._limit_s = 0.1
+    await step(log, made, 1)
+    async with asyncio.timeout(10):
+        await made.settle()
+    assert "were not written within cluster.timeout_s=0.1 s; raise it for a slow disk" in alerts[0][1]
+    rank.disk.set()
+    assert "FileNotFoundError" in rank.staged.problem()
+    assert not [*tmp_path.glob("global_step_*")], "the removed folder is not made again"
+    log.close()
+
+
 async def test_without_free_memory_files_are_written_at_once(tmp_path, rank, monkeypatch):
+    left, lock = scratch.make(scratch.CHECKPOINT)
+    lock.close()  # as of a killed rank
     monkeypatch.setattr(host_memory, "free_bytes", lambda: KIB)
     log, made, _ = begin(tmp_path, rank)
     await step(log, made, 1)
-    assert not rank.staged.is_copying()
+    assert not rank.staged.is_copying() and not left.exists()
     await made.settle()
     assert complete(tmp_path) == ["global_step_1"]
     log.close()

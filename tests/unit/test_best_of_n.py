@@ -37,5 +37,12 @@ def test_many_responses_agree_with_verls_bootstrap():
     assert sum(alone) == pytest.approx(1.0), "one answer wins each vote"
 
 
+@pytest.mark.parametrize("kinds", [3, 40, 256])
+def test_votes_of_hundreds_of_responses_have_one_winner(kinds):
+    answers = [number * number % kinds for number in range(256)]
+    chances = [majority_at([float(answer == each) for answer in answers], answers, 256) for each in set(answers)]
+    assert sum(chances) == pytest.approx(1.0, abs=1e-9)
+
+
 def test_sizes_are_powers_of_two_and_all_responses():
     assert [sizes(n) for n in (1, 2, 3, 4, 6, 8)] == [[], [2], [2, 3], [2, 4], [2, 4, 6], [2, 4, 8]]

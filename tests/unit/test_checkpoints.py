@@ -4,6 +4,7 @@ import errno
 import os
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -32,6 +33,19 @@ async def test_written_whole_found_and_pruned(tmp_path):
     assert (newest / "actor" / "weights").read_text() == "w"
     assert checkpoints.find(tmp_path, "disable") is None
     assert checkpoints.find(tmp_path, str(tmp_path / "global_step_4")).name == "global_step_4"
+
+
+@pytest.mark.parametrize(
+    ("writing", "free"), [(None, 7000 + 600), (3, 7000 - 900 + 1400), (4, 7000 - 1000 + 600 + 1400)]
+)
+def test_files_of_a_killed_save_count_as_free_and_those_being_written_as_complete(tmp_path, monkeypatch, writing, free):
+    """Checkpoints of 1000 and 400 bytes; 600 bytes of the third are left by a killed run, or 100 are written so far."""
+    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda _: SimpleNamespace(free=7000))
+    for name, size in (("1", 400), ("2", 1000), ("3.partial", 100 if writing == 3 else 600)):
+        (tmp_path / f"global_step_{name}").mkdir()
+        (tmp_path / f"global_step_{name}" / "weights").write_bytes(bytes(size))
+        (tmp_path / f"global_step_{name}" / checkpoints.MARKER).touch()
+    assert checkpoints.disk_space(tmp_path, 2, 2 if writing else 3, 0, writing) == (1000, free)
 
 
 async def test_one_that_fails_half_way_leaves_the_one_before(tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rlfuse.cli import COMMANDS, main
-from rlfuse.completion import ACTIONS, JOB_COMMANDS, SCRIPTS, candidates
+from rlfuse.completion import ACTIONS, JOB_COMMANDS, PARSERS, SCRIPTS, _added_options, candidates
 from rlfuse.config.documentation import by_name, groups
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,6 +32,7 @@ LINES = {
     "rlfuse train actor.optim.lr_s": "train actor.optim.lr_scheduler_type=",
     "rlfuse plan folder/my_job.yaml algorithm=da": "plan folder/my_job.yaml algorithm=dapo",
     "rlfuse train folder/my": "train folder/my_job.yaml",
+    "rlfuse runs clean --y": "runs clean --yes",
     "rlfuse train data.val_files=fol": "train data.val_files=folder/",
 }
 """A line before TAB -> the arguments with which Enter then calls `rlfuse`."""
@@ -112,6 +113,20 @@ def test_all_keys_and_groups_are_reached_one_level_at_a_time():
     ("train model.enable_gradient_checkpointing=",
      [f"model.enable_gradient_checkpointing={value}" for value in ("false", "true")]),
     ("reward replay reward.num_w", ["reward.num_workers="]),
+    ("train --c", ["--cfg", "--config-dir", "--config-name"]),
+    ("runs --", ["--help", "--json", "--sort", "--state"]),
+    ("runs clean --", ["--help", "--yes"]),
+    ("slots --", ["--help"]),
+    ("slots drain 3 --u", ["--until-recovered"]),
+    ("submit status --", ["--address", "--help", "--token-file"]),
+    ("submit --", ["--address", "--detach", "--env", "--help", "--include", "--token-file", "--with-code"]),
+    ("plan --search job.yaml --ke", ["--keep"]),
+    ("plan --s", ["--search", "--settings"]),
+    ("generate job.yaml --", [f"--{name}" for name in
+                              ("config-dir", "config-name", "help", "out", "prompts", "run-code", "score")]),
+    ("whatif --run", ["--run-code"]),
+    ("doctor --no", ["--no-self-test"]),
+    ("unknown -", []),
     ("train no.such.ke", []),
     ("train no.such.key=", []),
     ("unknown x", []),
@@ -136,6 +151,13 @@ def test_files_that_a_word_may_name(tmp_path, monkeypatch):
 
 def test_tables_name_existing_commands():
     assert {*ACTIONS, *JOB_COMMANDS} <= {*COMMANDS}
+    assert {line.split()[0] for line in PARSERS} <= {*COMMANDS}
+    assert all([*_added_options(*adds.split(":"))] for adds in PARSERS.values() if adds)
+
+
+def test_options_have_descriptions():
+    assert ("--yes", "remove the listed files") in candidates(["runs", "clean", "--"])
+    assert all("%" not in about for command in COMMANDS for _, about in candidates([command, "--"]))
 
 
 def test_another_shell_is_an_error_with_the_names(capsys):

@@ -74,6 +74,10 @@ def test_distillation_needs_no_reward():
             },
             ["ref.sync_ref_model=true: can't be combined with pipeline parallelism"],
         ),
+        (
+            {"ref__sync_ref_model": True, "trainer__task": "sft"},
+            ["ref.sync_ref_model=true: trainer.task=sft has no reference policy; set ref.sync_ref_model=false"],
+        ),
         ({"actor__optim__betas": [0.9]}, ["actor.optim.betas=[0.9]: must be two numbers of 0 or more and below 1"]),
         ({"critic__optim__betas": [0.9, 1.0]}, ["critic.optim.betas=[0.9,1.0]: must be two numbers"]),
         ({"algorithm__gamma": float("nan")}, ["algorithm.gamma=nan: must be 0 or more and 1 or less"]),
@@ -119,6 +123,10 @@ def test_distillation_needs_no_reward():
         (
             DISTILLED | {"reward__functions": [], "data__val_files": ["val.parquet"]},
             ["reward.functions=[]: validation (data.val_files) needs a reward", "or set data.val_files=[]"],
+        ),
+        (
+            {"reward__model_head": "rewards.py:Head"},
+            ["reward.model_head=rewards.py:Head: is the head of a reward model"],
         ),
         ({"reward__overlong_buffer__len": 512}, ["must be below data.max_response_length=512"]),
         ({"data__train_files": ["absent.parquet"]}, ["data.train_files: `absent.parquet` does not exist"]),

@@ -16,7 +16,8 @@ import torch
 from contracts import LIBRARIES, attributes, read
 
 import rlfuse
-from rlfuse.config.schema import ActorConfig, ModelConfig, RolloutConfig
+from rlfuse.config.rollout import RolloutConfig
+from rlfuse.config.schema import ActorConfig, ModelConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # importing it takes long: by one process
 

@@ -18,7 +18,8 @@ from transformers import MixtralConfig, Qwen2Config
 
 from rlfuse.cluster import cuda
 from rlfuse.cluster.placement import Slots
-from rlfuse.config.schema import Config, ModelConfig, RolloutConfig
+from rlfuse.config.rollout import RolloutConfig
+from rlfuse.config.schema import Config, ModelConfig
 from rlfuse.engines.vllm import gpu_settings as gpu
 from rlfuse.engines.vllm import offline_engine
 from rlfuse.engines.vllm.rollout_worker import RolloutWorker

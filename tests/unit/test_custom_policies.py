@@ -144,21 +144,21 @@ def test_an_edit_changes_what_is_found_but_not_what_a_run_tunes(tmp_path):
 
 
 def test_the_key_takes_a_file_and_tells_the_form_of_another_name():
-    def told(value):
+    def problems(value):
         config = Config()
         config.fusion.policy = value
         return [problem for problem in check(config, Facts()) if problem.startswith("fusion.policy")]
 
-    assert told("mine.py:half_and_half") == told("stream") == []
+    assert problems("mine.py:half_and_half") == problems("stream") == []
     for wrong in ("mine.py", "mine:f", "mine.py:", "mine.py:half and half"):
-        assert told(wrong) == [
+        assert problems(wrong) == [
             f"fusion.policy={wrong}: `{wrong}` is not one of serial, stream, rlhfuse, adaptive; use one of these, or "
             "path/file.py:name for a custom one"
         ]
 
 
 @pytest.mark.parametrize(
-    ("text", "name", "told"),
+    ("text", "name", "message"),
     [
         (None, "nothing.py:f", "the file .*nothing.py does not exist; correct the path"),
         ("def good(view): ...\nbad = 1", "mine.py:f", "the file has no function `f`; its functions: good"),
@@ -178,14 +178,14 @@ def test_the_key_takes_a_file_and_tells_the_form_of_another_name():
         ),
     ],
 )
-def test_a_wrong_name_is_told_with_what_is_valid(text, name, told, tmp_path, monkeypatch, capsys):
+def test_a_wrong_name_is_reported_with_valid_ones(text, name, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(text or "")
     Path("workload.json").write_text(json.dumps(EXAMPLE))
-    with pytest.raises(FunctionError, match=f"^fusion.policy={name}: .*{told}"):
+    with pytest.raises(FunctionError, match=f"^fusion.policy={name}: .*{message}"):
         load_policy(name)
     assert main(["simulate", "workload.json", "--policy", name]) == 2
-    assert re.search(f"--policy {name}: .*{told}", capsys.readouterr().err)
+    assert re.search(f"--policy {name}: .*{message}", capsys.readouterr().err)
 
 
 def test_a_job_with_a_policy_that_is_missing_starts_nothing(tmp_path):
@@ -252,11 +252,11 @@ WRONG = {
 
 
 @pytest.mark.parametrize("body", WRONG)
-def test_what_it_decides_wrongly_is_told_and_nothing_hangs(body, tmp_path):
+def test_wrong_decisions_are_reported_and_nothing_hangs(body, tmp_path):
     name = policy(tmp_path, body)
-    with pytest.raises(FunctionError, match=WRONG[body]) as told:
+    with pytest.raises(FunctionError, match=WRONG[body]) as refused:
         simulate(SMALL, name)
-    assert str(told.value).startswith(f"the fusion policy {name} ")
+    assert str(refused.value).startswith(f"the fusion policy {name} ")
 
 
 @pytest.mark.parametrize(
@@ -272,8 +272,10 @@ def test_what_it_decides_wrongly_is_told_and_nothing_hangs(body, tmp_path):
     ],
 )
 def test_a_drained_slot_gets_nothing_from_it(body, why, tmp_path):
-    with pytest.RaisesGroup(pytest.RaisesExc(FunctionError, match=why)):
-        played(load_policy(policy(tmp_path, body)), Scene("serial", slots=3, drained=(1,)))
+    name = policy(tmp_path, body)
+    with pytest.RaisesGroup(pytest.RaisesExc(FunctionError, match=why)) as refused:
+        played(load_policy(name), Scene("serial", slots=3, drained=(1,)))
+    assert str(refused.value.exceptions[0]).startswith(f"the fusion policy {name} ")
 
 
 @pytest.mark.slow

@@ -385,7 +385,8 @@ def test_a_key_selects_vllm_s_own_scheduler_and_front_end(model, device, rollout
     from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm.v1.engine import output_processor
 
-    from rlfuse.config.schema import ModelConfig, RolloutConfig
+    from rlfuse.config.rollout import RolloutConfig
+    from rlfuse.config.schema import ModelConfig
     from rlfuse.engines.vllm.front_end import keep_log_probs
     from rlfuse.engines.vllm.setup import engine_arguments, holds_tokens
 

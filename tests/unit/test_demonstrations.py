@@ -185,7 +185,8 @@ def test_settings_that_an_offline_task_lacks_are_refused_together(task):
     assert check(config, Facts()) == [] and not config.uses_critic and config.uses_reference == (task == "dpo")
     config.rollout.temperature, config.trainer.metrics, config.cluster.drain = 0.7, ["mine.py:groups"], [0]
     config.training.pipeline_parallel_size = config.trainer.n_gpus_per_node = 2
-    names = {"cluster.drain", "trainer.metrics", "training.pipeline_parallel_size"}
+    config.ref.sync_ref_model = True
+    names = {"cluster.drain", "trainer.metrics", "training.pipeline_parallel_size", "ref.sync_ref_model"}
     names |= {"rollout.temperature"} if task != "reward_model" else set()
     assert {problem.partition("=")[0] for problem in check(config, Facts())} == names
     config.dpo.beta, config.dpo.loss_type = 0.0, "hinge"

@@ -22,7 +22,7 @@ class Parts:
 
     def __init__(self, told):
         self.order, self.told, self.stopping = [], told, Stopping(0.0, print)
-        self.step = self.written = 0
+        self.step = self.written = self.writing = 0
         self.recorder, self.spans = self, []
         self.rates, self.costs = SimpleNamespace(current=[1.0, 1.5]), None
 
@@ -74,7 +74,7 @@ class Parts:
 
     async def write(self, step, required=False):
         self.did(f"write {step}")
-        self.written = step
+        self.writing = step
 
     def publish(self):
         if self.written != self.step:
@@ -82,10 +82,11 @@ class Parts:
             self.step = self.written
 
     async def publish_written(self):
-        self.publish()
+        await self.settle()
 
     async def settle(self):
-        pass
+        self.written = self.writing
+        self.publish()
 
     def learn(self, board, spans):
         """Costs."""
@@ -141,14 +142,21 @@ def test_rows_come_before_the_checkpoint_counts_and_engines_wake_only_for_more(t
     assert ", ".join(parts.order) == order
 
 
-def test_a_job_that_goes_on_elsewhere_validates_and_saves_before_it_leaves():
+@pytest.mark.parametrize(
+    ("done", "order"),
+    [
+        (0, f"{ROWS_1}, asleep, ranks on, write 1, publish 1"),
+        (1, f"learn 2, push 2, validate 2, {SAVE_2}, rows 2, publish 2"),
+    ],
+)
+def test_a_job_that_goes_on_elsewhere_validates_and_saves_before_it_leaves(done, order):
     parts, left = Parts(""), NodeLeft("node b leaves", ("b",))
     parts.stopping.relocation = left
-    parts.step = 1
+    parts.step = parts.written = parts.writing = done
     with pytest.raises(NodeLeft) as raised:
-        asyncio.run(played(parts).train(1))
+        asyncio.run(played(parts).train(done))
     assert raised.value is left
-    assert ", ".join(parts.order) == f"learn 2, push 2, validate 2, {SAVE_2}, rows 2, publish 2"
+    assert ", ".join(parts.order) == order
 
 
 @pytest.mark.parametrize("visual", [(), ("a clip",)])
@@ -180,7 +188,7 @@ class Full(Parts):
         self.did(f"no room {step}")
         self.failed = getattr(self, "failed", 0) + 1
         if self.failed > 2:
-            self.written = step
+            self.writing = step
 
 
 def test_a_job_whose_step_could_not_be_saved_stays_where_it_is(capsys):

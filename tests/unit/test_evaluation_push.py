@@ -59,8 +59,8 @@ def test_the_newest_complete_checkpoint_is_uploaded_with_a_model_card(run, hub, 
     assert card.data.base_model == "Qwen/Qwen2.5-0.5B-Instruct" and card.data.library_name == "transformers"
     assert card.data.tags == ["rlfuse", "reinforcement-learning", "grpo"]
     facts = ("| Mean reward | 0.375 → 0.375 |", "gsm8k/acc/mean@1 | 0.250 → 0.500", "| Steps | 2 of 8 prompts |")
-    for told in (*facts, "gsm8k/train.parquet", "compute_score", 'pipeline("text-generation", "someone/my-model")'):
-        assert told in card.text, card.text
+    for text in (*facts, "gsm8k/train.parquet", "compute_score", 'pipeline("text-generation", "someone/my-model")'):
+        assert text in card.text, card.text
     assert "/home/someone" not in card.content and "api_key" not in card.content
     assert f"pushed  {hub.address}/someone/my-model" in capsys.readouterr().out
 
@@ -95,31 +95,31 @@ def test_a_branch_is_created_and_an_existing_card_is_kept(run, hub, capsys):
 
 def test_a_dry_run_prints_files_and_card_without_requests(run, hub, capsys):
     assert rlfuse(["push", str(run), "someone/my-model", "--dry-run"]) == 0
-    told = capsys.readouterr().out
-    assert "2 files" in told and "model.safetensors" in told and "# my-model" in told and not hub.asked
+    printed = capsys.readouterr().out
+    assert "2 files" in printed and "model.safetensors" in printed and "# my-model" in printed and not hub.asked
 
 
 def test_errors_of_push_are_one_message(run, hub, capsys, monkeypatch):
-    def told(*words):
+    def message(*words):
         assert rlfuse(["push", *map(str, words)]) == 2
         text = capsys.readouterr().err
         assert "Traceback" not in text
         return text
 
-    cut = told(run / "global_step_4", "a/b")
+    cut = message(run / "global_step_4", "a/b")
     assert "the checkpoint is incomplete" in cut and "complete ones: global_step_2" in cut
-    assert "the folder does not exist" in told(run / "nothing", "a/b")
-    assert "use the form USER/NAME" in told(run, "a/b/c")
+    assert "the folder does not exist" in message(run / "nothing", "a/b")
+    assert "use the form USER/NAME" in message(run, "a/b/c")
     monkeypatch.setenv("HF_TOKEN", "hf_other")
-    assert "the hub refused (401)" in told(run, "a/b")
+    assert "the hub refused (401)" in message(run, "a/b")
     hub.shutdown()
     hub.server_close()
     monkeypatch.setenv("HF_TOKEN", hub.token)
-    assert f"{hub.address} can't be reached" in told(run, "a/b")
+    assert f"{hub.address} can't be reached" in message(run, "a/b")
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    assert "hf auth login" in told(run, "a/b")
+    assert "hf auth login" in message(run, "a/b")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE=1 is set" in told(run, "a/b")
+    assert "HF_HUB_OFFLINE=1 is set" in message(run, "a/b")
 
 
 def test_a_folder_without_a_run_has_a_short_card(tmp_path):
@@ -140,10 +140,10 @@ def test_a_folder_receives_the_complete_model_once(run, tmp_path, capsys, monkey
     expected = {path.relative_to(model): path.read_bytes() for path in model.rglob("*") if path.is_file()}
     assert copied.pop(Path("README.md")).decode().count("# my-model\n") == 1 and copied == expected
     assert [path.name for path in target.parent.iterdir()] == ["my-model"]
-    for words, told in (
+    for words, message in (
         ([str(target)], f"{target}: exists and is not an empty folder; give the path of a new folder"),
         ([str(tmp_path / "new"), "--private"], "--private: is for repositories of the hub"),
         ([str(model / "config.json" / "new")], f"{model / 'config.json' / 'new'}: can't be written"),
     ):
         assert rlfuse(["push", str(run), *words]) == 2
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err

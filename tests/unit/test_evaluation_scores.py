@@ -110,19 +110,19 @@ def test_samples_without_scores_have_no_mean():
     assert found["sums"]["score"] is None and found["sums"]["pass@k"] == {} and found["sums"]["failed"] == 1
     console = Console(record=True, width=200)
     show(found, groups, 0.5, console)
-    told = console.export_text()
+    printed = console.export_text()
     with pytest.raises(RewardError, match="1 of 1 responses have no reward"):
         check_failures(groups, 0.5)
     check_failures(groups, 1.0)
-    assert "100.0%" in told and "1 responses have no reward" in told and "f: gone" in told
+    assert "100.0%" in printed and "1 responses have no reward" in printed and "f: gone" in printed
 
 
 def test_a_table_has_a_row_for_each_source_and_a_column_for_each_k():
     groups = answered(make_groups(prompts_of("sums", "[b]words"), 2, 0, 0), [Reward(float(i % 2)) for i in range(4)])
     console = Console(record=True, width=200)
     show(scores.statistics_by_source(groups, 0.5), groups, 0.5, console)
-    told = console.export_text()
-    assert all(word in told for word in ("pass@1", "pass@2", "[b]words", "0.500 ±0.000", "reward is above 0.5"))
+    printed = console.export_text()
+    assert all(word in printed for word in ("pass@1", "pass@2", "[b]words", "0.500 ±0.000", "reward is above 0.5"))
 
 
 def test_best_and_majority_of_several_responses():
@@ -143,5 +143,5 @@ def test_best_and_majority_of_several_responses():
     assert core == [f"val-core/sums/acc/{name}" for name in ("mean@4", "best@4/mean", "maj@4/mean")]
     console = Console(record=True, width=200)
     show({"sums": figures}, groups, 0.5, console)
-    told = console.export_text()
-    assert "best@4" in told and "maj@4" in told
+    printed = console.export_text()
+    assert "best@4" in printed and "maj@4" in printed

@@ -138,6 +138,8 @@ def test_tokens_out_of_bounds_lose_their_loss_and_are_counted(changes):
     metrics = worked_out(experience, batch)
     assert [sample.tensors["is_weights"].tolist() for group in batch for sample in group.samples] == [[0] * 3, [1] * 2]
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(3 / 5)
+    mean = metrics.get("rollout_corr/rollout_is_mean")  # of importance weights, which a rejection alone has not
+    assert mean == (pytest.approx(2 / 5) if "rollout_is" in changes else None)
 
 
 def test_engine_log_probs_as_old_ones_need_no_pass_of_the_trainer():
@@ -151,8 +153,8 @@ def test_engine_log_probs_as_old_ones_need_no_pass_of_the_trainer():
 
 
 def test_dynamic_sampling_keeps_groups_whose_rewards_differ():
-    batch = groups([[1.0, 0.0], [0.5, 0.5], [0.0, 1.0]], [[1, 1]] * 3)
-    batch[2].samples[1].reward = RewardFailure("f", "boom")
+    batch = groups([[1.0, 0.0], [0.5, 0.5], [0.0, 1.0], [0.0, 1.0]], [[1, 1]] * 4)
+    batch[2].samples[1].reward = batch[3].baseline.reward = RewardFailure("f", "boom")
     assert Experience(config(rollout__n=2)).groups_with_nonzero_std(batch) == [
         0
     ]  # one reward has nothing to differ from
@@ -274,6 +276,23 @@ def test_tokens_are_selected_from_the_whole_batch_in_any_order_of_work(changes):
     found = [np.concatenate([each["selected"] for each in tensors(batch)]) for batch in (whole, one_by_one)]
     assert found[0].tolist() == found[1].tolist() and set(found[0]) == {0, 1}
     assert found[0].sum() == int(0.2 * len(found[0]))
+
+
+@pytest.mark.parametrize("mode", ["kl_cov", "clip_cov"])
+@pytest.mark.parametrize("kept", [(1, 3), ()])
+def test_tokens_are_selected_from_those_in_the_loss(mode, kept):
+    changes = {"actor__loss_mode": mode, "actor__kl_cov_ratio": 0.5, "actor__clip_cov_ratio": 0.5}
+    experience = Experience(config(**changes, actor__clip_cov_lb=-9.0, actor__mask_truncated_completions=True))
+    batch = groups([[9.0, 0.0], [1.0, -5.0]], [[3, 2], [4, 4]])
+    samples = [sample for group in batch for sample in group.samples]
+    for place, sample in enumerate(samples):
+        sample.response = replace(sample.response, finish_reason="stop" if place in kept else "length")
+    experience.prepare(batch)
+    experience.complete(batch)
+    counts = [int(sample.tensors["selected"].sum()) for sample in samples]
+    assert (
+        sum(counts) == sum(counts[place] for place in kept) == int(0.5 * sum(samples[k].response.length for k in kept))
+    )
 
 
 def test_nothing_is_learned_early_while_dynamic_sampling_still_chooses():

@@ -18,7 +18,7 @@ from rlfuse.config.schema import Config
 from rlfuse.errors import FAILED, NotSaved
 from rlfuse.events import Span, read_events
 from rlfuse.observe.run_log import RunLog
-from rlfuse.run.checkpointing import BYTES_PER_PARAMETER, Checkpointing, next_save
+from rlfuse.run.checkpointing import Checkpointing, next_save
 from rlfuse.run.job import run_with_restarts
 from rlfuse.run_folder import checkpoints, status
 
@@ -139,7 +139,7 @@ class Disk:
             save=self.save,
             writer=Writer(),
             state=lambda _: {},
-            parameters=MIB // BYTES_PER_PARAMETER,
+            first_bytes=MIB,
         )
 
     async def save(self, partial: Path, weights: bool) -> None:

@@ -86,6 +86,7 @@ def workloads(draw):
             "slowdowns": draw(st.lists(slowdowns(slots), max_size=1)),
             "failures": [{"slot": slot, "at_s": draw(st.floats(0.0, 4.0))} for slot in sorted(lost)],
             "length_history_sigma": draw(st.sampled_from([None, 0.3])),
+            "baselines": group > 1 and draw(st.booleans()),
         }
     )
 
@@ -286,6 +287,20 @@ def test_a_jobs_step_knows_what_its_ranks_do_together(zero, ulysses, stages, loc
     assert (workload.lockstep, workload.training.bubbles) == (lockstep, bubbles)
     assert (workload.scoring.deferred, workload.credit_samples) == (deferred, 8)
     assert simulate(workload, "adaptive").result.samples_finished == 32
+
+
+@pytest.mark.parametrize(("estimator", "n"), [("remax", 1), ("remax", 3), ("grpo", 4)])
+def test_baselines_are_generated_but_not_scored_by_ranks_or_trained_on(estimator, n):
+    config, baselines = Config(), estimator == "remax"
+    config.algorithm.adv_estimator, config.rollout.n = estimator, n
+    config.data.train_batch_size, config.actor.ppo_mini_batch_size = 4, 2
+    lengths = ((5, 6, 7, 8)[:n] + (50,) * baselines) * 4
+    workload = workload_of(config, Costs(), 2, lengths, 11)
+    assert (workload.prompts, workload.baselines, workload.training.mini_batches) == (4, baselines, 2)
+    spans = simulate(workload, "serial").spans
+    trained = 4 * sum(11 + length for length in (5, 6, 7, 8)[:n])
+    tokens = {kind: sum(span.tokens for span in spans if span.kind == kind) for kind in ("generate", "backward")}
+    assert tokens == {"generate": sum(lengths), "backward": trained}
 
 
 def test_simulated_ranks_refuse_alone_what_they_do_together_only():

@@ -31,8 +31,8 @@ INTERPRETED = ("test_9_log_probs.py", "test_11_drafts.py")
 """Their bodies need Triton's interpreter, in which test_fused_log_probs.py and test_acceptance_rule.py run them."""
 
 
-def run(body, *arguments):
-    """Call a body with its arguments, to its end."""
+def assert_runs(body, *arguments):
+    """Call a body with its arguments; fail if it is skipped."""
     try:
         body(*arguments)
     except pytest.skip.Exception as skipped:
@@ -46,7 +46,7 @@ def test_every_body_is_run_here_or_on_a_card_alone():
              if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]  # fmt: skip
     bodies = {name for name in names if name.startswith("test_")}
     calls = [node for node in ast.walk(ast.parse(Path(__file__).read_text())) if isinstance(node, ast.Call)]
-    called = [call.args[0] for call in calls if getattr(call.func, "id", "") == "run"]
+    called = [call.args[0] for call in calls if getattr(call.func, "id", "") == "assert_runs"]
     ran = {body.attr for body in called if isinstance(body, ast.Attribute)}
     assert ran | CARD_ALONE == bodies and not ran & CARD_ALONE
 
@@ -56,28 +56,28 @@ def test_a_body_that_is_skipped_fails():
         pytest.skip(f"no GPU, {device}")
 
     with pytest.raises(pytest.fail.Exception, match=r"skips\('cpu',\) was not run: no GPU, cpu"):
-        run(skips, "cpu")
+        assert_runs(skips, "cpu")
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("ranks")  # each pytest process that starts ranks repeats their imports
 def test_what_ranks_do(tmp_path):
-    run(moves.test_a_trained_model_leaves_the_device_and_comes_back, "cpu", 1, "bfloat16")
+    assert_runs(moves.test_a_trained_model_leaves_the_device_and_comes_back, "cpu", 1, "bfloat16")
     for stage, residency in ((1, "step"), (2, "forecast"), (3, "forecast")):
-        run(moves.test_an_optimizer_comes_behind_the_weights, "cpu", stage, residency)
-    run(moves.test_a_frozen_model_leaves_the_device_and_comes_back, "cpu", 1)
-    run(moves.test_activations_wait_off_the_device, "cpu", tmp_path / "host", "host")
-    run(moves.test_activations_wait_off_the_device, "cpu", tmp_path / "disk", "disk")
-    run(sums.test_bfloat16_gradients_add_up_in_float32, "cpu", 1)
-    run(pipeline.test_two_processes_give_the_gradients_of_one, "cpu", tmp_path, True)
-    run(attention.test_sequence_parallelism_among_one_rank_changes_nothing, "cpu", str(tmp_path))
+        assert_runs(moves.test_an_optimizer_comes_behind_the_weights, "cpu", stage, residency)
+    assert_runs(moves.test_a_frozen_model_leaves_the_device_and_comes_back, "cpu", 1)
+    assert_runs(moves.test_activations_wait_off_the_device, "cpu", tmp_path / "host", "host")
+    assert_runs(moves.test_activations_wait_off_the_device, "cpu", tmp_path / "disk", "disk")
+    assert_runs(sums.test_bfloat16_gradients_add_up_in_float32, "cpu", 1)
+    assert_runs(pipeline.test_two_processes_give_the_gradients_of_one, "cpu", tmp_path, True)
+    assert_runs(attention.test_sequence_parallelism_among_one_rank_changes_nothing, "cpu", str(tmp_path))
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("ranks")
 def test_weights_go_to_another_process():
-    run(ipc.test_weights_arrive_in_another_process_and_their_memory_comes_back, "cpu")
-    run(ipc.test_tensors_of_host_memory_are_refused, "cpu")
+    assert_runs(ipc.test_weights_arrive_in_another_process_and_their_memory_comes_back, "cpu")
+    assert_runs(ipc.test_tensors_of_host_memory_are_refused, "cpu")
 
 
 @pytest.mark.slow
@@ -85,13 +85,13 @@ def test_attention_by_layouts(tmp_path):
     folder = small.policy_folder(tmp_path)
     assert attention.TOLERANCE
     for dtype in attention.TOLERANCE:
-        run(attention.test_packed_padded_and_shared_prompts_give_the_same, "cpu", folder, dtype)
+        assert_runs(attention.test_packed_padded_and_shared_prompts_give_the_same, "cpu", folder, dtype)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["video_llama3", "qwen25_vl"])
 def test_towers(tmp_path, family):
     folder = tower.write_tower(tmp_path, family)
-    run(tower.test_embeddings_are_those_of_the_cpu, "cpu", folder)
-    run(tower.test_a_clip_cut_in_two_gives_the_same_bits, "cpu", folder, "float32")
-    run(tower.test_gradients_are_those_of_the_cpu, "cpu", folder)
+    assert_runs(tower.test_embeddings_are_those_of_the_cpu, "cpu", folder)
+    assert_runs(tower.test_a_clip_cut_in_two_gives_the_same_bits, "cpu", folder, "float32")
+    assert_runs(tower.test_gradients_are_those_of_the_cpu, "cpu", folder)

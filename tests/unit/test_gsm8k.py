@@ -84,7 +84,9 @@ def test_without_hub_and_copy_a_sample_is_generated(capsys):
         ),
         (["gsm8k", "--from", "open.jsonl"], "field answer: 'four' does not end with a line such as `#### 42`"),
         (["gsm8k", "--from", "one.jsonl"], "has 1 rows; at least 2 are needed"),
-        (["quickstart", "--from", "x"], "only supported by gsm8k"),
+        (["quickstart", "--from", "x"], "only for gsm8k and pairs"),
+        (["pairs"], "--from RESPONSES is missing"),
+        (["pairs", "--from", "nowhere"], "--from nowhere: no such file"),
         (["gsm8"], "unknown task; did you mean gsm8k?"),
     ],
 )

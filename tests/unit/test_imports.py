@@ -177,7 +177,7 @@ BACKEND_NAMES = {
             "config.rewards": "values of reward.model_backend",
             "config.other_frameworks": "keys of other frameworks",
             "config.quantization": "values of rollout.quantization, reported with the other keys'",
-            "config.schema": "a default",
+            "config.rollout": "a default",
             "engines.memory.estimate": "the argument by which an engine's activations are counted",
             "engines.rollout.engine_actor": "the table of backends",
             "observe.summary": "versions of the packages",

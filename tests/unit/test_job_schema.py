@@ -73,6 +73,8 @@ VALID = (
     "actor: {ppo_mini_batch_size: '${data.train_batch_size}', clip_ratio_low: null, clip_ratio: 1}",
     "trainer: {logger: [console], test_freq: -1}",
     "rollout: {engine_kwargs: {enforce_eager: true}}",
+    "rollout: {engine_kwargs.enforce_eager: true}",
+    "algorithm.adv_estimator_kwargs.a.b: 1",
     "defaults: [{algorithm: rloo}]",
     "hydra: {sweeper: {params: {rollout.n: '2,4'}}}",
 )
@@ -80,6 +82,7 @@ INVALID = (
     "rolout: {n: 4}",
     "rollout: {m: 4}",
     "rollout.m: 4",
+    "rollout.n.m: 4",
     "rollout: {n: many}",
     "rollout: {n: 0}",
     "rollout: {n: null}",

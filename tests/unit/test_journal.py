@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,8 +23,8 @@ from rlfuse.samples import Group, Prompt, Response, Reward, RewardFailure, Sampl
 FAILED = RewardFailure("judge", "timed out")
 
 
-class Told:
-    """A sink that remembers."""
+class RecordingSink:
+    """A sink that records its calls."""
 
     def __init__(self):
         self.calls = []
@@ -56,8 +57,8 @@ def board_of(samples):
 
 
 @pytest.fixture
-def told(monkeypatch):
-    sink = Told()
+def sink(monkeypatch):
+    sink = RecordingSink()
     monkeypatch.setattr("rlfuse.observe.loggers.sinks", lambda *_: [sink])
     return sink
 
@@ -82,29 +83,29 @@ async def run_step(log, step, rewards):
 
 
 @pytest.mark.slow
-async def test_a_step_goes_to_the_folder_and_to_every_sink(told, tmp_path, capsys):
+async def test_a_step_goes_to_the_folder_and_to_every_sink(sink, tmp_path, capsys):
     log = log_in(tmp_path)
     for step in (1, 2, 3):
         log.metrics.add({"actor/ppo_kl": 0.5})
         await run_step(log, step, [Reward(1.0), Reward(0.0), RewardFailure("judge", "timed out")])
     log.close(ValueError("the end"))
     rows = read_metrics(tmp_path / "metrics.jsonl")
-    assert [values for _, values in told.of("log")] == [{k: v for k, v in row.items() if k != "step"} for row in rows]
+    assert [values for _, values in sink.of("log")] == [{k: v for k, v in row.items() if k != "step"} for row in rows]
     assert rows[0]["reward/failure_rate"] == pytest.approx(1 / 3) and rows[0]["busy/generate"] > 0
     kept = read_metrics(tmp_path / "samples.jsonl")
     assert [row["id"] for row in kept] == [f"{step}/{number}/0" for step in (1, 2, 3) for number in (0, 1)]
-    shown = [row | {"step": step} for step, table in told.of("samples") for row in table]
+    shown = [row | {"step": step} for step, table in sink.of("samples") for row in table]
     assert shown == [row for row in kept if row["step"] in (2, 3)], "every second step, and the last"
-    assert [(step, name) for step, name, _ in told.of("picture")] == [(2, "timeline"), (3, "timeline")]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for _, _, path in told.of("picture"))
-    assert [(step, alert.title) for step, alert in told.of("alert")] == [
+    assert [(step, name) for step, name, _ in sink.of("picture")] == [(2, "timeline"), (3, "timeline")]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for _, _, path in sink.of("picture"))
+    assert [(step, alert.title) for step, alert in sink.of("alert")] == [
         (1, "KL: actor/ppo_kl"),
         (1, "reward failures"),
-    ], "told once, although both go on"
-    assert told.of("failure") == [("run", "ValueError: the end")] and told.calls[-1] == ("close", 1)
+    ], "reported once, although both continue"
+    assert sink.of("failure") == [("run", "ValueError: the end")] and sink.calls[-1] == ("close", 1)
 
 
-async def test_a_resumed_run_forgets_later_rows_and_tells_no_alert_again(told, tmp_path):
+async def test_a_resumed_run_forgets_later_rows_and_repeats_no_alert(sink, tmp_path):
     log = log_in(tmp_path, timeline_freq=0)
     for step in (1, 2):
         log.metrics.add({"actor/ppo_kl": 0.5})
@@ -117,12 +118,12 @@ async def test_a_resumed_run_forgets_later_rows_and_tells_no_alert_again(told, t
     ]
     log.metrics.add({"actor/ppo_kl": 0.5})
     await run_step(log, 2, [Reward(1.0)])
-    assert [step for step, _ in told.of("alert")] == [1]
+    assert [step for step, _ in sink.of("alert")] == [1]
     log.close()
 
 
 @pytest.mark.parametrize(("data", "aborted"), [("one_step_off", 0), ("partial_rollout", 0), ("over_sampling", 0.5)])
-async def test_what_is_carried_over_is_not_aborted(data, aborted, told, tmp_path):
+async def test_what_is_carried_over_is_not_aborted(data, aborted, sink, tmp_path):
     log = log_in(tmp_path, timeline_freq=0)
     log.metrics.config.fusion.data = data
     samples = [finished(1, number, reward) for number, reward in enumerate([Reward(1.0), FAILED, None, None])]
@@ -139,7 +140,21 @@ async def test_what_is_carried_over_is_not_aborted(data, aborted, told, tmp_path
     assert row["response/aborted_ratio"] == aborted and row["reward/failure_rate"] == 0.5
 
 
-async def test_statistics_are_of_what_dynamic_sampling_left_out_too(told, tmp_path):
+async def test_the_failure_rate_is_of_baselines_too(sink, tmp_path):
+    log = log_in(tmp_path, timeline_freq=0)
+    samples = [finished(1, number, FAILED if number else Reward(1.0)) for number in range(2)]
+    board = board_of(samples)
+    baselines = [replace(sample, rollout_index=1, is_baseline=True) for sample in samples]
+    board.samples |= {sample.id: sample for sample in baselines}
+    board.failures = lambda: [(s, s.reward) for s in board.samples.values() if isinstance(s.reward, RewardFailure)]
+    with log.journal.recorder.span("step", step=1):
+        pass
+    log.metrics.log_step(1, board, await log.journal.collect(1))
+    log.close()
+    assert read_metrics(tmp_path / "metrics.jsonl")[0]["reward/failure_rate"] == 0.5
+
+
+async def test_statistics_are_of_what_dynamic_sampling_left_out_too(sink, tmp_path):
     log = log_in(tmp_path, timeline_freq=0)
     log.metrics.config.algorithm.filter_groups.max_num_gen_batches = 2
     samples = [finished(1, number, Reward(float(number != 1))) for number in range(8)]
@@ -156,7 +171,7 @@ async def test_statistics_are_of_what_dynamic_sampling_left_out_too(told, tmp_pa
         assert "reward/frac_reward_zero_std" in row
 
 
-async def test_names_of_held_out_metrics_and_parts_are_continued_after_a_resume(told, tmp_path):
+async def test_names_of_held_out_metrics_and_parts_are_continued_after_a_resume(sink, tmp_path):
     gated = Reward(0.0, {"gate": 0.0}, None, {"fn": 0.0}, "gate")
     scored = Reward(1.0, {"gate": 1.0, "fn": 1.0, "fn/acc": 1.0}, None, {"fn": 1.0})
 
@@ -180,7 +195,7 @@ async def test_names_of_held_out_metrics_and_parts_are_continued_after_a_resume(
     assert before == after
 
 
-def test_answers_of_each_validation_are_kept_and_shown(told, tmp_path):
+def test_answers_of_each_validation_are_kept_and_shown(sink, tmp_path):
     def board(step):
         rewards = (Reward(step / 4), RewardFailure("judge", "timed out"), Reward(1.0))
         samples = [finished(step + 1, number, reward) for number, reward in enumerate(rewards)]
@@ -198,7 +213,7 @@ def test_answers_of_each_validation_are_kept_and_shown(told, tmp_path):
         (2, 0.5, None),
         (2, None, "judge: timed out"),
     ]
-    shown = [(row | {"step": step}, name) for step, part, name in told.of("samples") for row in part]
+    shown = [(row | {"step": step}, name) for step, part, name in sink.of("samples") for row in part]
     assert shown == [(row, "val/generations") for row in rows]
     log_in(tmp_path, start=1, timeline_freq=0).close()
     assert read_metrics(tmp_path / "validation.jsonl") == rows[:2]
@@ -206,7 +221,7 @@ def test_answers_of_each_validation_are_kept_and_shown(told, tmp_path):
     assert read_metrics(tmp_path / "validation.jsonl") == []
 
 
-async def test_all_samples_are_dumped_with_the_names_of_verl(told, tmp_path):
+async def test_all_samples_are_dumped_with_the_names_of_verl(sink, tmp_path):
     log = log_in(tmp_path, timeline_freq=0)
     trainer = log.metrics.config.trainer
     trainer.rollout_data_dir, trainer.validation_data_dir = str(tmp_path / "a" / "rollouts"), str(tmp_path / "held out")
@@ -288,7 +303,7 @@ async def go_on(folder):
     config = Config()
     config.trainer.max_ckpt_to_keep = 1
     checkpointing = Checkpointing(
-        log, config, start=start, save=save, writer=Writer(), state=lambda _: {}, parameters=1
+        log, config, start=start, save=save, writer=Writer(), state=lambda _: {}, first_bytes=1
     )
     await checkpointing.write_trial()
     for step in range(start + 1, 3):
@@ -302,7 +317,7 @@ async def go_on(folder):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*skipping the last row")
-async def test_a_run_killed_at_any_moment_goes_on_with_every_row_once(told, tmp_path, monkeypatch):
+async def test_a_run_killed_at_any_moment_continues_with_every_row_once(sink, tmp_path, monkeypatch):
     started, killed, at = set(), True, 0
     while killed:
         at += 1
@@ -322,7 +337,7 @@ async def test_a_run_killed_at_any_moment_goes_on_with_every_row_once(told, tmp_
     assert kill.effects >= 10 and started == {0, 1, 2}
 
 
-async def test_rows_are_on_the_disk_before_a_checkpoint_counts(told, tmp_path, monkeypatch):
+async def test_rows_are_on_the_disk_before_a_checkpoint_counts(sink, tmp_path, monkeypatch):
     """What a power loss leaves is what was synced: at the renaming, every row of the step."""
     synced, fsync, rename = {}, os.fsync, checkpoints.Path.rename
 
@@ -340,30 +355,30 @@ async def test_rows_are_on_the_disk_before_a_checkpoint_counts(told, tmp_path, m
     assert await go_on(tmp_path) == 0 and checkpoints.complete(tmp_path)
 
 
-async def test_failures_are_told_once_and_of_their_step(told, tmp_path):
+async def test_failures_are_reported_once_and_of_their_step(sink, tmp_path):
     log = log_in(tmp_path)
     board = board_of([finished(4, 0, Reward(1.0)), finished(4, 1, RewardFailure("judge", "timed out"))])
     board.purpose = "training"
     log.failures.check(4, board)
     log.failures.check(4, board)
     log.close()
-    [(step, rows)] = told.of("reward_failures")
+    [(step, rows)] = sink.of("reward_failures")
     assert step == 4 and [row["message"] for row in rows] == ["timed out"]
     assert len(read_metrics(tmp_path / "reward_failures.jsonl")) == 1
 
 
-async def test_tables_of_failures_are_logged_at_an_interval(told, tmp_path):
+async def test_tables_of_failures_are_logged_at_an_interval(sink, tmp_path):
     log = log_in(tmp_path)
     for step in range(1, 6):
         board = board_of([finished(step, 0, Reward(1.0)), finished(step, 1, RewardFailure("judge", "timed out"))])
         board.purpose = "training"
         log.failures.check(step, board)
     log.close()
-    assert [step for step, _ in told.of("reward_failures")] == [1, 3, 5]
+    assert [step for step, _ in sink.of("reward_failures")] == [1, 3, 5]
     assert len(read_metrics(tmp_path / "reward_failures.jsonl")) == 5
 
 
-async def test_a_reward_that_raises_is_told_once_whether_the_run_goes_on_or_stops(told, tmp_path, monkeypatch):
+async def test_a_reward_that_raises_is_reported_once_whether_the_run_continues_or_stops(sink, tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(Loggers, "say", lambda _, text: said.append(text))
     failed = RewardFailure("f", "ValueError: boom", "Traceback (most recent call last):\n  x.py\nValueError: boom")
@@ -382,21 +397,21 @@ async def test_a_reward_that_raises_is_told_once_whether_the_run_goes_on_or_stop
     assert said == [] and str(error.value).count("ValueError: boom") == 1 and "max_failure_rate" in str(error.value)
 
 
-async def test_every_sink_is_closed_where_the_disk_is_full(told, tmp_path, monkeypatch):
+async def test_every_sink_is_closed_where_the_disk_is_full(sink, tmp_path, monkeypatch):
     log = log_in(tmp_path)
     log.journal.recorder.add(Span("gen", "driver", 0, 1))
     full = NotWritten("events.jsonl: 9 bytes could not be added")
     monkeypatch.setattr(RowFile, "append", lambda *_: (_ for _ in ()).throw(full))
     log.close(full)
-    assert told.of("failure") == [("run", f"NotWritten: {full}")] and told.calls[-1] == ("close", 1)
+    assert sink.of("failure") == [("run", f"NotWritten: {full}")] and sink.calls[-1] == ("close", 1)
     log = log_in(tmp_path)
     log.journal.recorder.add(Span("gen", "driver", 0, 1))
     with pytest.raises(NotWritten):
         log.close()
-    assert told.calls[-1] == ("close", 0)
+    assert sink.calls[-1] == ("close", 0)
 
 
-async def test_a_sink_whose_process_ended_costs_the_run_nothing(told, tmp_path, monkeypatch):
+async def test_a_sink_whose_process_ended_costs_the_run_nothing(sink, tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(Loggers, "say", lambda _, text: said.append(text))
     log = log_in(tmp_path, timeline_freq=0)
@@ -405,7 +420,7 @@ async def test_a_sink_whose_process_ended_costs_the_run_nothing(told, tmp_path, 
     for step in (1, 2):
         await run_step(log, step, [Reward(1.0)])
     log.close()
-    assert [step for step, _ in told.of("log")] == [1, 2] and len(read_metrics(tmp_path / "metrics.jsonl")) == 2
+    assert [step for step, _ in sink.of("log")] == [1, 2] and len(read_metrics(tmp_path / "metrics.jsonl")) == 2
     (left_out,) = (text for text in said if "Connection lost" in text)
     assert left_out.startswith("SimpleNamespace disabled after ConnectionResetError")
 
@@ -452,10 +467,12 @@ def test_mlflow_shows_settings_scalars_samples_pictures_and_alerts(tmp_path, mon
     for start in (0, 2):  # the second resumes
         sink = MLflow(config, {"actor": {"optim": {"lr": 1e-6}}, "data": {"val_files": []}}, run, start)
         for step in (start + 1, start + 2):
-            sink.log(step, {"val-core/sums/acc/mean@1": step / 4, "actor/ppo_kl": float("nan")})
-        sink.samples(start + 2, [sample_row(finished(1, 0, Reward(0.25, {"exact": 1.0})))], "val/generations")
+            sink.log(step, {"val-core/sums/acc/mean@1": step / 4, "actor/ppo_kl": float("nan"), "val-core/a://b": 1.0})
+        scored = Reward(0.25, {"exact": 1.0, "reward": 0.5})
+        sink.samples(start + 2, [sample_row(finished(1, 0, scored))], "val/generations")
         sink.picture(start + 2, "timeline", run / "step_2.png")
         sink.alert(start + 2, Alert("zero spread", "all equal"))
+        sink.alert(start + 2, Alert("slow worker: rank 1 (slot 1)", "slow"))
         sink.failure("run", "an error")
         sink.close(1)
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow/mlflow.db")
@@ -464,13 +481,17 @@ def test_mlflow_shows_settings_scalars_samples_pictures_and_alerts(tmp_path, mon
     assert found.data.params == {"actor.optim.lr": "1e-06", "data.val_files": "[]"}
     name = "val-core/sums/acc/mean_at_1"
     values = [(each.step, each.value) for each in client.get_metric_history(found.info.run_id, name)]
-    assert sorted(values) == [(1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0)] and [*found.data.metrics] == [name]
+    assert sorted(values) == [(1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0)]
+    assert {*found.data.metrics} == {
+        name,
+        "val-core/a_/_/b",
+    } and "alert/slow worker_ rank 1 _slot 1_" in found.data.tags
     assert found.data.tags["alert/zero spread"] == "step 4: all equal" and found.data.tags["error"] == "run: an error"
     artifacts = tmp_path / "mlflow" / "artifacts" / found.info.run_id / "artifacts"
     assert (artifacts / "timeline" / "step_2.png").stat().st_size
     table = json.loads((artifacts / "val" / "generations" / "step_2.json").read_text())
-    assert table["columns"] == ["id", "prompt", "response", "ground_truth", "reward", "exact"]
-    assert table["data"] == [["1/0/0", "how many?", "seven", "7", 0.25, 1.0]]
+    assert table["columns"] == ["id", "prompt", "response", "ground_truth", "reward", "exact", "rewards/reward"]
+    assert table["data"] == [["1/0/0", "how many?", "seven", "7", 0.25, 1.0, 0.5]]
 
 
 @pytest.mark.slow

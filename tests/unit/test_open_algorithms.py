@@ -276,6 +276,7 @@ def test_an_estimator_that_compares_needs_groups_and_one_without_critic_no_warm_
             "unexpected keyword argument 'needs_group'; traits are needs_groups, needs_b",
         ),
         (f"{ESTIMATOR}=traits.py:wrong", "whitens=True must be 'tokens' or 'responses'"),
+        (f"{ESTIMATOR}=traits.py:unscored", "needs_rewards=False must be True with needs_baseline=True"),
         (f"{ESTIMATOR}=traits.py:computed", "traits are .*, with the literal values"),
         (f"{ESTIMATOR}=traits.py:bare", r"pass traits by name, as in @advantage_estimator\(needs_groups=True\)"),
     ],
@@ -287,6 +288,7 @@ def test_what_cannot_be_used_is_told_before_anything_starts(write, setting, says
     stated = {
         "unknown": "(needs_group=True)",
         "wrong": "(whitens=True)",
+        "unscored": "(needs_baseline=True, needs_rewards=False)",
         "computed": "(needs_groups=bool(1))",
         "bare": "",
     }
@@ -300,11 +302,17 @@ from rlfuse.algorithms.registry import advantage_estimator
 from rlfuse.fusion.policies import serial
 @advantage_estimator(needs_batch=False)
 def scaled(scores, mask, scale): return scale * scores[:, None] * mask
+@advantage_estimator(needs_baseline=True)
+def above_greedy(scores, baselines, mask): return (scores - baselines)[:, None] * mask
 def shifted(log_probs, old_log_probs, advantages, mask, shift=0.0):
     return -(log_probs - old_log_probs - shift).exp() * advantages * mask
 def squared(log_probs, ref_log_probs, times): return times * (log_probs - ref_log_probs) ** 2
 def count(samples, least): return sum(len(each.response_ids) >= least for each in samples)
 def later(view, patience): return serial(view) if patience else 1 / patience
+def of_groups(scores, mask, n): return scores.view(-1, n).std(1).repeat_interleave(n)[:, None] * mask
+@advantage_estimator(needs_baseline=True)
+def above_greedy(scores, baselines, mask): return (scores - baselines)[:, None] * mask
+def of_extras(samples): return sum(each.parts["reward"] + each.parts["reward/acc"] for each in samples)
 def failing(scores, mask): return {}["score"]
 def undefined(mask): return mask / 0 * 0
 def detached(advantages, log_probs): return advantages * log_probs.detach()
@@ -351,6 +359,26 @@ def test_arguments_reach_the_functions(write):
     said = []
     assert CustomMetrics(found, said.append).of([group.samples[0] for group in batch]) == {"custom/count": 1}
     assert not said
+
+
+@pytest.mark.parametrize("estimator", [*estimators.ESTIMATORS, "mine.py:above_greedy"])
+def test_a_custom_loss_is_called_with_any_estimator(write, estimator):
+    write(ARGUMENTS)
+    try_out(config(f"{ESTIMATOR}={estimator}", f"{LOSS}=mine.py:shifted", "rollout.n=2", "ref.path=teacher"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [f"{ESTIMATOR}=mine.py:of_groups", "rollout.n=8"],
+        [f"{ESTIMATOR}=mine.py:above_greedy"],
+        [f"{ESTIMATOR}=remax", "rollout.n=1", f"{LOSS}=mine.py:shifted", "actor.mask_truncated_completions=true"],
+    ],
+    ids=str,
+)
+def test_dummy_groups_are_as_those_of_the_job(write, settings):
+    write(ARGUMENTS)
+    try_out(with_metric(config(*settings), "of_extras"))
 
 
 @pytest.mark.parametrize(

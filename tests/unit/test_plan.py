@@ -187,6 +187,26 @@ def test_micro_batches_hold_the_budget_or_one_long_sequence():
     assert texts.lengths == ((512, 512),) * 8, "so few samples are as many tokens with long prompts only"
 
 
+@pytest.mark.parametrize(
+    ("task", "changes", "tokens"),
+    [
+        ("sft", {}, 8 * 1024),
+        ("dpo", {}, 16 * 1024),
+        ("reward_model", {}, 16 * 1024),
+        ("sft", {"actor__ppo_micro_batch_size_per_gpu": 1}, 1024),
+        ("dpo", {"actor__ppo_micro_batch_size_per_gpu": 1}, 2 * 1024),
+        ("dpo", {"data__max_response_length": 15_872}, 2 * 16 * 1024),
+    ],
+)
+def test_a_step_of_an_offline_task_is_a_batch_of_rows_or_pairs(task, changes, tokens):
+    config = job(trainer__task=task, data__train_batch_size=64, actor__ppo_mini_batch_size=1, actor__zero_stage=3)
+    for name, value in changes.items():
+        section, leaf = name.split("__")
+        setattr(getattr(config, section), leaf, value)
+    assert micro_batch_tokens(config, learns=True) == tokens
+    assert max(sum(map(sum, each.lengths)) for each in worst_micro_batches(config, linear=True)) == tokens
+
+
 @pytest.mark.slow
 def test_passes_without_gradients_run_over_the_whole_batch(small):
     shapes = {role: read_shape(small, "model.path", value=role == "critic") for role in ("actor", "critic")}

@@ -11,7 +11,7 @@ from test_plan_models import FAMILIES
 from rlfuse import cli
 from rlfuse.config.custom_functions import with_values
 from rlfuse.config.schema import Config
-from rlfuse.tasks.small_video_models import SmallModel, byte_tokenizer, write_small_video_llama3
+from rlfuse.tasks.small_video_models import END, SmallModel, byte_tokenizer, write_small_video_llama3
 from rlfuse.tools.planning.planned_job import DataLengths, prompt_tokens, read_lengths
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_decode_pool")]
@@ -63,6 +63,8 @@ def config_of(folder, model, rows, suffix="jsonl", **changes):
          "1 of 2 rows exceed 300 tokens"),
         ("text", [PAIR], {"trainer__task": "reward_model"}, {"sequence (prompt with one answer)": [6, 8]}, 7,
          "data  1 pairs"),
+        ("text", [PAIR | {"chosen": f"de{END}"}], {"trainer__task": "dpo", "data__prompt_is_chat": False},
+         {"sequence (prompt with one answer)": [6, 8]}, 7, "data  1 pairs"),
     ],
 )  # fmt: skip
 def test_lengths_are_measured_before_limits_apply(folder, model, rows, changes, tokens, mean, words):

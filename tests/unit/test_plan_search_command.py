@@ -32,9 +32,9 @@ def test_all_errors_of_a_cluster_file_are_reported_at_once(tmp_path):
     path.write_text("nodes: 0\ndevice_per_node: 8\npeak_tflops: x\ndevice_memory_gb: 80\n")
     with pytest.raises(ClusterError) as caught:
         read_cluster(path)
-    told = str(caught.value)
-    assert "nodes=0: needs a whole number of at least 1" in told and "did you mean devices_per_node?" in told
-    assert "peak_tflops='x'" in told and told.count(str(path)) == len(told.splitlines())
+    message = str(caught.value)
+    assert "nodes=0: needs a whole number of at least 1" in message and "did you mean devices_per_node?" in message
+    assert "peak_tflops='x'" in message and message.count(str(path)) == len(message.splitlines())
     with pytest.raises(ClusterError, match="neither is given"):
         read_of({key: value for key, value in CLUSTER.items() if key != "peak_tflops"})
     with pytest.raises(ClusterError, match="No such file"):
@@ -128,25 +128,25 @@ def test_plan_accepts_the_job_file_of_the_best_plan(files, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     out, picture = folder / "best.yaml", folder / "plans.png"
     assert main([*words, "--seconds", "0.5", "--out", str(out), "--picture", str(picture)]) == 0
-    told = capsys.readouterr().out
-    assert re.search(r"^simplest  (the best plan: |.*equal within the error\)$)", told, re.M)
-    assert "Neighbours of the best plan" in told and picture.stat().st_size > 5000
-    assert re.search(r"^ *\w+ \((the fastest|equal within the error)\) +[\d.]+ *$", told, re.M)
-    assert "(assumed; run `rlfuse calibrate` to measure them)" in told and "data.train_files" not in told
+    printed = capsys.readouterr().out
+    assert re.search(r"^simplest  (the best plan: |.*equal within the error\)$)", printed, re.M)
+    assert "Neighbours of the best plan" in printed and picture.stat().st_size > 5000
+    assert re.search(r"^ *\w+ \((the fastest|equal within the error)\) +[\d.]+ *$", printed, re.M)
+    assert "(assumed; run `rlfuse calibrate` to measure them)" in printed and "data.train_files" not in printed
     assert main(["plan", str(out), "--device-memory", "48"]) == 0
     assert "fits" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("kinds", "told"),
+    ("kinds", "line"),
     [
         ((6.0, 1.0, 3.0), "generating takes 60% of the step, so shorter responses"),
         ((1.0, 2.0, 1.0), "scoring takes 50% of the step, so algorithm.old_log_probs=engine"),
         ((1.0, 2.0, 5.0), "training takes 62% of the step, so fewer or shorter samples"),
     ],
 )
-def test_on_one_device_the_longest_work_says_what_would_help_most(kinds, told):
-    assert told in search_command.bottleneck_line(Seconds(*kinds))
+def test_on_one_device_the_longest_work_says_what_would_help_most(kinds, line):
+    assert line in search_command.bottleneck_line(Seconds(*kinds))
 
 
 def test_changes_that_can_not_be_made_are_no_reasons_and_keys_are_whole_in_a_pipe(capsys, monkeypatch):
@@ -154,8 +154,9 @@ def test_changes_that_can_not_be_made_are_no_reasons_and_keys_are_whole_in_a_pip
     key = "training.virtual_pipeline_model_parallel_size"
     neighbours = [Neighbour((key, 2), None, TIMED_OUT), Neighbour(("actor.zero_stage", 9), None, "must be 3 or less")]
     table_console().print(search_command._neighbours_table(None, neighbours, {}))
-    told = capsys.readouterr().out
-    assert f"{key}=2" in told and "zero_stage" not in told and "1 more changes are invalid or do not fit" in told
+    printed = capsys.readouterr().out
+    assert f"{key}=2" in printed and "zero_stage" not in printed
+    assert "1 more changes are invalid or do not fit" in printed
 
 
 @pytest.mark.slow
@@ -172,9 +173,9 @@ def test_plan_predicts_the_step_time_of_the_search(files, capsys, monkeypatch, b
     searched = dict(re.findall(r"^ *(\w+)(?: \([a-z ]+\))? +([\d.]+) *$", shown, re.M))
     plans = [line.split() for line in shown.splitlines() if re.match(r" *(= )?\dx\d", line)]
     assert main(["plan", str(out), "--cluster", str(folder / "cluster.yaml")]) == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     mine = to_config(compose_job([str(out)]), planning_facts).fusion.policy
-    found = re.findall(r"^ *step(?: under (\w+) \([^)]*\))?(?:, [a-z ]+)? +([\d.]+) *$", told, re.M)
+    found = re.findall(r"^ *step(?: under (\w+) \([^)]*\))?(?:, [a-z ]+)? +([\d.]+) *$", printed, re.M)
     assert len(found) == len(POLICIES) and {policy or mine: step for policy, step in found}.items() <= searched.items()
     assert plans[0][-2] == searched[mine], "the table's first plan is the job file's"
     assert [float(plan[-2]) for plan in plans] == sorted(float(plan[-2]) for plan in plans)
@@ -195,14 +196,14 @@ def test_if_nothing_fits_the_nearest_plan_is_shown(files, capsys):
     folder, words = files
     (folder / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER | {"device_memory_gb": 4}))
     assert main(words) == 3
-    assert "no plan fits" in (told := capsys.readouterr().out) and "needs" in told
+    assert "no plan fits" in (printed := capsys.readouterr().out) and "needs" in printed
 
 
 @pytest.mark.slow
 def test_a_key_that_is_not_searched_can_not_be_kept(files, capsys):
     _, words = files
     assert main([*words, "--keep", "actor.zero_stag"]) == 2
-    assert "did you mean" in (told := capsys.readouterr().err) and "actor.zero_stage" in told
+    assert "did you mean" in (printed := capsys.readouterr().err) and "actor.zero_stage" in printed
 
 
 @pytest.mark.slow
@@ -222,15 +223,15 @@ def test_the_job_file_changes_nothing_but_what_the_plan_says(files, monkeypatch,
     given.write_text(yaml.safe_dump(job))
     assert main([*words[:4], str(given), "--seconds", "0.1", "--out", str(out)]) == 0
     best = capsys.readouterr().out.partition("best  ")[2].partition("\n")[0]
-    told = {word.partition("=")[0] for word in best.split()}
+    shown = {word.partition("=")[0] for word in best.split()}
     before, after = (to_config(compose_job([str(path)]), planning_facts) for path in (given, out))
     changes = {key.name for key in keys() if value_of(before, key.name) != value_of(after, key.name)}
-    assert changes == told >= {"trainer.n_gpus_per_node", "cluster.device"}
+    assert changes == shown >= {"trainer.n_gpus_per_node", "cluster.device"}
     assert after.trainer.total_epochs == 3 and "not-for-files" not in out.read_text()
 
 
 @pytest.mark.parametrize(
-    "more, told",
+    "more, message",
     [
         (["--out", "CLUSTER"], "would overwrite an input file"),
         (["--keep", "trainer.nnodes", "trainer.nnodes=3"], "trainer.nnodes=3: the cluster file has nodes=2"),
@@ -240,10 +241,10 @@ def test_the_job_file_changes_nothing_but_what_the_plan_says(files, monkeypatch,
         (["trainer.task=reward_model"], "--search supports only trainer.task=rl"),
     ],
 )
-def test_invalid_searches_are_refused(files, capsys, more, told):
+def test_invalid_searches_are_refused(files, capsys, more, message):
     folder, words = files
     assert main([*words, *(word.replace("CLUSTER", str(folder / "cluster.yaml")) for word in more)]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -252,5 +253,5 @@ def test_a_batch_smaller_than_the_cluster_uses_fewer_devices(files, capsys):
     few = ["data.train_batch_size=1", "actor.ppo_mini_batch_size=1", "rollout.n=2", "--seconds", "0.1"]
     kept = ["fusion.policy=serial", "--keep", "fusion.policy"]
     assert main([*words, *few, *kept]) == 0
-    assert "1x2 " in (told := capsys.readouterr().out) and "2x2 " not in told
-    assert "serial (the fastest)" in told and "adaptive" not in told
+    assert "1x2 " in (printed := capsys.readouterr().out) and "2x2 " not in printed
+    assert "serial (the fastest)" in printed and "adaptive" not in printed

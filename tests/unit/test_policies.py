@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds.playing import play, play_whole_batches
+from worlds.playing import assert_whole_batches, play
 from worlds.scenes import Scene, scenes
 
 from rlfuse.costs.model import Costs
@@ -47,7 +47,7 @@ def test_pipelines_that_score_in_their_bubbles_keep_every_rule_too(policy, scene
 @settings(exploring, max_examples=8)
 @given(scene=scenes(steps=2, batches=3))
 def test_dynamic_sampling_replaces_groups_and_learns_from_the_first_with_spread(policy, scene):
-    play_whole_batches(replace(scene, policy=policy))
+    assert_whole_batches(replace(scene, policy=policy))
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -24,6 +25,7 @@ from rlfuse.rewards.models.classifier import Transformers
 from rlfuse.run.offline.reward_model import rows_of
 from rlfuse.tasks.preferences import answers, preference_row, prefers_first
 from rlfuse.tasks.remainder import compute_score, draw_problems
+from rlfuse.tasks.response_pairs import write_pairs
 from rlfuse.tasks.settings import Labeller
 from rlfuse.tasks.vocabulary import build_tokenizer
 
@@ -242,6 +244,25 @@ def test_the_labeller_prefers_what_is_right_and_what_is_long():
     rows = [preference_row(p, Labeller(), rng) for p in problems]
     chosen, rejected = np.array([row["true_scores"] for row in rows]).T
     assert 0.85 < (chosen > rejected).sum() / (chosen != rejected).sum() < 1
+
+
+def test_pairs_of_scored_responses_prefer_the_higher_reward(tmp_path):
+    path, rewards = tmp_path / "responses.jsonl", {"one": 1.0, "half": 0.5, "none": 0.0, "unscored": None}
+    with path.open("w") as file:
+        for number in range(20):
+            columns = {"prompt": [{"role": "user", "content": f"question {number}"}]}
+            for text, reward in rewards.items():
+                row = {"prompt": f"<user>question {number}", "response": text, "reward": reward, "columns": columns}
+                file.write(json.dumps(row) + "\n")
+    write_pairs(tmp_path, path)
+    train, val = (pq.read_table(tmp_path / f"{name}.parquet").to_pylist() for name in ("train", "val"))
+    assert (len(train), len(val)) == (18 * 3, 2 * 3)
+    pairs = [(row["chosen"][0]["content"], row["rejected"][0]["content"]) for row in train + val]
+    assert set(pairs) == {("one", "half"), ("one", "none"), ("half", "none")}
+    assert not {row["prompt"][0]["content"] for row in train} & {row["prompt"][0]["content"] for row in val}
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(DataError, match="responses to 11 or more prompts need different rewards"):
+        write_pairs(tmp_path, path)
 
 
 def test_settings_of_a_reward_model_are_checked_and_those_of_rollouts_are_not():

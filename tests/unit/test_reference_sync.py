@@ -83,6 +83,12 @@ def trained_and_mixed(rank):
     return [before, scores()]
 
 
+def bytes_of_tensors(folder):
+    """Bytes of all safetensors files without their headers."""
+    found = [file.read_bytes() for file in folder.rglob("*.safetensors")]
+    return sum(len(each) - 8 - int.from_bytes(each[:8], "little") for each in found)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "dtype"), [(0, "bfloat16"), (1, "float32"), (2, "bfloat16"), (3, "float32"), ("fsdp2", "bfloat16")]
@@ -95,6 +101,7 @@ def test_a_resumed_run_continues_with_the_mixed_reference(tmp_path, stage, dtype
         rank.save(tmp_path / "saved", {name: [[each for each, _ in rank.sizes(name)]] for name in ("actor", "ref")})
         is None
     )
+    assert bytes_of_tensors(tmp_path / "saved") == sum(rank.checkpoint_bytes())
     weights = {
         name: dict(Qwen2ForCausalLM.from_pretrained(tmp_path / place, dtype=torch.float32).named_parameters())
         for name, place in (("start", "start"), ("actor", "saved/actor/huggingface"), ("ref", "saved/ref/huggingface"))
@@ -109,6 +116,16 @@ def test_a_resumed_run_continues_with_the_mixed_reference(tmp_path, stage, dtype
     resumed.load(tmp_path / "saved")
     np.testing.assert_array_equal(trained_and_mixed(resumed), expected)
     assert not np.array_equal(*expected)
+
+
+@pytest.mark.parametrize(("stage", "part"), [(0, 1), (1, 4)])
+def test_a_host_stages_the_states_of_its_ranks_and_the_first_one_the_exported_models(tmp_path, stage, part):
+    small_model("float32").save_pretrained(tmp_path / "start")
+    rank = rank_of(tmp_path / "start", stage, "float32")
+    states, exported = rank.checkpoint_bytes()
+    rank.world, rank.config.trainer.n_gpus_per_node = 8, 2
+    for rank.rank, expected in ((1, states // part + exported), (2, states // part)):
+        assert rank._bytes_of_host() == expected
 
 
 def test_a_reference_with_other_parameters_is_rejected(tmp_path):

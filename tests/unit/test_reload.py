@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 
 from rlfuse.config.documentation import by_name
 from rlfuse.config.quantization import CPU_METHOD, EXPERTS_ONLY, VLLM_KEYS
-from rlfuse.config.schema import ModelConfig, RolloutConfig
+from rlfuse.config.rollout import RolloutConfig
+from rlfuse.config.schema import ModelConfig
 from rlfuse.engines.vllm.setup import engine_arguments
 from rlfuse.engines.weights.exporting import Exporter
 from rlfuse.engines.weights.sync import check_pushable

@@ -141,8 +141,8 @@ def test_a_custom_head_pools_the_hidden_states(model, tmp_path, monkeypatch):
     Path("mine.py").write_text("import torch\n" + textwrap.dedent(example) + more)
     items = [item_of_row({"prompt": "20 mod 6 =", "response": text}) for text in ("20 - 6 = 14 ; 14", "; 2")]
 
-    def scorer(head, **kwargs):
-        made = Classifier(str(folder), label="brief", head=f"mine.py:{head}", head_kwargs=kwargs)
+    def scorer(head, path=str(folder), **kwargs):
+        made = Classifier(path, label="brief", head=f"mine.py:{head}", head_kwargs=kwargs)
         made.start()
         return made
 
@@ -152,6 +152,12 @@ def test_a_custom_head_pools_the_hidden_states(model, tmp_path, monkeypatch):
         tokens = torch.tensor([pooled._model._runner.encode(item, pooled._model._tokenizer).tokens])
         mean = direct.model(tokens).last_hidden_state.mean(1)
         assert score == pytest.approx((mean @ tensors["score.weight"].T + bias)[0, 1].item(), abs=1e-5)
+    cache = tmp_path / "hub" / "models--org--name"
+    shutil.copytree(folder, cache / "snapshots" / "abc")
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache.parent))
+    assert scorer("MeanPooling", "org/name").score(items) == pooled.score(items)
     assert scorer("Scaled", by=3.0).score(items) == pytest.approx([3 * each for each in pooled.score(items)], abs=1e-5)
     with pytest.raises(RewardError, match=r"of Other .*: gate.weight is missing.*outside the base model: score"):
         scorer("Other")

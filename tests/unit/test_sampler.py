@@ -37,6 +37,18 @@ class Forgets(Backwards):
 class Unsaved(Forgets):
     def state_dict(self): return {"rows": {1, 2}}
     def load_state_dict(self, state): ...
+class Numbered(Unsaved):
+    def state_dict(self): return {"rows": [{7: 0.5}]}
+class Positioned(Backwards):
+    at = 0
+    def set_epoch(self, epoch): self.epoch = epoch; self.at = 0
+    def __iter__(self):
+        rows = [*super().__iter__()]
+        while self.at < len(rows):
+            self.at += 1
+            yield rows[self.at - 1]
+    def state_dict(self): return {"at": self.at}
+    def load_state_dict(self, state): self.at = state["at"]
 """
 
 
@@ -59,16 +71,20 @@ def rows(source):
     return [prompt.index for prompt in source.next_batch()]
 
 
-def test_an_epoch_follows_the_sampler_and_drops_an_incomplete_batch(source):
-    drawn = source("Backwards")
+@pytest.mark.parametrize("name", ["Backwards", "Positioned"])
+def test_an_epoch_follows_the_sampler_and_drops_an_incomplete_batch(source, name):
+    drawn = source(name)
     assert drawn.steps_per_epoch == 3
     assert [rows(drawn) for _ in range(3)] == [[6, 5], [4, 3], [2, 1]]
     saved = drawn.state_dict()
     assert (rows(drawn), rows(drawn), drawn.epoch) == ([5, 4], [3, 2], 1)
     assert rows(drawn) == [4, 3] and drawn.epoch == 2, "the second epoch had 5 rows"
-    resumed = source("Backwards")
+    resumed = source(name)
     resumed.load_state_dict(saved)
-    assert [rows(resumed) for _ in range(3)] == [[5, 4], [3, 2], [4, 3]]
+    assert rows(resumed) == [5, 4]
+    again = source(name)
+    again.load_state_dict(resumed.state_dict())
+    assert [rows(again) for _ in range(2)] == [[3, 2], [4, 3]]
 
 
 def test_the_pages_curriculum_gets_harder_with_the_rewards_and_resumes(source):
@@ -90,6 +106,7 @@ def test_the_pages_curriculum_gets_harder_with_the_rewards_and_resumes(source):
         ("Backwards", {"step": 1}, FunctionError, "raised TypeError: .*unexpected keyword argument 'step'"),
         ("Forgets", {}, ConfigError, "has `update` but not `state_dict` and `load_state_dict`"),
         ("Unsaved", {}, ConfigError, "`state_dict` must return JSON values .*set is not JSON serializable"),
+        ("Numbered", {}, ConfigError, "`state_dict` must return JSON values .*key 7 is not a string"),
         ("Once", {}, DataError, "an epoch has fewer rows than data.train_batch_size=2"),
         ("Twice", {}, DataError, "yielded row 1 twice in a batch"),
         ("Outside", {}, DataError, "yielded 7; yield row numbers from 0 to 6"),

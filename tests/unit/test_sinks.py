@@ -99,7 +99,7 @@ def end_wandb():
 @pytest.mark.slow
 def test_sample_tables_have_the_ground_truth_and_the_contact_sheets(tmp_path):
     Image.new("RGB", (4, 2)).save(tmp_path / "sheet.png")
-    reward = Reward(0.5, {"exact": 1.0})
+    reward = Reward(0.5, {"exact": 1.0, "reward": 0.25})
     rows = [sample_row(sample(index, 0, 3, reward), sheet) for index, sheet in enumerate(("sheet.png", None))]
     sink = Wandb(Config(), {}, tmp_path, 0)
     sink.samples(1, rows)
@@ -116,10 +116,11 @@ def test_sample_tables_have_the_ground_truth_and_the_contact_sheets(tmp_path):
             if each.path.endswith(".json"):
                 tables[each.path] = json.loads(files[each.path])
     trained, validated = tables["samples.table.json"], tables["val/generations.table.json"]
-    columns = ["step", "id", "prompt", "response", "ground_truth", "finish", "response_tokens", "reward", "exact"]
+    columns = ["step", "id", "prompt", "response", "ground_truth", "finish", "response_tokens", "reward"]
+    columns += ["exact", "rewards/reward"]
     assert trained["columns"] == [*columns, "clip"] and validated["columns"] == columns
     (*values, sheet), (*others, nothing) = trained["data"]
-    assert values == [1, "1/0/0", "p", "r", "1", "stop", 3, 0.5, 1.0] and others == [1, "1/1/0", *values[2:]]
+    assert values == [1, "1/0/0", "p", "r", "1", "stop", 3, 0.5, 1.0, 0.25] and others == [1, "1/1/0", *values[2:]]
     assert files[sheet["path"]] == (tmp_path / "sheet.png").read_bytes() and nothing is None
     assert validated["data"] == [others]
 

@@ -67,12 +67,15 @@ def write(folder, ranks):
 
 @pytest.mark.parametrize("before", LAYOUTS)
 @pytest.mark.parametrize("after", LAYOUTS)
-def test_every_layout_reads_what_every_other_wrote(tmp_path, before, after):
+def test_every_layout_reads_what_every_other_wrote(tmp_path, monkeypatch, before, after):
+    opened, open_file = [], state_files.safe_open
+    monkeypatch.setattr(state_files, "safe_open", lambda *each: opened.append(each) or open_file(*each))
     saved = write(tmp_path, LAYOUTS[before])
     assert saved.updates == 7 and {saved.steps(name) for name in SHAPES} == {3}
     for part in (part for parts in LAYOUTS[after] for part in parts):
         for field, tensor in part.tensors.items():
             torch.testing.assert_close(saved.read(field, part), tensor, rtol=0, atol=0)
+    assert len(opened) == len(LAYOUTS[before]), "a file is opened once: its header lists all tensors"
 
 
 def test_a_tied_head_reads_the_embedding_and_vocabulary_shares_read_their_rows(tmp_path):

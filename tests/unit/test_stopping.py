@@ -4,6 +4,7 @@ import asyncio
 import os
 import pty
 import signal
+import subprocess
 import sys
 from signal import SIGHUP, SIGINT, SIGTERM
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from rlfuse import stopping
 from rlfuse.application import run_command
 from rlfuse.cluster.child_processes import keep_hangup_from_children
 from rlfuse.config.schema import Config
-from rlfuse.errors import EngineError
+from rlfuse.errors import PREEMPTED, EngineError
 from rlfuse.observe.run_log import RunLog
 from rlfuse.observe.tracking import read_metrics
 from rlfuse.run.checkpointing import Checkpointing
@@ -210,6 +211,12 @@ class Learner:
 
     steps, held_out = 0, ()
 
+    def __init__(self):
+        self.trainer, self.synced_after = self, []
+
+    async def sync_reference(self):
+        self.synced_after.append(self.steps)
+
     async def learn(self, examples, lr_factor):
         self.steps += 1
         if self.steps == 2:
@@ -218,8 +225,9 @@ class Learner:
         return {"reward_model/loss": 0.5}
 
 
-async def test_a_reward_model_is_saved_after_the_step_in_which_ctrl_c_came(tmp_path):
-    config = Config()
+async def test_an_offline_task_is_saved_after_the_step_in_which_ctrl_c_came(tmp_path):
+    config, learner = Config(), Learner()
+    config.ref.sync_ref_model, config.ref.ref_model_sync_steps = True, 2
     config.trainer.logger = []
     log = RunLog(config, {}, tmp_path, total_steps=5, start=0)
 
@@ -229,11 +237,13 @@ async def test_a_reward_model_is_saved_after_the_step_in_which_ctrl_c_came(tmp_p
     source = SimpleNamespace(epoch=0, next_batch=list)
     training = Training(
         config=config,
-        task=Learner(),
+        task=learner,
         source=source,
         log=log,
         health=NoHealth(),
-        checkpointing=Checkpointing(log, config, start=0, save=save, writer=Writer(), state=lambda _: {}, parameters=1),
+        checkpointing=Checkpointing(
+            log, config, start=0, save=save, writer=Writer(), state=lambda _: {}, first_bytes=1
+        ),
     )
     default = signal.signal(SIGINT, signal.default_int_handler)
     try:
@@ -244,3 +254,30 @@ async def test_a_reward_model_is_saved_after_the_step_in_which_ctrl_c_came(tmp_p
         log.close()
     assert [path.name for path in checkpoints.complete(tmp_path)] == ["global_step_2"]
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert learner.synced_after == [2]
+
+
+INTO_A_PIPE = """
+import asyncio, sys
+from rlfuse.application import run_command
+from rlfuse.stopping import Stopping
+
+async def steps(listening):
+    listening.step = 3
+    while not listening.is_requested:
+        print("under way", flush=True)
+        await asyncio.sleep(0.01)
+    raise listening.stop_error(3)
+
+listening = Stopping(60.0, print)
+sys.exit(run_command(lambda: asyncio.run(listening.listen_during(steps(listening)))))
+"""
+
+
+@pytest.mark.slow
+def test_output_that_nobody_reads_stops_the_run_after_its_step():
+    """For example after a notebook kernel was restarted."""
+    process = subprocess.Popen([sys.executable, "-c", INTO_A_PIPE], stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"under way\n"
+    process.stdout.close()
+    assert process.wait(60) == PREEMPTED

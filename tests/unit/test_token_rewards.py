@@ -51,6 +51,7 @@ def test_a_function_returns_rewards_of_tokens_steps_or_the_response(result, valu
         ({"token_rewards": 1.0}, "returned 1.0 (float) as token_rewards; it must be a list"),
         ({"step_rewards": [(4, 1.0)]}, "a step that ends at token 4 of 4"),
         ({"step_rewards": [(1, 1.0), (1, 2.0)]}, "a step that ends at token 1 of 4"),
+        ({"step_rewards": [(1234567, 1.0)]}, "a step that ends at token 1234567 of 4;"),
         ({"step_rewards": [(0.5, 1.0)]}, "indices must be whole numbers from 0"),
         ({"step_rewards": [(1, math.inf)]}, "returned inf; a step reward must be finite"),
         ({"step_rewards": [(1, 2.0, 3.0)]}, "an entry must be (token index, number)"),
@@ -94,6 +95,8 @@ def test_functions_are_combined_by_weight():
     assert (found.value, found.token_rewards) == (4.0, (1.5, 1.0)) and found.parts["f"] == 1.0
     for key, value in (("clip", [0.0, 1.0]), ("normalise", True)):
         assert f"{key} can't be applied" in compose([entry("f", **{key: value})], "s", outcomes).message
+    large = compose(entries[:1], "s", {"f": Score(0.0, token_rewards=(1e300, -1e300))})
+    assert "the rewards of a token is 2e+300, outside float32" in large.message
     closed = compose([entry("g", gate=True), entry("f")], "s", {"g": Score(0.0)})
     assert closed.token_rewards is None
 

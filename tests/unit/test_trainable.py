@@ -41,7 +41,7 @@ def models():
     return pair("Qwen2", SMALL)
 
 
-def by_hand(plain, rows: list[Row]) -> torch.Tensor:
+def plain_loss(plain, rows: list[Row]) -> torch.Tensor:
     """The clipped policy loss, token by token, of what is trainable."""
     total = torch.zeros(())
     for row in rows:
@@ -56,43 +56,38 @@ def by_hand(plain, rows: list[Row]) -> torch.Tensor:
     return total
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_gradients_are_those_of_trainable_tokens(models, way):
+def assert_loss_and_gradients(models, rows: list[Row], kept: list[Row], way) -> dict[str, torch.Tensor]:
+    """Compare the loss of `rows` and its gradients with those of `kept` in a plain model; return the loss sums."""
     model, plain = models
-    rows = episodes()
     plain.zero_grad()
-    expected = by_hand(plain, rows)
-    expected.backward()
-    model.zero_grad()
-    loss, _ = actor_loss(Config(), model, collate(rows, **way))
-    loss.backward()
-    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
-    for name, parameter in model.named_parameters():
-        wanted = plain.get_parameter(name).grad
-        assert (parameter.grad - wanted).norm() <= 1e-5 * (1 + wanted.norm()), name
-
-
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_masked_responses_have_no_gradient_and_do_not_count(models, way):
-    model, plain = models
-    rows = episodes()
-    kept, masked = [rows[0], rows[2]], rows[1]
-    for row in rows:
-        row.tensors["loss_mask"] = np.full(len(row.response_ids), row is not masked, np.float32)
-    plain.zero_grad()
-    expected = by_hand(plain, kept)
+    expected = plain_loss(plain, kept)
     expected.backward()
     model.zero_grad()
     loss, sums = actor_loss(Config(), model, collate(rows, **way))
     loss.backward()
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
-    _, alone = actor_loss(Config(), model, collate(kept, **way))
-    assert {name: float(value) for name, value in sums.items()} == pytest.approx(
-        {name: float(value) for name, value in alone.items()}, rel=1e-5
-    )
     for name, parameter in model.named_parameters():
         wanted = plain.get_parameter(name).grad
         assert (parameter.grad - wanted).norm() <= 1e-5 * (1 + wanted.norm()), name
+    return sums
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_gradients_are_those_of_trainable_tokens(models, way):
+    assert_loss_and_gradients(models, episodes(), episodes(), way)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_masked_responses_have_no_gradient_and_do_not_count(models, way):
+    rows = episodes()
+    kept, masked = [rows[0], rows[2]], rows[1]
+    for row in rows:
+        row.tensors["loss_mask"] = np.full(len(row.response_ids), row is not masked, np.float32)
+    sums = assert_loss_and_gradients(models, rows, kept, way)
+    _, alone = actor_loss(Config(), models[0], collate(kept, **way))
+    assert {name: float(value) for name, value in sums.items()} == pytest.approx(
+        {name: float(value) for name, value in alone.items()}, rel=1e-5
+    )
     lengths = [row.trained_tokens("actor") for row in rows]
     assert lengths == [kept[0].length, 0, kept[1].length] and masked.trained_tokens("critic") == masked.length
     assert loss_divisor(lengths, "token-mean") == sum(lengths) and loss_divisor(lengths, "seq-mean-token-mean") == 2

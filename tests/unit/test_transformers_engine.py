@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen2Config
 
-from rlfuse.config.schema import Config, ModelConfig, RolloutConfig
+from rlfuse.config.rollout import RolloutConfig
+from rlfuse.config.schema import Config, ModelConfig
 from rlfuse.engines.rollout.engine_actor import BACKENDS, EMPTY_PARTIAL, EngineActor, Request, engine_actor
 from rlfuse.engines.transformers.decode_batch import draw
 from rlfuse.engines.transformers.transformers_engine import TransformersEngine
@@ -73,7 +74,7 @@ def drawn(model):
     return with_engine(model, lambda engine: all_of(engine, requests(12)))
 
 
-def same(one, other):
+def assert_same(one, other):
     assert one.keys() == other.keys()
     for name in one:
         assert one[name].token_ids.tolist() == other[name].token_ids.tolist(), name
@@ -101,13 +102,13 @@ def test_a_baseline_is_decoded_greedily_among_sampled_responses(model, drawn):
     mixed = with_engine(model, lambda engine: all_of(engine, asked))
     greedy = with_engine(model, lambda engine: all_of(engine, requests(12), replace(PLAIN, temperature=0.0)))
     for each in asked:
-        same({each.id: mixed[each.id]}, {each.id: (greedy if each.is_greedy else drawn)[each.id]})
+        assert_same({each.id: mixed[each.id]}, {each.id: (greedy if each.is_greedy else drawn)[each.id]})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"max_num_seqs": 3}, {"max_num_seqs": 1}, {"kv_cache_memory_mb": 1}], ids=str)
 def test_batches_change_no_token(model, drawn, settings):
-    same(with_engine(model, lambda engine: all_of(engine, requests(12)), **settings), drawn)
+    assert_same(with_engine(model, lambda engine: all_of(engine, requests(12)), **settings), drawn)
 
 
 def test_samples_that_join_a_batch_change_no_token(model, drawn):
@@ -120,7 +121,7 @@ def test_samples_that_join_a_batch_change_no_token(model, drawn):
         found += [asyncio.create_task(part) for part in parts[1:]]
         return {name: result for each in await asyncio.gather(*found) for name, result in each.items()}
 
-    same(with_engine(model, work), drawn)
+    assert_same(with_engine(model, work), drawn)
 
 
 def test_an_evicted_sample_goes_on_elsewhere_as_if_it_had_stayed(model, drawn):
@@ -138,7 +139,7 @@ def test_an_evicted_sample_goes_on_elsewhere_as_if_it_had_stayed(model, drawn):
     assert partials and all(len(partial.token_ids) for partial in partials.values())
     again = [replace(request, partial=partials[request.id]) for request in requests(12) if request.id in partials]
     second = with_engine(model, lambda engine: all_of(engine, again))
-    same(first | second, drawn)
+    assert_same(first | second, drawn)
 
 
 def slowed(step):
@@ -314,7 +315,7 @@ def test_samples_that_come_while_all_others_are_evicted_are_generated(model, dra
         return found
 
     for _ in range(3):
-        same(with_engine(model, work), {"1/2/0": drawn["1/2/0"]})
+        assert_same(with_engine(model, work), {"1/2/0": drawn["1/2/0"]})
 
 
 def test_a_wide_sample_leaves_room_for_few_others(model):

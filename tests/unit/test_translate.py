@@ -28,7 +28,6 @@ from rlfuse.tools.translate.verl import CONVERSIONS, DEFAULTS
 
 VERLS = json.loads((Path(__file__).parent / "verl_keys.json").read_text())
 PUBLIC = yaml.safe_load((Path(__file__).parent / "public_commands.yaml").read_text())
-CORRECTION = "algorithm.rollout_correction"
 KNOWN = frozenset(by_name())
 CORRECTION = "algorithm.rollout_correction"
 
@@ -243,15 +242,10 @@ def test_verls_ppo_example_lists_manual_decisions(tmp_path, monkeypatch):
 
 
 def test_words_stdin_and_yaml_give_the_same(tmp_path, monkeypatch, capsys):
-    words = [
-        "algorithm.adv_estimator=grpo",
-        "actor_rollout_ref.rollout.n=3",
-        "data.train_files=a",
-        "data.shuffle=False",
-    ]
-    main(["--", "python3", "-m", "verl.trainer.main_ppo", *words])
+    words = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=3 data.train_files=a data.shuffle=False"
+    main(["--", "python3", "-m", "verl.trainer.main_ppo", *words.split()])
     typed = capsys.readouterr().out.partition("\n")[2]
-    script = "python3 -m verl.trainer.main_ppo " + " ".join(words) + " 2>&1 | tee log"
+    script = f"python3 -m verl.trainer.main_ppo {words} 2>&1 | tee log"
     tree = "algorithm: {adv_estimator: grpo}\nactor_rollout_ref: {rollout: {n: 3}}\n"
     tree += "data: {train_files: a, shuffle: false, again: '${actor_rollout_ref.rollout.n}'}\n"
     for text in (script, tree.replace(", again: '${actor_rollout_ref.rollout.n}'", "")):
@@ -307,6 +301,8 @@ AS_HERE = {
     "data.max_response_length": "the same number under another name",
 }
 """Keys whose default differs from verl's and is not written -> why it stays ours."""
+ADAPTIVE_KL = {"algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.target_kl": 0.2}
+FILTER_GROUPS = {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.max_num_gen_batches": 0}
 
 
 def test_different_defaults_are_written_or_explained():
@@ -327,31 +323,22 @@ def test_different_defaults_are_written_or_explained():
         ({"actor_rollout_ref.rollout.do_sample": False}, {}),
         ({f"{CORRECTION}.rollout_is": "sequence"}, {f"{CORRECTION}.rollout_is": "sequence"}),
         ({"algorithm.rollout_is": True}, {f"{CORRECTION}.rollout_is": "token"}),
-        (
-            {"actor_rollout_ref.actor.tis_imp_ratio_cap": 3},
-            {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": 3},
-        ),
-        (
-            {f"{CORRECTION}.rollout_is_threshold": "0.5_5.0"},
-            {f"{CORRECTION}.rollout_is_threshold": 5.0, f"{CORRECTION}.rollout_is_threshold_lower": 0.5},
-        ),
+        ({"actor_rollout_ref.actor.tis_imp_ratio_cap": 3},
+         {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": 3}),
+        ({f"{CORRECTION}.rollout_is_threshold": "0.5_5.0"},
+         {f"{CORRECTION}.rollout_is_threshold": 5.0, f"{CORRECTION}.rollout_is_threshold_lower": 0.5}),
         ({f"{CORRECTION}.rollout_rs_threshold": "0.5_2.0,0.1"}, {}),
         ({"actor_rollout_ref.actor.policy_loss.ppo_kl_coef": 1.0}, {"actor.ppo_kl_coef": 1.0}),
         ({"algorithm.rollout_correction.bypass_mode": True}, {"algorithm.old_log_probs": "engine"}),
         ({"algorithm.kl_penalty": "mse"}, {"algorithm.kl_penalty": "mse"}),
-        (
-            {"algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.target_kl": 0.2},
-            {"algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.target_kl": 0.2},
-        ),
+        (ADAPTIVE_KL, ADAPTIVE_KL),
         ({"algorithm.adv_estimator": "remax"}, {"algorithm.adv_estimator": "remax"}),
         ({"algorithm.adv_estimator": "grpo_vectorized"}, {"algorithm.adv_estimator": "grpo"}),
         ({"algorithm.adv_estimator": "grpo_passk"}, {}),
         ({"actor_rollout_ref.rollout.name": "sglang"}, {"rollout.name": "vllm"}),
         ({"actor_rollout_ref.actor.optim.lr_warmup_steps": -1}, {"actor.optim.lr_warmup_steps": -1}),
-        (
-            {"trainer.total_training_steps": 50, "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": 0.1},
-            {"actor.optim.lr_warmup_steps_ratio": 0.1, "trainer.total_training_steps": 50},
-        ),
+        ({"trainer.total_training_steps": 50, "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": 0.1},
+         {"actor.optim.lr_warmup_steps_ratio": 0.1, "trainer.total_training_steps": 50}),
         ({"trainer.save_freq": -1, "trainer.test_freq": -1}, {"trainer.save_freq": -1, "trainer.test_freq": -1}),
         ({"actor_rollout_ref.actor.clip_ratio": 0.2}, {"actor.clip_ratio": 0.2}),
         ({"actor_rollout_ref.actor.clip_ratio": 0.1}, {}),
@@ -363,22 +350,15 @@ def test_different_defaults_are_written_or_explained():
             },
             {"actor.clip_ratio": 0.1, "actor.clip_ratio_low": None, "actor.clip_ratio_high": None},
         ),
-        (
-            {"custom_reward_function.path": "a.py", "custom_reward_function.reward_kwargs.weight": 2},
-            {"reward.functions": [{"path": "a.py:compute_score", "kwargs": {"weight": 2}}]},
-        ),
+        ({"custom_reward_function.path": "a.py", "custom_reward_function.reward_kwargs.weight": 2},
+         {"reward.functions": [{"path": "a.py:compute_score", "kwargs": {"weight": 2}}]}),
         ({"reward_model.enable": True, "reward_model.model.path": "m"}, {"reward.model_path": "m"}),
         ({"reward_model.enable": False, "reward_model.model.path": "m"}, {}),
-        (
-            {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.max_num_gen_batches": 0},
-            {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.max_num_gen_batches": 0},
-        ),
+        (FILTER_GROUPS, FILTER_GROUPS),
         ({"reward_model.overlong_buffer.enable": False, "reward_model.overlong_buffer.len": 9},
          {"reward.overlong_buffer.len": 0}),
-        (
-            {"custom_reward_function.path": "pkg://a.b", "custom_reward_function.reward_kwargs": {"c": [1]}},
-            {"reward.functions": [{"path": "a.b:compute_score", "kwargs": {"c": [1]}}]},
-        ),
+        ({"custom_reward_function.path": "pkg://a.b", "custom_reward_function.reward_kwargs": {"c": [1]}},
+         {"reward.functions": [{"path": "a.b:compute_score", "kwargs": {"c": [1]}}]}),
         (
             {
                 "critic.optim.weight_decay": 0.02,
@@ -397,13 +377,8 @@ def test_different_defaults_are_written_or_explained():
             },
         ),
         ({"actor_rollout_ref.rollout.val_kwargs.temperature": 0.6}, {"rollout.val_kwargs.temperature": 0.6}),
-        (
-            {
-                "actor_rollout_ref.rollout.val_kwargs.temperature": 0.6,
-                "actor_rollout_ref.rollout.val_kwargs.do_sample": False,
-            },
-            {"rollout.val_kwargs.temperature": 0.0},
-        ),
+        ({"actor_rollout_ref.rollout.val_kwargs.temperature": 0.6,
+          "actor_rollout_ref.rollout.val_kwargs.do_sample": False}, {"rollout.val_kwargs.temperature": 0.0}),
     ],
 )  # fmt: skip
 def test_values_are_converted_where_they_can_be(given, set_to):
@@ -412,6 +387,7 @@ def test_values_are_converted_where_they_can_be(given, set_to):
     job = translate(command)
     left_open = {"reward.functions", "trainer.wandb_mode", *DEFAULTS} - set_to.keys()
     assert {key: value for key, value in job.settings.items() if key not in left_open} == set_to
+    assert "trainer.task" not in job.undecided
 
 
 @pytest.mark.parametrize(
@@ -430,12 +406,15 @@ def test_values_are_converted_where_they_can_be(given, set_to):
         (["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc",
           "reward_model.overlong_buffer.enable=True"], "algorithm.filter_groups.enable", "with the overlong penalty"),
         (["actor_rollout_ref.actor.optim.optimizer=Muon"], "actor.optim.lr", "rlfuse trains with AdamW"),
+        (["data.seed=1", "~data.shuffle"], "trainer.task", "~data.shuffle: removes a setting of the framework"),
+        (["data.train_batch_size=${a.b}"], "data.train_batch_size", "the value of ${...} is not in the command"),
     ],
 )  # fmt: skip
 def test_what_rlfuse_would_train_differently_is_left_open(words, key, why):
     assert why in str(translate(read(["--", "verl.trainer.main_ppo", *words])).undecided[key])
 
 
+FILES = "data.train_files=a/gsm8k.parquet actor_rollout_ref.model.path=m algorithm.adv_estimator=grpo"
 TRL = "trl grpo --model_name_or_path m --dataset_name ./d --reward_funcs a.b.c --num_processes 2"
 
 
@@ -445,33 +424,21 @@ TRL = "trl grpo --model_name_or_path m --dataset_name ./d --reward_funcs a.b.c -
         ("", {"reward.functions": ["a.b:c"], "data.train_batch_size": 2, "data.prompt_is_chat": False}, {}),
         ("--beta 0.1 --no_use_bias_correction_kl", {"actor.use_kl_loss": True, "actor.kl_loss_coef": 0.1}, {}),
         ("--beta 0.1", {"actor.kl_loss_coef": 0.1}, {"actor.use_kl_loss": "weighted by the importance ratio"}),
-        (
-            "--beta 0.1 --no_use_bias_correction_kl --sync_ref_model --ref_model_sync_steps 64 --num_iterations 2",
-            {"ref.sync_ref_model": True, "ref.ref_model_sync_steps": 32, "ref.ref_model_mixup_alpha": 0.6},
-            {},
-        ),
+        ("--beta 0.1 --no_use_bias_correction_kl --sync_ref_model --ref_model_sync_steps 64 --num_iterations 2",
+         {"ref.sync_ref_model": True, "ref.ref_model_sync_steps": 32, "ref.ref_model_mixup_alpha": 0.6}, {}),
         ("--scale_rewards none", {"algorithm.norm_adv_by_std_in_grpo": False}, {}),
         ("--scale_rewards batch", {}, {"algorithm.norm_adv_by_std_in_grpo": "standard deviation of their group"}),
         ("--loss_type dr_grpo", {"actor.loss_agg_mode": "seq-mean-token-sum-norm"}, {}),
         ("--loss_type sapo --sapo_temperature_neg 2", {"actor.loss_mode": "sapo", "actor.tau_neg": 2.0}, {}),
-        (
-            "--loss_type cispo --epsilon_high 5",
-            {"actor.loss_mode": "cispo", "actor.clip_ratio_low": 1.0, "actor.clip_ratio_high": 4.0},
-            {},
-        ),
+        ("--loss_type cispo --epsilon_high 5",
+         {"actor.loss_mode": "cispo", "actor.clip_ratio_low": 1.0, "actor.clip_ratio_high": 4.0}, {}),
         ("--loss_type bnpo", {}, {"actor.loss_agg_mode": "over the tokens of one micro-batch"}),
         ("--loss_type vespo", {}, {"actor.loss_mode": "vespo is not in rlfuse"}),
         ("--num_iterations 3 --delta 4", {"actor.ppo_epochs": 3, "actor.clip_ratio_c": 4.0}, {}),
-        (
-            "--steps_per_generation 8 --gradient_accumulation_steps 4 --max_steps 100",
-            {"data.train_batch_size": 16, "actor.ppo_mini_batch_size": 8, "trainer.total_training_steps": 50},
-            {},
-        ),
-        (
-            "--num_generations 3",
-            {},
-            dict.fromkeys(("data.train_batch_size", "actor.ppo_mini_batch_size"), "16 samples are not whole groups of"),
-        ),
+        ("--steps_per_generation 8 --gradient_accumulation_steps 4 --max_steps 100",
+         {"data.train_batch_size": 16, "actor.ppo_mini_batch_size": 8, "trainer.total_training_steps": 50}, {}),
+        ("--num_generations 3", {}, dict.fromkeys(
+            ("data.train_batch_size", "actor.ppo_mini_batch_size"), "16 samples are not whole groups of")),
         ("--use_peft", {}, {"model.path": "LoRA is not supported"}),
         ("--use_vllm --vllm_importance_sampling_mode token_truncate --vllm_importance_sampling_cap 2",
          {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": 2.0}, {}),
@@ -482,6 +449,19 @@ TRL = "trl grpo --model_name_or_path m --dataset_name ./d --reward_funcs a.b.c -
         ("--repetition_penalty 1.1", {}, {"rollout.temperature": "no such sampling parameter"}),
         ("--some_new_flag 3", {}, {"trainer.task": "rlfuse has no such setting"}),
         ("--report_to wandb", {"trainer.logger": ["console", "wandb"], "trainer.wandb_mode": "online"}, {}),
+        ("--run_name 007 --output_dir 7", {"trainer.experiment_name": "007", "trainer.default_local_dir": "7"}, {}),
+        ("--chat_template_kwargs '{\"enable_thinking\": false}'",
+         {"data.apply_chat_template_kwargs": {"enable_thinking": False}}, {}),
+        ("--lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs '{\"num_decay_steps\": 50}' --num_iterations 2",
+         {"actor.optim.lr_scheduler_type": "wsd", "actor.optim.lr_wsd_decay_steps": 25}, {}),
+        ("--lr_scheduler_kwargs '{open'", {}, {"actor.optim.lr_scheduler_type": "has no equal"}),
+        ("--warmup_ratio 0.1 --warmup_steps 10",
+         {"actor.optim.lr_warmup_steps": 10, "actor.optim.lr_warmup_steps_ratio": None}, {}),
+        ("--eval_strategy steps", {"trainer.test_freq": 10}, {}),
+        ("--eval_strategy steps --eval_steps 0.2 --save_steps 0.5 --max_steps 100",
+         {"trainer.test_freq": 20, "trainer.save_freq": 50}, {}),
+        ("--per_device_train_batch_size 0", {},
+         dict.fromkeys(("data.train_batch_size", "actor.ppo_mini_batch_size"), "must be 1 or more")),
     ],
 )  # fmt: skip
 def test_trls_flags_become_keys(flags, set_to, undecided, tmp_path):
@@ -502,6 +482,16 @@ def test_trls_flags_become_keys(flags, set_to, undecided, tmp_path):
         (TRL.replace("./d", "$D"), {"data.train_files"}),
         ("openrlhf.cli.train_ppo_ray --pretrain m --prompt_data ./d --remote_rm_url $URL --n_samples_per_prompt $N",
          {"reward.functions", "rollout.n", "actor.ppo_mini_batch_size"}),
+        ("trl sft --model_name_or_path $M --num_processes 1",
+         {"model.path", "data.train_files", "trainer.task"}),
+        ("trl reward --model_name_or_path m --dataset_name ./d --max_length none --num_processes 1",
+         {"data.max_prompt_length", "data.max_response_length"}),
+        ("openrlhf.cli.train_ppo_ray --pretrain m --prompt_data ./d --remote_rm_url a.py --n_samples_per_prompt 0",
+         {"rollout.n"}),
+        ("f() {\n openrlhf.cli.train_ppo_ray --pretrain m --prompt_data ./d --remote_rm_url a.py \"$@\"\n}\nf --l2 1",
+         {"reward.functions"}),
+        (f"python3 -m verl.trainer.main_ppo {FILES} trainer.nnodes=0 actor_rollout_ref.actor.ppo_micro_batch_size=8",
+         {"actor.ppo_micro_batch_size_per_gpu"}),
         ("openrlhf.cli.train_sft --pretrain m --prompt_data ./d --remote_rm_url http://a:1/b", {"trainer.task"}),
     ],
 )  # fmt: skip
@@ -517,6 +507,14 @@ def test_settings_without_effect_are_listed(tmp_path):
     words = ["reward_model.reward_manager=dapo", "actor_rollout_ref.actor.optim.optimizer=AdamW"]
     listed = str(translate(read(["--", "verl.trainer.main_ppo", *words])).notes)
     assert all(word in listed for word in words)
+
+
+def test_references_to_other_settings_are_replaced():
+    words = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=${data.train_batch_size}"]
+    words += ["trainer.project_name=${oc.env:USER}", "trainer.experiment_name=b${data.train_batch_size}"]
+    job = translate(read(["--", "verl.trainer.main_ppo", *words])).settings
+    assert (job["actor.ppo_mini_batch_size"], job["trainer.experiment_name"]) == (8, "b8")
+    assert job["trainer.project_name"] == "${oc.env:USER}"
 
 
 def test_a_config_file_of_trl_is_read_with_its_command(tmp_path, monkeypatch):
@@ -544,6 +542,10 @@ def test_a_config_file_of_trl_is_read_with_its_command(tmp_path, monkeypatch):
         (["list.yaml"], "it has no keys"),
         (["--", "trl", "grpo", "--model_name_or_path", "m", "--num_generations", "few"], "=few: must be a number"),
         (["--", "trl", "grpo", "--dataset_name", "d"], "sets no --model_name_or_path"),
+        (["--", "trl", "grpo", "--config", "bad.yaml"], "--config bad.yaml: can't be read as YAML"),
+        (["--", "openrlhf.cli.train_ppo_ray", "--adam_betas", "0.9"], "adam_betas=0.9: must be 2 numbers"),
+        (["--", "openrlhf.cli.train_ppo_ray", "--eps_clip_low_high", "a", "b"], "must be 2 numbers"),
+        (["--", "openrlhf.cli.train_ppo_ray", "--overlong_buffer_len", "a"], "overlong_buffer_len=a: must be a number"),
     ],
 )
 def test_invalid_commands_are_reported(arguments, part, tmp_path, monkeypatch):
@@ -566,7 +568,10 @@ LIST+=('three#3')
 N=$((2 * (3 + 4) - 1))
 UNKNOWN=$(date +%s)
 for i in 1 2; do INSIDE=$i; done
-run $A "$A" '$A' $B ${LIST[@]} "${LIST[@]}" $N $PWD/f "$(pwd)" "$UNKNOWN" $INSIDE $EMPTY "$@" \
+LAST=0; for LAST in 1 2; do :; done; SET=1; set_it() { SET=2; }
+NAME=a; NAME+=_b; OPTIONS="x=1 y=$UNSET"; OPTIONS+=" z=3"
+run2 $LAST $SET $NAME $OPTIONS
+run $A "$A" '$A' $'a\tb' $B ${LIST[@]} "${LIST[@]}" $N $PWD/f "$(pwd)" "$UNKNOWN" $INSIDE $EMPTY "$@" \
    # in between \
    last=a\ b`date`; other
 """
@@ -575,10 +580,14 @@ run $A "$A" '$A' $B ${LIST[@]} "${LIST[@]}" $N $PWD/f "$(pwd)" "$UNKNOWN" $INSID
 def test_a_script_is_read_as_a_shell_would_and_never_run():
     (words,) = [words for words in Script().commands(SHELL) if words[0].text == "run"]
     assert [word.text for word in words[1:]] == [
-        *("x", "y", "x y", "$A", "${oc.env:HOME}/q", "one", "two", "x", "y", "three#3", "one", "two x y", "three#3"),
+        *("x", "y", "x y", "$A", r"$'a\tb'", "${oc.env:HOME}/q", "one", "two", "x", "y", "three#3"),
+        *("one", "two x y", "three#3"),
         *("13", "f", ".", "$(date +%s)", "$INSIDE", "$EMPTY", "last=a b`date`"),
     ]
     assert [word.unknown for word in words[-4:]] == [("$(date +%s)",), ("$INSIDE",), ("$EMPTY",), ("`date`",)]
+    (words,) = [words for words in Script().commands(SHELL) if words[0].text == "run2"]
+    assert [word.text for word in words[1:]] == ["$LAST", "$SET", "a_b", "x=1", "y=$UNSET", "z=3"]
+    assert [bool(word.unknown) for word in words[1:]] == [True, True, False, False, True, False]
     for text in ("$((1/0))", "$((9**9**9))", "${A%b}", "'open", '"open', "${open", "$(open", "a=(1", "`a", "\\", "$"):
         assert next(Script().commands(f"run {text}"))[0].text == "run"
 

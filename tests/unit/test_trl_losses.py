@@ -12,7 +12,6 @@ from rlfuse.data.preferences import load_policy_preferences
 from rlfuse.engines.trainer.micro_batch_losses import POLICY_LOSSES, log_probs
 from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.models import prepare_for_training
-from rlfuse.run.offline.direct_preferences import policy_rows_of
 from rlfuse.samples import Row
 from rlfuse.tasks.settings import WarmStart
 from rlfuse.tasks.vocabulary import build_tokenizer
@@ -152,7 +151,7 @@ def test_direct_preference_optimisation(tmp_path, loss_type):
     assert [[each[side] for side in sides] for each in trainer.train_dataset] == [
         [ids.tolist() for ids in (pair.shared_ids, pair.chosen_ids, pair.rejected_ids)] for pair in found
     ]
-    expected, rows = of_trl(trainer), policy_rows_of(found)
+    expected, rows = of_trl(trainer), [row for pair in found for row in pair.rows]
     for layout in LAYOUTS:
         packed = collate(rows, layout[0], shared=layout[1])
         with torch.no_grad():

@@ -26,15 +26,8 @@ from rlfuse.config import sampling
 from rlfuse.config.documentation import by_name
 from rlfuse.config.estimators import ESTIMATORS
 from rlfuse.config.other_frameworks import SAME_NAME, counterpart
-from rlfuse.config.schema import (
-    ActorConfig,
-    Config,
-    CriticOptim,
-    DataConfig,
-    OptimConfig,
-    RolloutCorrection,
-    TrainerConfig,
-)
+from rlfuse.config.schema import ActorConfig, Config, CriticOptim, DataConfig, OptimConfig, RolloutCorrection
+from rlfuse.config.trainer import TrainerConfig
 from rlfuse.data.prompts import _fit
 from rlfuse.progress import is_due
 from rlfuse.run.job import training_steps
@@ -371,10 +364,10 @@ def test_gdpo_whitens_by_response_which_is_verls_where_responses_are_equally_lon
 def test_importance_weights(level):
     mask, draw = batch(4)
     trainer, engine = draw(), draw()
-    apart = trainer - engine
+    log_ratio = trainer - engine
     if level == "sequence":
-        apart = (apart * mask).sum(-1, keepdim=True)
-    wanted = apart.clamp(-20, 20).exp().clamp(max=2.0) * mask
+        log_ratio = (log_ratio * mask).sum(-1, keepdim=True)
+    wanted = log_ratio.clamp(-20, 20).exp().clamp(max=2.0) * mask
     torch.testing.assert_close(correction_weights(RolloutCorrection(level), trainer, engine, mask), wanted)
 
 

@@ -55,7 +55,7 @@ def play(scene: Scene) -> World:
     return world
 
 
-def play_whole_batches(scene: Scene, run: Callable[[Scene], World] = play) -> None:
+def assert_whole_batches(scene: Scene, run: Callable[[Scene], World] = play) -> None:
     """Check that dynamic sampling fills the whole batch, or ends the run with the number of groups found."""
     try:
         world = run(scene)
@@ -282,6 +282,9 @@ class World:
 
     def publish(self) -> None:
         pass
+
+    async def settle_after(self, steps) -> None:
+        await steps
 
     async def publish_written(self) -> None:
         pass

@@ -105,17 +105,29 @@ PASS_OF = {"actor": "reference", "critic": "values"}  # passes of trained models
 
 
 def micro_batch_tokens(config: Config, learns: bool = False) -> int:
-    """Return the tokens of the largest micro-batch on a rank: the token budget, or one sequence (split by sequence
-    parallelism) that exceeds it. `learns`: of micro-batches with gradients."""
-    return max(_filled(config, learns), -(-_longest(config) // config.training.ulysses_sequence_parallel_size))
+    """Return the tokens of the largest micro-batch on a rank: the token budget, or one sequence or pair (split by
+    sequence parallelism) that exceeds it. `learns`: of micro-batches with gradients."""
+    alone = _together(config) * _longest(config)
+    return max(_filled(config, learns), -(-alone // config.training.ulysses_sequence_parallel_size))
 
 
 def _longest(config: Config) -> int:
     return config.data.max_prompt_length + config.data.max_response_length
 
 
+def _together(config: Config) -> int:
+    """Return the least number of sequences in a micro-batch: 2 in tasks on pairs."""
+    return 2 if config.trainer.task in ("dpo", "reward_model") else 1
+
+
+def _siblings(config: Config) -> int:
+    """Return the number of sequences of a prompt."""
+    return _together(config) if config.trainer.is_offline else config.rollout.n
+
+
 def _prompts(config: Config, learns: bool) -> int:
-    return config.actor.ppo_mini_batch_size if learns else config.data.train_batch_size
+    has_parts = learns and not config.trainer.is_offline
+    return config.actor.ppo_mini_batch_size if has_parts else config.data.train_batch_size
 
 
 def _sharers(config: Config, learns: bool) -> int:
@@ -128,13 +140,19 @@ def _sharers(config: Config, learns: bool) -> int:
 
 def _filled(config: Config, learns: bool) -> int:
     """Return the tokens of the largest micro-batch of several samples that a rank gets in a call."""
-    longest, most = _longest(config), config.actor.ppo_micro_batch_size_per_gpu
+    longest, most = _longest(config), _most(config, learns)
     siblings = (
-        config.rollout.n if config.training.pipeline_parallel_size == 1 else 1
+        _siblings(config) if config.training.pipeline_parallel_size == 1 else 1
     )  # samples of a prompt that stay on one rank
-    units = _prompts(config, learns) * config.rollout.n // siblings
+    units = _prompts(config, learns) * _siblings(config) // siblings
     share = -(-units // _sharers(config, learns)) * siblings
-    return min(config.actor.ppo_max_token_len_per_gpu, share * longest, most * longest if most else 1 << 60)
+    return min(config.actor.ppo_max_token_len_per_gpu, share * longest, most * longest)
+
+
+def _most(config: Config, learns: bool) -> int:
+    """Return the maximum number of sequences in a micro-batch."""
+    all_of_them, limit = _prompts(config, learns) * _siblings(config), config.actor.ppo_micro_batch_size_per_gpu
+    return min(all_of_them, max(limit, _together(config))) if limit else all_of_them
 
 
 def worst_micro_batches(config: Config, linear: bool, learns: bool = True) -> list[SequenceLengths]:
@@ -142,13 +160,12 @@ def worst_micro_batches(config: Config, linear: bool, learns: bool = True) -> li
     the number of tokens matters. `learns`: micro-batches with gradients."""
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     tokens, filled = micro_batch_tokens(config, learns), _filled(config, learns)
-    most = _prompts(config, learns) * config.rollout.n
-    most = min(most, config.actor.ppo_micro_batch_size_per_gpu or most)
+    most = _most(config, learns)
     short = min(prompt, max(1, -(-filled // most) - response))  # with few samples, prompts must be longer to fill it
     found = [_rows(config, filled, short, most)]
     if not linear or tokens > filled:
         found.append(_rows(config, tokens, prompt, most))
-    siblings = config.rollout.n if config.actor.ppo_micro_batch_size_per_gpu is None else 1
+    siblings = _siblings(config) if config.actor.ppo_micro_batch_size_per_gpu is None else 1
     if siblings > 1 and (each := min(response, (filled - prompt) // siblings)) > 0:
         found.append(SequenceLengths(((prompt, each),) * siblings, shared=True))
     return [texts for texts in found if texts.lengths]

@@ -76,7 +76,7 @@ class Memory:
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """Phases in order; only one on CPU hosts, where engine and ranks both stay, and without engines."""
+        """Phases in order; a single one without engines, and on CPU hosts, where engines and ranks stay resident."""
         return PHASES if self.budget.device == "cuda" and self.generates else (TRAINING,)
 
     def of(self, phase: str) -> list[Part]:

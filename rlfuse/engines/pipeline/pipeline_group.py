@@ -240,11 +240,6 @@ class PipelineGroup(RankGroup):
 
     async def saved(self) -> None: ...
 
-    async def save_metadata(self, folder: Path) -> None:
-        """Write a checkpoint's files without weights and optimizer state. Raises NotSaved if a file could not be
-        written."""
-        check_written(await self._all("save_metadata", f"write files to {folder}", folder.absolute()))
-
     async def _export(self, model: str, folder: Path) -> None:
         buckets, weight_map = await self.bucket_plan(model), {}
         for i, names in enumerate(buckets):
@@ -265,11 +260,6 @@ class PipelineGroup(RankGroup):
         async with self._lock.exclusive():
             calls = [self._ask(each, method, f"write {path}", *arguments, stage, names, path) for each in ranks]
             return (await all_of([*map(asyncio.ensure_future, calls)]))[ranks.index(rank)]
-
-    async def load(self, folder: Path) -> None:
-        """Load a checkpoint, written under this or another layout of ranks."""
-        self._check_no_gradients("loaded")
-        await self._all("load", f"load the checkpoint {folder}", folder.absolute())
 
     async def move_layers(self, saved: Path) -> bool:
         """Repartition the models by `costs` and the current rates, if that is faster; return True if they were.

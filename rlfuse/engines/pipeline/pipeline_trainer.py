@@ -26,6 +26,7 @@ from rlfuse.engines.pipeline.pipeline_group import PipelineGroup
 from rlfuse.engines.pipeline.slow_devices import device_costs, operation_slowdowns
 from rlfuse.engines.trainer.cost_measurement import matmul_parameters
 from rlfuse.engines.trainer.rank_group import OnRanksJoined
+from rlfuse.engines.trainer.state_files import BYTES_PER_PARAMETER
 from rlfuse.fusion.schedules.planning import planner_of
 from rlfuse.fusion.schedules.search import warm_up
 from rlfuse.samples import Row
@@ -50,7 +51,13 @@ class PipelineTrainer(PipelineGroup):
         compiling = asyncio.to_thread(warm_up if config.fusion.training == "fused" else int)
         (trainer, facts), _ = await asyncio.gather(super().start(config, slots, layout, cores, met), compiling)
         trainer.planner = planner_of(config)
-        return trainer, facts | {"parameters": {model: await trainer._multiplied(model) for model in trainer.models}}
+        facts |= {"parameters": {model: await trainer._multiplied(model) for model in trainer.models}}
+        return trainer, facts | {"checkpoint_bytes": await trainer._checkpoint_bytes()}
+
+    async def _checkpoint_bytes(self) -> int:
+        """Return the size of a checkpoint: of the states and of the exported models."""
+        sizes = [size for model in self.models for rank in await self._sizes(model) for _, _, size in rank]
+        return sum(sizes) + sum(sizes) // ITEM_BYTES[self.config.model.dtype] * BYTES_PER_PARAMETER
 
     async def _multiplied(self, model: str) -> tuple[int, int]:
         """Return `measuring.matmul_parameters` of a model that is split into stages."""

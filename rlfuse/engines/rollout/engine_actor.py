@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlfuse.config.schema import Config, ModelConfig, RolloutConfig
+from rlfuse.config.rollout import RolloutConfig
+from rlfuse.config.schema import Config, ModelConfig
 from rlfuse.engines.memory.estimate import Memory
 from rlfuse.engines.rollout.liveness import Pulse
 from rlfuse.events import Span

@@ -27,7 +27,8 @@ from rlfuse import clock
 from rlfuse.cluster import watchdog
 from rlfuse.cluster.nodes import from_head
 from rlfuse.cluster.remote import call, explain, is_death
-from rlfuse.config.schema import ModelConfig, RolloutConfig
+from rlfuse.config.rollout import RolloutConfig
+from rlfuse.config.schema import ModelConfig
 from rlfuse.engines.rollout.engine_actor import EMPTY_PARTIAL, Request
 from rlfuse.engines.rollout.liveness import Pulse
 from rlfuse.errors import EngineError, EngineFailed, EngineLost, WorkerLost

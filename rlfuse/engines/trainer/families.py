@@ -12,13 +12,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import (
-    AutoConfig,
-    AutoModelForTokenClassification,
-    PreTrainedConfig,
-    PreTrainedModel,
-    initialization,
-)
+from transformers import AutoConfig, AutoModelForTokenClassification, PreTrainedConfig, PreTrainedModel, initialization
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_layers import GenericForTokenClassification
 from transformers.modeling_outputs import TokenClassifierOutput

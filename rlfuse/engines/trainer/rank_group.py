@@ -154,6 +154,15 @@ class RankGroup:
         of_ranks = await self._all("drain", "hand over its events", collect)
         return [*self.recorder.drain(), *chain.from_iterable(of_ranks)]
 
+    async def save_metadata(self, folder: Path) -> None:
+        """Write all that `save` writes except weights and optimizer state. NotSaved if a file could not be written."""
+        check_written(await self._all("save_metadata", f"write files to {folder}", folder.absolute()))
+
+    async def load(self, folder: Path) -> None:
+        """Load what `save` wrote, under this or another layout of ranks."""
+        self._check_no_gradients("loaded")
+        await self._all("load", f"load the checkpoint {folder}", folder.absolute())
+
     def discard_gradients(self) -> None:
         """Discard the rows accumulated for an unfinished step; only `save` may follow."""
         self._accumulated = {model: [] for model in self._accumulated}

@@ -45,4 +45,4 @@ class RewardModelRank(TrainerRank):
         check_training_passes(self.engines[MODEL_PART], self.packed, self.device, "reward model")
         parameters = {MODEL_PART: (sum(size for _, size in self.sizes(MODEL_PART)) // self.dtype.itemsize, 0)}
         facts = {"packed": self.packed, "shares_prompts": self.shares, "lines": self._arrange_passes()}
-        return facts | {"parameters": parameters}
+        return facts | {"parameters": parameters, "checkpoint_bytes": sum(self.checkpoint_bytes())}

@@ -20,8 +20,9 @@ from rlfuse.files import sync_all
 
 REFERENCE = Path("ref", "huggingface")
 """Folder of a synchronized reference policy within a checkpoint."""
-ROOM = 1.5
-"""Free memory that staging needs, relative to the size of the files."""
+ROOM = 2.0
+"""Free memory that staging needs, relative to the size of the files: ranks on GPUs first copy a model's state to the
+host."""
 
 
 class CheckpointWriter:
@@ -58,22 +59,26 @@ class StagedFiles:
     def folder(self, target: Path, size: int) -> Iterator[Path]:
         """Yield the folder to write to, whose files are then copied to `target`: in shared memory if there is room.
 
-        `size`: bytes of the files, of all ranks of this host.
+        `target` must exist once files are written. `size`: bytes of the files, of all ranks of this host.
         """
+        scratch.sweep(scratch.CHECKPOINT)  # folders of killed ranks take the room that is measured next
         if min(host_memory.free_bytes(), shutil.disk_usage(scratch.SHARED_MEMORY).free) < ROOM * size:
             yield target
             return
         staged, lock = scratch.make(scratch.CHECKPOINT)
+        files = staged / "files"  # not the folder of the lock
         try:
-            yield staged
+            files.mkdir()
+            yield files
         except BaseException:
             scratch.remove(staged)
             lock.close()
             raise
-        self._copying = self._thread.submit(_move, staged, lock, target)
+        self._copying = self._thread.submit(_move, files, target, staged, lock)
 
     def is_copying(self) -> bool:
-        return self._copying is not None and not self._copying.done()
+        copying = self._copying
+        return copying is not None and not copying.done()
 
     def problem(self) -> str | None:
         """Wait for the files, and describe the first failure; None if there was none."""
@@ -81,15 +86,17 @@ class StagedFiles:
         return copying.result() if copying else None
 
 
-def _move(staged: Path, lock: Any, target: Path) -> str | None:
-    """Copy all files below `staged` to `target`, sync and remove them; return the first failure."""
+def _move(files: Path, target: Path, staged: Path, lock: Any) -> str | None:
+    """Copy `files` to `target` and sync them; remove `staged` and release its lock. Return the first failure."""
     writer = CheckpointWriter()
     try:
-        for file in sorted(path for path in staged.rglob("*") if path.is_file()):
-            own = target / file.relative_to(staged)
-            own.parent.mkdir(parents=True, exist_ok=True)
-            writer.write(own, lambda file=file, own=own: shutil.copyfile(file, own))
-            file.unlink()
+        for path in sorted(files.rglob("*")):
+            own = target / path.relative_to(files)
+            if path.is_dir():
+                own.mkdir(exist_ok=True)  # without parents: a folder that the driver has removed stays removed
+            else:
+                writer.write(own, lambda path=path, own=own: shutil.copyfile(path, own))
+                path.unlink()
     except OSError as error:
         return _describe(target, error)
     finally:

@@ -87,7 +87,7 @@ class ShardedModel(Protocol):
         """Return those of `tensors` that only `step` reads."""
 
     def mix_into(self, frozen: Self, share: float) -> None:
-        """Set the weights of `frozen` to `share` of this model's plus the rest of its own, in the model's dtype.
+        """Set the weights of `frozen` to share * this model's + (1 - share) * its previous ones, in the model's dtype.
 
         Both have the same parameters, sharded in the same way.
         """
@@ -106,7 +106,7 @@ class ShardedModel(Protocol):
 
 
 class StagesModel(ShardedModel, Protocol):
-    """A model of which a rank has stages of pipelines."""
+    """A model whose pipeline stages are on several ranks."""
 
     def close(self) -> None:
         """Release the model and its optimizer."""

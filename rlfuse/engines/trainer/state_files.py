@@ -25,6 +25,8 @@ from rlfuse.errors import EngineError
 
 WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+BYTES_PER_PARAMETER = 4 * len((WEIGHT, *MOMENTS))
+"""Size of the state of a trained parameter after the first step, in float32."""
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 """Name of a head -> name under which it is saved if it is the embedding."""
 
@@ -76,7 +78,10 @@ def save(folder: Path, rank: int, parts: Iterable[Part], updates: int, files: Ch
 class _Saved:
     """Position of a part in the files."""
 
-    file: Path
+    file: Any
+    """The open file, from `safe_open`: opening one takes milliseconds, as its header lists all tensors."""
+    name: str
+    """Name of the parameter in the file."""
     shape: tuple[int, ...]
     start: int
     share: Share
@@ -93,11 +98,11 @@ class SavedState:
 
     def __post_init__(self) -> None:
         for file in sorted(self.folder.glob("state_*.safetensors")):
-            with safe_open(file, "pt") as opened:
-                metadata = opened.metadata()
+            opened = safe_open(file, "pt")
+            metadata = opened.metadata()
             self.updates = max(self.updates, int(metadata["updates"]))
             for name, at in json.loads(metadata["parts"]).items():
-                saved = _Saved(file, tuple(at["shape"]), at["start"], Share(**at["share"]), at["steps"])
+                saved = _Saved(opened, name, tuple(at["shape"]), at["start"], Share(**at["share"]), at["steps"])
                 self._parts[name].append(saved)
         if not self._parts:
             raise FileNotFoundError(f"{self.folder} has no state to resume from. Use a checkpoint of this version.")
@@ -142,24 +147,19 @@ class SavedState:
 
     def _elements(self, field: str, name: str, saved: Iterable[_Saved], start: int, count: int) -> torch.Tensor:
         found, end, filled = torch.empty(count), start + count, 0
-        for first, values in self._overlapping(field, name, saved, start, end):
+        for first, values in _overlapping(field, saved, start, end):
             found[first - start : first - start + len(values)] = values
             filled += len(values)
         if filled < count:
             raise FileNotFoundError(f"{self.folder} has only {filled} of {count} values of {field}/{name}.")
         return found
 
-    def _overlapping(
-        self, field: str, name: str, saved: Iterable[_Saved], start: int, end: int
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (position, values) of the saved elements in a range."""
-        for each in saved:
-            with safe_open(each.file, "pt") as opened:
-                key = f"{field}/{name}"
-                if key not in opened.keys():  # noqa: SIM118 - not a dictionary
-                    key = f"{field}/{TIED.get(name, name)}"
-                values = opened.get_slice(key)
-                (size,) = values.get_shape()
-                first, last = max(start, each.start), min(end, each.start + size)
-                if first < last:
-                    yield first, values[first - each.start : last - each.start]
+
+def _overlapping(field: str, saved: Iterable[_Saved], start: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield (position, values) of the saved elements in a range."""
+    for each in saved:
+        values = each.file.get_slice(f"{field}/{each.name}")
+        (size,) = values.get_shape()
+        first, last = max(start, each.start), min(end, each.start + size)
+        if first < last:
+            yield first, values[first - each.start : last - each.start]

@@ -20,6 +20,7 @@ import ray
 
 from rlfuse.cluster import watchdog
 from rlfuse.cluster.placement import Slots
+from rlfuse.cluster.remote import all_of
 from rlfuse.config.parallel_mesh import ParallelMesh
 from rlfuse.config.schema import Config
 from rlfuse.engines.trainer.lockstep_packing import plan_lockstep
@@ -224,20 +225,15 @@ class TrainerGroup(RankGroup):
 
     async def is_saving(self) -> bool:
         """Return whether files of the last `save` are still being written."""
-        return any(await self._all("is_saving", "report on its checkpoint files"))
+        return any(await self._of_files("is_saving", "report on its checkpoint files"))
 
     async def saved(self) -> None:
         """Wait until all files of the last `save` are on the disk. NotSaved if one could not be written."""
-        check_written(await self._all("saved", "write its checkpoint files"))
+        check_written(await self._of_files("saved", "write its checkpoint files"))
 
-    async def save_metadata(self, folder: Path) -> None:
-        """Write all that `save` writes except weights and optimizer state. NotSaved if a file could not be written."""
-        check_written(await self._all("save_metadata", f"write files to {folder}", folder.absolute()))
-
-    async def load(self, folder: Path) -> None:
-        """Load what `save` wrote, under this or another layout of ranks."""
-        self._check_no_gradients("loaded")
-        await self._all("load", f"load the checkpoint {folder}", folder.absolute())
+    async def _of_files(self, method: str, action: str) -> list[Any]:
+        """Call all ranks while they may be running other calls, on one slot or all."""
+        return await all_of([self._ask(rank, method, action) for rank in self._ranks(None)])
 
 
 def _by_row(shares: Sequence[Sequence[Share]], answers: Sequence[Any], rows: int) -> list[np.ndarray]:

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from rlfuse.engines.trainer.attention import attends_by_layout
 from rlfuse.engines.trainer.base_rank import Rank, requires_models
 from rlfuse.engines.trainer.cost_measurement import matmul_parameters, matmul_rate, measure_costs
 from rlfuse.engines.trainer.cuda_graphs import record_passes
+from rlfuse.engines.trainer.liveness import WATCH
 from rlfuse.engines.trainer.micro_batch_losses import (
     OBJECTIVES,
     OUTPUTS,
@@ -58,6 +59,7 @@ from rlfuse.engines.trainer.sequence_parallel_packing import Costs, degrees_up_t
 from rlfuse.engines.trainer.sharded_model import ShardedModel, check_finite
 from rlfuse.engines.trainer.state_files import WHOLE, Part, SavedState
 from rlfuse.engines.trainer.tensor_parallel import TensorParallelGroup
+from rlfuse.engines.trainer.vision_tower import SUBMODULE as TOWER
 from rlfuse.engines.trainer.vision_tower import MicroBatchClip, TowerSettings, TrainedTower
 from rlfuse.engines.weights import cuda_ipc
 from rlfuse.engines.weights.exporting import Exporter
@@ -140,6 +142,7 @@ class TrainerRank(Rank):
         self._check_split()
         parameters = {name: self._matmul_parameters(name) for name in self.exporters}
         facts = {"packed": self.packed, "shares_prompts": self.shares, "lines": lines, "parameters": parameters}
+        facts["checkpoint_bytes"] = sum(self.checkpoint_bytes())
         return facts | {"unfused": fused_log_probs.unavailable(self.device)}
 
     def _frozen(self, path: str) -> ShardedModel:
@@ -386,9 +389,11 @@ class TrainerRank(Rank):
         `wait=False` the files are complete after `saved`. EngineError for weights that are not finite.
         """
         with (
-            checkpoint_writer(self.engines[name] for name in self.exporters) as files,
-            self.staged.folder(folder, self._checkpoint_bytes()) as folder,
+            checkpoint_writer(self.engines[name] for name in self._saved_models()) as files,
+            self.staged.folder(folder, self._bytes_of_host()) as staged,
         ):
+            files.write(folder, partial(folder.mkdir, parents=True, exist_ok=True))
+            folder = staged
             for name, exporter in self.exporters.items():
                 model = self.engines[name]
                 state_files.save(folder / name, self.rank, self._written(model), model.steps, files)
@@ -426,20 +431,34 @@ class TrainerRank(Rank):
             self.tower.copy_weights_from(self.engines["actor"])
             self.tower.embedded_at = self.tower.updates
 
+    @ray.method(concurrency_group=WATCH)
     def is_saving(self) -> bool:
-        """Return whether files of the last `save` are still being copied to the disk."""
+        """Return whether files of the last `save` are still being copied to the disk; answered during other calls."""
         return self.staged.is_copying()
 
+    @ray.method(concurrency_group=WATCH)
     def saved(self) -> str | None:
         """Wait for the files of the last `save`; return the first that could not be written with the reason."""
         return self.staged.problem()
 
-    def _checkpoint_bytes(self) -> int:
-        """Return the size of a checkpoint: this rank's part times all ranks, and the exported models."""
-        held = (tensor for name in self.exporters for part in self._written(self.engines[name])
-                for tensor in part.tensors.values())  # fmt: skip
-        exported = sum(size for name in self.exporters for _, size in self.sizes(name))
-        return self.world * sum(tensor.nbytes for tensor in held) + exported
+    def checkpoint_bytes(self) -> tuple[int, int]:
+        """Return the size of a checkpoint of all ranks: of the states of trained models, and of exported models."""
+        exported = {name: sum(size for _, size in self.sizes(name)) for name in self._saved_models()}
+        if self.tower:  # exporters omit it
+            actor = self.engines["actor"]
+            exported["actor"] += sum(map(actor.nbytes, getattr(actor.module, TOWER).parameters()))
+        trained = sum(exported[name] for name in self.exporters) // self.dtype.itemsize
+        return trained * state_files.BYTES_PER_PARAMETER, sum(exported.values())
+
+    def _bytes_of_host(self) -> int:
+        """Return what the ranks of this host write of a checkpoint: their states, and rank 0 the exported models."""
+        (states, exported), local = self.checkpoint_bytes(), self.config.trainer.n_gpus_per_node
+        part = min(1.0, local / self.world) if self.config.sharded_optimizer else 1.0
+        return int(states * part) + (exported if self.rank < local else 0)
+
+    def _saved_models(self) -> list[str]:
+        """Return the models of a checkpoint: the trained ones and a synchronized reference."""
+        return [*self.exporters, *(["ref"] if self.synced else [])]
 
     def _written(self, model: ShardedModel) -> Iterator[Part]:
         """Return the parts of a model that this rank writes: of several ranks with equal parts, only the first."""

@@ -27,7 +27,8 @@ from rlfuse import clock
 from rlfuse.cluster.child_processes import bind
 from rlfuse.config.facts import on_gpus
 from rlfuse.config.parallelism import value_of
-from rlfuse.config.schema import Config, ModelConfig, RolloutConfig
+from rlfuse.config.rollout import RolloutConfig
+from rlfuse.config.schema import Config, ModelConfig
 from rlfuse.engines.memory.estimate import Memory
 from rlfuse.engines.rollout.engine_actor import Capabilities, Request
 from rlfuse.engines.rollout.engine_base import EngineBase

@@ -11,7 +11,8 @@ from typing import Any
 
 from rlfuse.cluster import cuda
 from rlfuse.cluster.cuda import ALLOCATOR, ENGINES, Setting, with_given
-from rlfuse.config.schema import Config, RolloutConfig
+from rlfuse.config.rollout import RolloutConfig
+from rlfuse.config.schema import Config
 
 BATCHED_TOKENS = 8192
 MAX_GRAPH_TOKENS = 512

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from rlfuse.config.schema import HISTORY, Config
+from rlfuse.config.rollout import HISTORY
+from rlfuse.config.schema import Config
 from rlfuse.engines.memory.model_sizes import Shape
 
 DRAFT_TOKENS = 4  # draft tokens per step with fusion.tail_speculation

@@ -29,7 +29,8 @@ import psutil
 from rlfuse.cluster import cuda
 from rlfuse.cluster.child_processes import bind, restore_child_signals
 from rlfuse.cluster.garbage import importing
-from rlfuse.config.schema import HISTORY, Config, ModelConfig, RolloutConfig
+from rlfuse.config.rollout import HISTORY, RolloutConfig
+from rlfuse.config.schema import Config, ModelConfig
 from rlfuse.engines.memory.estimate import Memory
 from rlfuse.engines.rollout.engine_actor import Capabilities, Request
 from rlfuse.engines.rollout.engine_base import EngineBase

@@ -19,7 +19,8 @@ from rlfuse import clock
 from rlfuse.cluster import cuda, scratch
 from rlfuse.config.facts import EXPERTS
 from rlfuse.config.quantization import UNQUANTIZED_LAYERS
-from rlfuse.config.schema import HISTORY, ModelConfig, RolloutConfig
+from rlfuse.config.rollout import HISTORY, RolloutConfig
+from rlfuse.config.schema import ModelConfig
 from rlfuse.engines.memory.estimate import Memory
 from rlfuse.engines.memory.residency import ENGINE
 from rlfuse.engines.rollout.engine_actor import Request

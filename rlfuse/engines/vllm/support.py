@@ -21,7 +21,8 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from rlfuse.config.facts import on_gpus
 from rlfuse.config.rewards import map_judge_paths
-from rlfuse.config.schema import HISTORY, Config
+from rlfuse.config.rollout import HISTORY
+from rlfuse.config.schema import Config
 
 CPU_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM's CPU attention is compiled for."""

@@ -36,11 +36,7 @@ class Exporter:
     """Reads the weights of one model, sharded or not, without those of its vision tower."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        rank: int,
-        ranks: TensorShares | None = None,
-        sharded: ShardedModel | None = None,
+        self, model: PreTrainedModel, rank: int, ranks: TensorShares | None = None, sharded: ShardedModel | None = None
     ):
         """Create an exporter. `ranks`: group with the other shares of layers; `sharded`: backend model of `model`."""
         self.model, self.rank, self.ranks, self._sharded = model, rank, ranks, sharded

@@ -200,10 +200,7 @@ class Draws:
         self.drawn = 0
 
     def draw(
-        self,
-        limit: float,
-        score: Callable[[float, float], tuple[float, ...]],
-        settings: np.ndarray | None = None,
+        self, limit: float, score: Callable[[float, float], tuple[float, ...]], settings: np.ndarray | None = None
     ) -> Found:
         """Build a schedule under a memory limit from `settings`, or from random ones.
 

@@ -188,9 +188,5 @@ class Problem:
             replace(model, chunks_per_device=None, **fields) for model, fields in zip(self.models, whole, strict=True)
         )
         return replace(
-            self,
-            models=models,
-            split_backward=split_backward,
-            chunks_per_device=chunks_per_device,
-            placement=placement,
+            self, models=models, split_backward=split_backward, chunks_per_device=chunks_per_device, placement=placement
         )

@@ -90,7 +90,11 @@ def _with_token_rewards(
     if not given:
         return reward
     terms = [[entry.weight * value for value in found] for entry, found in given]
-    return replace(reward, token_rewards=tuple(math.fsum(each) for each in zip_longest(*terms, fillvalue=0.0)))
+    totals = tuple(_sum(each) for each in zip_longest(*terms, fillvalue=0.0))
+    if wrong := [each for each in totals if not abs(each) <= MAX_REWARD]:
+        why = f"the weighted sum of the rewards of a token is {wrong[0]:.4g}, outside float32: lower the weights"
+        return RewardFailure(", ".join(entry.name for entry, _ in given), why)
+    return replace(reward, token_rewards=totals)
 
 
 def _clipped(entry: RewardEntry, value: float) -> float:

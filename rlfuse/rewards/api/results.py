@@ -141,6 +141,7 @@ def _token_rewards(given: Mapping[str, Any], tokens: int | None) -> tuple[float,
 def _placed(steps: Sequence[Any], tokens: int | None) -> tuple[float, ...]:
     """Return the rewards of steps as one number per response token, 0 except for the last token of each step."""
     found: dict[int, float] = {}
+    count = "an unknown number" if tokens is None else tokens
     for step in steps:
         pair = _list(f"an entry of {STEPS}", step)
         if len(pair) != 2:
@@ -148,7 +149,7 @@ def _placed(steps: Sequence[Any], tokens: int | None) -> tuple[float, ...]:
         end, value = int(position := number(pair[0], "a token index")), number(pair[1], "a step reward")
         if end != position or not 0 <= end < (math.inf if tokens is None else tokens) or end in found:
             raise InvalidResult(
-                f"returned a step that ends at token {position:g} of {tokens or 'an unknown number'}; indices must be "
+                f"returned a step that ends at token {position:.15g} of {count}; indices must be "
                 "whole numbers from 0, below the number of response tokens, without duplicates"
             )
         found[end] = value

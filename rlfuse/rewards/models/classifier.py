@@ -35,7 +35,7 @@ from rlfuse.rewards.models.visual_inputs import VisualInputs
 from rlfuse.samples import RewardFailure, Visual
 
 MAX_BATCH_TOKENS = 16384
-"""Padded tokens per forward pass; a longer sequence is a batch of its own."""
+"""Padded tokens per forward pass; a longer sequence is a separate batch."""
 MAX_CACHED_SEQUENCES = 4096
 Tokens = tuple[int, ...]
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from torch import Tensor
 
 from rlfuse.config.custom_errors import function_error
@@ -38,7 +39,9 @@ class CustomHead(torch.nn.Module):
             raise function_error(self._name, error, made) from error
         if not isinstance(self.head, torch.nn.Module):
             raise RewardError(f"{self._name}: must be a torch.nn.Module, got {type(self.head).__name__}")
-        self._load_weights(Path(path), split_reference(head)[1])
+        # A hub name: the base model was downloaded from there.
+        folder = path if Path(path).is_dir() else snapshot_download(path, allow_patterns="*.safetensors")
+        self._load_weights(Path(folder), split_reference(head)[1])
 
     def _load_weights(self, folder: Path, name: str) -> None:
         wanted = self.head.state_dict()

@@ -1,6 +1,6 @@
 r"""Split quantities (`5 \text{ cm}`, `90^\circ`, `\$18.90`, `12 apples`) into value and unit, and compare units.
 
-An unknown word is a unit of its own: 3 apples differ from 3 oranges.
+An unknown word is a separate unit: 3 apples differ from 3 oranges.
 """
 
 from __future__ import annotations

@@ -17,17 +17,6 @@ class DirectPreferenceOptimisation(OfflineTask):
         return load_policy_preferences(files, self.tokenizer, self.config.data)
 
     async def rows(self, examples: Sequence[Preference]) -> list[Row]:
-        rows = policy_rows_of(examples)
+        rows = [row for pair in examples for row in pair.rows]
         reference = (await self.trainer.score(("ref",), rows))["ref"].arrays
         return [replace(row, tensors={"ref_log_probs": found}) for row, found in zip(rows, reference, strict=True)]
-
-
-def policy_rows_of(pairs: Sequence[Preference]) -> list[Row]:
-    """Return two rows per pair, chosen and rejected, without reference log-probs."""
-    rows = []
-    for pair in pairs:
-        for side, ids in (("chosen", pair.chosen_ids), ("rejected", pair.rejected_ids)):
-            alone = int(not len(pair.shared_ids))  # nothing predicts the first token of a row without a prompt
-            prompt = ids[:1] if alone else pair.shared_ids
-            rows.append(Row(prompt, ids[alone:], id=f"{pair.index}/{side}"))
-    return rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -62,13 +63,12 @@ def rows_of(pairs: Sequence[Preference], labels: Sequence[str]) -> list[Row]:
     """Return two rows per pair, chosen and rejected; a pair without a dimension gets the first label."""
     rows = []
     for pair in pairs:
-        for side, ids in (("chosen", pair.chosen_ids), ("rejected", pair.rejected_ids)):
-            alone = int(not len(pair.shared_ids))  # without a common prefix the prompt is the row's first token
-            prompt, response = (ids[:1] if alone else pair.shared_ids), np.concatenate([ids[alone:], TRAILING_TOKEN])
-            label = labels.index(pair.dimension) if pair.dimension else 0
+        label = labels.index(pair.dimension) if pair.dimension else 0
+        for row in pair.rows:
+            response = np.concatenate([row.response_ids, TRAILING_TOKEN])
             tensors = {
                 name: np.full(len(response), value, dtype=np.float32)
                 for name, value in (("margin", pair.margin), ("label", label))
             }
-            rows.append(Row(prompt, response, tensors, f"{pair.index}/{side}"))
+            rows.append(replace(row, response_ids=response, tensors=tensors))
     return rows

@@ -17,7 +17,7 @@ from rlfuse.samples import Row
 
 
 class OfflineTask(ABC):
-    """A task with its data. `start` comes before `learn` and `evaluate`."""
+    """A task with its data. Call `start` before `learn` and `evaluate`."""
 
     trainer: OfflineTrainer
 

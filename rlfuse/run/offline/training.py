@@ -74,7 +74,7 @@ async def _run(job: Job, task: OfflineTask, source: PromptSource, log: RunLog) -
         save=save,
         writer=trainer,
         state=lambda _: {"examples": source.state_dict()},
-        parameters=sum(map(sum, facts["parameters"].values())),
+        first_bytes=facts["checkpoint_bytes"],
     )
     await checkpointing.write_trial()
     if job.checkpoint is not None:
@@ -85,7 +85,7 @@ async def _run(job: Job, task: OfflineTask, source: PromptSource, log: RunLog) -
         training = Training(
             config=job.config, task=task, source=source, log=log, checkpointing=checkpointing, health=health
         )
-        await fail_on_lost_node(training.run(job.state["step"]), occupants)
+        await fail_on_lost_node(checkpointing.settle_after(training.run(job.state["step"])), occupants)
 
 
 @dataclass(kw_only=True)
@@ -112,6 +112,8 @@ class Training:
                 values = {"training/global_step": step, "training/epoch": self.source.epoch}
                 factor = lr_factor(self.config.actor.optim, step, total)
                 values |= await self.task.learn(self.source.next_batch(), factor)
+                if self.config.ref.is_sync_due(step):
+                    await self.task.trainer.sync_reference()
             if held_out and is_due(settings.test_freq, step, total) and not stopping.is_requested:
                 values |= await self.evaluate(step)
             if self.checkpointing.is_due(step):
@@ -121,7 +123,7 @@ class Training:
                 await self.checkpointing.settle()
                 if self.checkpointing.step != step:
                     await self._save(step)
-                    self.checkpointing.publish()
+                    await self.checkpointing.settle()
                 raise stopping.stop_error(step)
 
     async def _save(self, step: int) -> None:

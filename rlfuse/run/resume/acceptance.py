@@ -22,14 +22,7 @@ from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError, UserError
 from rlfuse.parsing import parse_yaml
 from rlfuse.run.resume import messages
-from rlfuse.run.resume.changes import (
-    Change,
-    all_changes,
-    differences,
-    input_digests,
-    recorded_inputs,
-    resolved,
-)
+from rlfuse.run.resume.changes import Change, all_changes, differences, input_digests, recorded_inputs, resolved
 from rlfuse.run_folder import checkpoints, run_lock, status
 from rlfuse.run_folder.reader import RunFolder, check_files, reading
 

@@ -14,8 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 from rlfuse.config.compose import compose_job, to_config
 from rlfuse.config.custom_functions import FAMILY, METRICS, absolute, map_functions
 from rlfuse.config.documentation import keys
-from rlfuse.config.schema import Config, TrainerConfig
+from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden
+from rlfuse.config.trainer import TrainerConfig
 from rlfuse.errors import ConfigError
 from rlfuse.run.resume.acceptance import with_run_name
 from rlfuse.tools.evaluation.source import Source, find
@@ -44,8 +45,8 @@ VIDEO_KEYS += ("tokens_per_frame", "timestamps", "max_image_tokens", "mm_process
 def make_parser(name: str, usage: str, **more: str) -> argparse.ArgumentParser:
     """Return the argument parser of a command that takes a job; callers may add options."""
     made = argparse.ArgumentParser(prog=f"rlfuse {name}", usage=f"rlfuse {name} {usage}", allow_abbrev=False, **more)
-    for option in ("--config-dir", "--config-name"):
-        made.add_argument(option, metavar="NAME", help="same as for rlfuse train")
+    made.add_argument("--config-dir", metavar="NAME", help="same as for rlfuse train")
+    made.add_argument("--config-name", metavar="NAME", help="same as for rlfuse train")
     add_option(made)
     return made
 

@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> None:
         console.print(f"  not measured: {escape(line)}", soft_wrap=True)
     console.print(f"wrote {escape(str(arguments.out))}", soft_wrap=True)
     if arguments.picture is not None:
-        from rlfuse.tools.planning.pictures import draw_calibration
+        from rlfuse.tools.planning.plots import draw_calibration
 
         draw_calibration(found, f"{calibration.device}: {words}", arguments.picture)
         console.print(f"picture: {escape(str(arguments.picture))}", soft_wrap=True)
@@ -238,10 +238,7 @@ def _probed(model: str | None, console: Console) -> Measured:
         Source(name, shape.parameters, len(shape.layers), shape.hidden, 0, 0, max(*probe.tokens, *CONTEXTS) + STEPS, 1)
         for name, shape in probe.shapes.items()
     ]
-    speeds = {
-        "product_flops": probe.product_flops,
-        "copy_bytes_per_s": probe.copy_bytes_per_s,
-    }
+    speeds = {"product_flops": probe.product_flops, "copy_bytes_per_s": probe.copy_bytes_per_s}
     if probe.host_bytes_per_s is not None:
         speeds["host_bytes_per_s"] = probe.host_bytes_per_s
     return probe.works, sources, [LINKS, NO_RUN, NO_CONTENTION], speeds

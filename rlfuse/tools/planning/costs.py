@@ -16,7 +16,7 @@ from rlfuse.engines.memory.activations import largest_activation_plan
 from rlfuse.engines.memory.estimate import ITEM, Moved, quantization_savings
 from rlfuse.engines.memory.model_sizes import Shape
 from rlfuse.engines.pipeline.partition import logits_fraction
-from rlfuse.simulate.job_step import micro_batches
+from rlfuse.simulate.job_step import micro_batches, responses_per_prompt
 from rlfuse.tools.planning.exchanges import (
     Exchange,
     Traffic,
@@ -93,7 +93,7 @@ def work_speeds(
     """Return the relative speed of each node; decoding at the mean batch of an engine. `context`: as `costs_of`."""
     hardware = hardware.with_node_size(config.trainer.n_gpus_per_node)
     engines = config.slots / config.rollout.tensor_model_parallel_size
-    samples = config.data.train_batch_size * config.rollout.n / engines
+    samples = config.data.train_batch_size * responses_per_prompt(config) / engines
     batch = max(1, round(min(samples, config.rollout.max_num_seqs) / 2))
 
     def step_s(node: NodeSpeed) -> float:

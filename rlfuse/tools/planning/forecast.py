@@ -21,6 +21,7 @@ from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.fusion.schedules.problem import Problem
 from rlfuse.simulate.bound import Bound, lower_bound
+from rlfuse.simulate.job_step import responses_per_prompt
 from rlfuse.simulate.tuning import choose_prefill_share, resample
 from rlfuse.simulate.workload import Drawn, Lognormal, Workload
 from rlfuse.step.scoring import PASSES
@@ -74,7 +75,7 @@ def recorded_costs(config: Config, recording: Recording, folder: str) -> Costs:
 def lengths_of(config: Config, mean: float | None, recording: Recording | None = None) -> tuple[int, ...]:
     """Return the response tokens of a step's samples: resampled from the run, else lognormal with this mean, capped at
     data.max_response_length."""
-    group, limit = config.rollout.n, config.data.max_response_length
+    group, limit = responses_per_prompt(config), config.data.max_response_length
     samples = config.data.train_batch_size * group
     if recording is not None and mean is None:
         seen = [length for step in recording.steps for length in step.workload.lengths().tolist()]
@@ -84,10 +85,7 @@ def lengths_of(config: Config, mean: float | None, recording: Recording | None =
 
 def _lengths_with_mean(mean: float, samples: int, group: int, limit: int) -> np.ndarray:
     """Return int64 [samples]: capped lengths whose mean after capping is `mean`."""
-    low, high = (
-        0.0,
-        log(limit) + 6 * LENGTH_SIGMA,
-    )  # log of the median; at `high` all are capped
+    low, high = (0.0, log(limit) + 6 * LENGTH_SIGMA)  # log of the median; at `high` all are capped
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         longer = Drawn(Lognormal(exp(middle), LENGTH_SIGMA), samples, limit).draw(group, 1).mean() >= mean

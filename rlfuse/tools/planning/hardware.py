@@ -14,17 +14,7 @@ from typing import Annotated, NamedTuple
 
 import yaml
 
-from rlfuse.config.input_files import (
-    FLAG,
-    AtLeastZero,
-    Count,
-    Index,
-    InputError,
-    Positive,
-    Schema,
-    one_of,
-    read_yaml,
-)
+from rlfuse.config.input_files import FLAG, AtLeastZero, Count, Index, InputError, Positive, Schema, one_of, read_yaml
 from rlfuse.files import write_atomically
 
 ADAM_BYTES = 32  # bytes per parameter read and written by an optimizer step: weights and moments

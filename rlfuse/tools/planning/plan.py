@@ -50,11 +50,7 @@ if TYPE_CHECKING:
     from rlfuse.tools.planning.forecast import Forecast
     from rlfuse.tools.planning.hardware import Hardware
 
-COSTS = {
-    "from": "run",
-    "peak-tflops": "peak_tflops",
-    "cluster": "cluster",
-}
+COSTS = {"from": "run", "peak-tflops": "peak_tflops", "cluster": "cluster"}
 """Options that give costs -> names of their arguments."""
 
 
@@ -111,7 +107,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _draw_memory(config: Config, memory: Memory, path: Path, console: Console) -> None:
-    from rlfuse.tools.planning.pictures import draw_memory
+    from rlfuse.tools.planning.plots import draw_memory
 
     draw_memory(memory, f"{config.model.path}, {config.slots} slots, {config.sharding}", path)
     console.print(f"picture: {path}\n", soft_wrap=True)
@@ -133,10 +129,7 @@ def _parser() -> argparse.ArgumentParser:
         "--from", dest="run", type=Path, metavar="RUN_DIR", help="use costs and lengths of a recorded run"
     )
     parser.add_argument(
-        "--response-tokens",
-        type=float,
-        metavar="N",
-        help="mean; default: from the run, or half the limit",
+        "--response-tokens", type=float, metavar="N", help="mean; default: from the run, or half the limit"
     )
     parser.add_argument(
         "--prompt-tokens", type=int, metavar="N", help="mean prompt length; default: from the run or the data"

@@ -21,16 +21,14 @@ from rlfuse.config.custom_functions import traits_of, with_values
 from rlfuse.config.documentation import keys
 from rlfuse.config.facts import Facts, missing_for_run, planning_facts
 from rlfuse.config.prepared import command_for
-from rlfuse.config.schema import Config, TrainerConfig
+from rlfuse.config.schema import Config
+from rlfuse.config.trainer import TrainerConfig
 from rlfuse.errors import EngineError, UserError, VideoError
 from rlfuse.files import write_atomically
 from rlfuse.progress import Console
 from rlfuse.tools.planning.tables import table_of
 
-PLACEHOLDERS = {
-    "data.train_files": ["train.parquet"],
-    "reward.functions": ["rlfuse.rewards.verifiers.exact:score"],
-}
+PLACEHOLDERS = {"data.train_files": ["train.parquet"], "reward.functions": ["rlfuse.rewards.verifiers.exact:score"]}
 """Placeholders for required keys that a plan does not need; the user replaces them before a run."""
 
 
@@ -227,11 +225,12 @@ def _demonstrations(config: Config) -> DataLengths:
 
 
 def _pairs(config: Config) -> DataLengths:
-    from rlfuse.data.preferences import load_preferences
+    from rlfuse.data.preferences import load_policy_preferences, load_preferences
     from rlfuse.data.tokenizers import load_tokenizer
 
     data, unlimited = config.data, with_values(config, {"data.max_prompt_length": NO_LIMIT}).data
-    pairs, report = load_preferences(list(data.train_files), load_tokenizer(config.model), unlimited)
+    load = load_policy_preferences if config.trainer.task == "dpo" else load_preferences
+    pairs, report = load(list(data.train_files), load_tokenizer(config.model), unlimited)
     sides = [side for pair in pairs for side in (pair.chosen_ids, pair.rejected_ids)]
     shared = [len(pair.shared_ids) for pair in pairs for _ in range(2)]
     tokens = {PAIR_ROWS: [first + len(rest) for first, rest in zip(shared, sides, strict=True)]}

@@ -282,7 +282,7 @@ def refine(
 
 
 def simplest(job: Job, best: Plan, facts: Facts, seconds: float = inf, clock: Clock = time.monotonic) -> Plan:
-    """Return the plan with the most values of the job whose step time equals that of `best` within the error."""
+    """Return the plan with the most of the job's values whose step time equals that of `best` within the error."""
     errors = job.hardware.errors
     neighbours, most = _Neighbours(job, facts, seconds, clock), best.seconds.step + step_error_s(best.seconds, errors)
     return neighbours.closest_to_job(

@@ -234,7 +234,7 @@ def _show(
     for line in _summary(job, found, tuned_plans, errors):
         console.print(escape(line), soft_wrap=True)
     if arguments.picture is not None:
-        from rlfuse.tools.planning.pictures import draw_plans
+        from rlfuse.tools.planning.plots import draw_plans
 
         draw_plans(plans, [name_of(job, plan) for plan in plans], errors, arguments.picture)
         console.print(f"picture: {arguments.picture}", soft_wrap=True)

@@ -111,10 +111,7 @@ def _without_activations(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
     def idle(meta: MetaModel) -> SimpleNamespace:
         nothing = Work(0, (0,) * len(meta.stack), 0, 0, 0)
         return SimpleNamespace(
-            model=meta.model,
-            stack=meta.stack,
-            work=lambda *_: nothing,
-            share=lambda width: idle(meta.share(width)),
+            model=meta.model, stack=meta.stack, work=lambda *_: nothing, share=lambda width: idle(meta.share(width))
         )
 
     @functools.cache

@@ -19,7 +19,7 @@ from rlfuse.fusion.schedules.baselines import serial_1f1b
 from rlfuse.fusion.schedules.operations import Kind, Operation
 from rlfuse.fusion.schedules.planning import Planner, planner_of
 from rlfuse.simulate.bound import lower_bound
-from rlfuse.simulate.job_step import micro_batches, workload_of
+from rlfuse.simulate.job_step import micro_batches, responses_per_prompt, workload_of
 from rlfuse.simulate.runner import simulate_later_step
 from rlfuse.simulate.speed import evenly_spaced
 from rlfuse.simulate.tuning import tune
@@ -92,14 +92,15 @@ class StepTimes:
     def quick_bound(self, config: Config, costs: Costs, speeds: Sequence[WorkSpeed] = ()) -> float:
         """Return a quick lower bound: scoring and training spread over all slots."""
         engines, lengths = self._some(config)
-        few = workload_of(config, costs, engines, lengths[: config.rollout.n], self._prompt_tokens)
+        few = workload_of(config, costs, engines, lengths[: responses_per_prompt(config)], self._prompt_tokens)
         scoring, training = few.scoring, few.training
         token_s, training_s = (len(scoring.kinds) - scoring.by_update) / scoring.tokens_per_s, 0.0
         if config.training.pipeline_parallel_size > 1:
             training_s = self._pipeline_s(config, slowest_node_costs(costs, speeds), schedule=False, roomy=True)
         else:
             token_s += training.epochs * len(training.models) / training.tokens_per_s
-        tokens = sum(lengths) + len(lengths) * self._prompt_tokens
+        trained = np.array(lengths).reshape(-1, few.group)[:, : config.rollout.n]
+        tokens = float(trained.sum() + trained.size * self._prompt_tokens)
         some = evenly_spaced(engine_speeds(config, speeds), engines)
         return tokens * token_s / (sum(speed.compute for speed in some) or engines) + training_s
 
@@ -129,12 +130,7 @@ class StepTimes:
         return self._tuned[workload, policy]
 
     def workload(
-        self,
-        config: Config,
-        costs: Costs,
-        speeds: Sequence[WorkSpeed] = (),
-        roomy: bool = False,
-        schedule: bool = True,
+        self, config: Config, costs: Costs, speeds: Sequence[WorkSpeed] = (), roomy: bool = False, schedule: bool = True
     ) -> tuple[Workload, float]:
         """Return the workload to simulate, and the seconds of pipeline training to add to it (of the schedule, or their
         lower bound). `speeds`: of the nodes, if they differ; `costs.kv_tokens`: capacity of the KV cache."""
@@ -219,7 +215,8 @@ class StepTimes:
         return replace(workload, scoring=scoring, training=training, slot_speed=compute, decode_speed=decode)
 
     def _some(self, config: Config) -> tuple[int, tuple[int, ...]]:
-        all_of_them, rows = config.slots // config.rollout.tensor_model_parallel_size, config.rollout.n
+        all_of_them = config.slots // config.rollout.tensor_model_parallel_size
+        rows = responses_per_prompt(config)
         mini_batches = mini_batches_per_step(config)
         engines, prompts = simulated_part(all_of_them, config.actor.ppo_mini_batch_size, mini_batches, rows)
         return engines, self._lengths(rows, prompts * mini_batches)

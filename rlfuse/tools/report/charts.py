@@ -153,11 +153,7 @@ def _bands(run: Gathered, colour: str) -> go.Figure:
     return styled(figure, 260, hovermode="x unified")
 
 
-BANDS = (
-    ("all responses", 0, 6, 0.12),
-    ("90 % of the responses", 1, 5, 0.2),
-    ("50 % of the responses", 2, 4, 0.35),
-)
+BANDS = (("all responses", 0, 6, 0.12), ("90 % of the responses", 1, 5, 0.2), ("50 % of the responses", 2, 4, 0.35))
 """(name, lower and upper index into `QUANTILES`, opacity)."""
 
 

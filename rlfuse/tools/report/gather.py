@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rlfuse.config.schema import AlertsConfig
+from rlfuse.config.trainer import AlertsConfig
 from rlfuse.events import Span, union
 from rlfuse.observe.alerts import Alert, Alerts, bound_in_steps
 from rlfuse.observe.idle import intervals_by_slot

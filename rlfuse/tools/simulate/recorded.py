@@ -11,7 +11,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rlfuse.config.input_files import WorkloadError
-from rlfuse.config.schema import Config, TrainerConfig
+from rlfuse.config.schema import Config
+from rlfuse.config.trainer import TrainerConfig
 from rlfuse.costs.fit import Fit, fit
 from rlfuse.costs.model import Costs
 from rlfuse.costs.rates import slot_rates
@@ -53,13 +54,7 @@ def read_run(folder: Path) -> Recording:
             f"{folder / 'events.jsonl'}: no `decode` spans of engines to fit costs to; record a run with this version"
         )
     steps = [
-        Step(
-            span.step,
-            span.start,
-            span.seconds,
-            recorded_workload(config, fitted.costs, rates, inside),
-            inside,
-        )
+        Step(span.step, span.start, span.seconds, recorded_workload(config, fitted.costs, rates, inside), inside)
         for span in spans
         if span.kind == "step" and (inside := spans_within(spans, span))
     ]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +21,9 @@ from rlfuse.tools.translate.shell import Word
 SETTING = re.compile(r"\+{0,2}(\w[\w./@-]*)=(.*)", re.DOTALL)
 FLAG = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 REDIRECTION = re.compile(r"[\d&]*[<>]+(?!\|)(&?)")
+REFERENCE = re.compile(r"\$\{(\w[\w.]*)\}")
 UNREAD = "is not a setting, and a file that it names is not read"
+DELETED = "removes a setting of the framework, whose effect is not known"
 
 
 @dataclass(slots=True)
@@ -39,10 +43,13 @@ class Command:
     """Number of training processes; None: one per GPU of the machine."""
 
     def value(self, name: str, default: Any) -> Any:
-        """Return a setting or its default. Raises ConfigError if the default is a number and the setting is not."""
+        """Return a setting or its default. Raises ConfigError if the default is one or more numbers and it is not."""
         given = self.settings.get(name, default)
-        if _is_number(default) and not _is_number(given):
-            raise ConfigError([f"{self.origin}: {name}={as_typed(given)}: must be a number; correct the command"])
+        count = len(default) if isinstance(default, list) and all(map(_is_number, default)) else 0
+        is_list = isinstance(given, list) and len(given) == count and all(map(_is_number, given))
+        if (_is_number(default) and not _is_number(given)) or (count and not is_list):
+            valid = f"must be {count} numbers" if count else "must be a number"
+            raise ConfigError([f"{self.origin}: {name}={as_typed(given)}: {valid}; correct the command"])
         return given
 
     def read_settings(self, words: Sequence[Word]) -> None:
@@ -50,11 +57,13 @@ class Command:
         for word in _without_redirections(words):
             found = SETTING.fullmatch(word.text)
             if found is None:
-                self.unread[word.text] = UNREAD
+                self.unread[word.text] = _why_unread(word)
             elif word.unknown:
                 self._add_unknown(f"{found[1]}={found[2]}", word)
             else:
                 self.settings[found[1]] = _hydra_value(found[2])
+        for name, value in list(self.settings.items()):
+            self._resolve(name, value)
 
     def read_flags(self, words: Sequence[Word]) -> None:
         """Add flags: without a value true, `--no_name` false, several values a list."""
@@ -65,7 +74,7 @@ class Command:
             if found is not None:
                 values = given[found[1].replace("-", "_")] = [] if found[2] is None else [Word(found[2], word.unknown)]
             elif values is None:
-                self.unread[word.text] = UNREAD
+                self.unread[word.text] = _why_unread(word)
             else:
                 values.append(word)
         for name, each in given.items():
@@ -92,8 +101,25 @@ class Command:
             except OmegaConfBaseException:
                 self.unknown[f"{name}={as_typed(raw)}"] = "the value of ${...} is not in the file"
 
+    def _resolve(self, name: str, value: Any, depth: int = 8) -> None:
+        """Replace references to other settings (`${name}`) in a value; without them the value is unknown."""
+        found = REFERENCE.findall(value) if isinstance(value, str) else []
+        if not found:
+            self.settings[name] = value
+        elif depth == 0 or not self.settings.keys() >= {*found}:
+            del self.settings[name]
+            self.unknown[f"{name}={value}"] = "the value of ${...} is not in the command"
+        elif REFERENCE.fullmatch(value):
+            self._resolve(name, self.settings[found[0]], depth - 1)
+        else:
+            self._resolve(name, REFERENCE.sub(lambda each: as_typed(self.settings[each[1]]), value), depth - 1)
+
     def _add_unknown(self, setting: str, word: Word) -> None:
         self.unknown[setting] = f"{', '.join(word.unknown)} is not set in the script"
+
+
+def _why_unread(word: Word) -> str:
+    return "is not set in the script" if word.unknown else DELETED if word.text.startswith("~") else UNREAD
 
 
 def _is_number(value: Any) -> bool:
@@ -119,10 +145,15 @@ def _hydra_value(text: str) -> Any:
 
 
 def plain_value(text: str) -> Any:
-    """Return the value of a flag: a number, true, false, null or the text."""
+    """Return the value of a flag: a number, true, false, null, a dictionary in JSON, or the text."""
     named = {"true": True, "false": False, "none": None, "null": None}
     if text.lower() in named:
         return named[text.lower()]
+    if text.startswith("{"):
+        with suppress(ValueError, RecursionError):
+            return json.loads(text)
+    if re.fullmatch(r"0\d+", text):  # a name such as 007
+        return text
     for kind in (int, float):
         try:
             return kind(text)

@@ -93,7 +93,7 @@ def _parse_words(origin: str, words: list[Word], environment: dict[str, str]) ->
         at = next((at for at, word in enumerate(words) if form.search(word.text) and "=" not in word.text), -1)
         command.program = form.search(words[at].text)[1] if at >= 0 else ""
         (command.read_settings if command.framework == "verl" else command.read_flags)(words[at + 1 :])
-    if not command.settings:
+    if not command.settings and not command.unknown:
         raise ConfigError([f"{origin}: no settings found; write a command as {FORMS}"])
     return command
 

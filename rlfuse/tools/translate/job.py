@@ -5,9 +5,11 @@ A key is left open (`???`) wherever rlfuse would train something else than the c
 
 from __future__ import annotations
 
+import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -16,6 +18,7 @@ from omegaconf import MISSING
 from rlfuse.config.declare import ROUNDING, SCHEDULING, Effect, Key, as_typed
 from rlfuse.config.documentation import by_name, groups
 from rlfuse.config.keys import accepts_entry, explain_value, fits, is_free
+from rlfuse.tools.translate.arguments import Command
 from rlfuse.tools.translate.undecided import UNDECIDED, Undecided
 
 COLUMNS = 118
@@ -58,6 +61,7 @@ class Translation:
         if value is None and not known.optional:
             return  # null: the value comes from another key
         value = float(value) if known.type.startswith("float") and type(value) is int else value
+        value = str(value) if known.type.startswith("str") and type(value) in (int, float) else value
         problem = self._problem(known, value)
         if problem is None and key in self.settings and self.settings[key] != value:
             problem = f"{as_typed(self.settings[key])} by {self.comments[key] or key}; rlfuse has one setting for both"
@@ -113,6 +117,44 @@ class Translation:
         else:
             self.note("as in rlfuse", f"{name}={as_typed(value)}")
 
+    def set_files(self, key: str, name: str, dataset: str, note: str = "", listed: str = "them") -> None:
+        """Set the files of a dataset, or leave the key open for one of the Hugging Face hub, with the command to
+        download it. `note`: added to the setting; `listed`: which of its files to list."""
+        given = f"{name}={dataset}"
+        if dataset.startswith(("/", "./", "../", "~", "$")):
+            return self.set(key, [dataset], given, given)
+        self.leave_open(
+            key,
+            f"{given}{note}: rlfuse reads files; run `hf download {dataset} --repo-type dataset "
+            f"--local-dir data/{Path(dataset).name}` and list {listed}",
+        )
+
+    def report_rest(
+        self, command: Command, read: Collection[str], keys: Mapping[str, tuple[str, ...]], ignored: re.Pattern[str]
+    ) -> None:
+        """Report the flags that were not `read`, and those of unknown value (`keys`: flag -> the keys that it sets).
+
+        `ignored`: flags that do not change what is trained.
+        """
+        for name, value in command.settings.items():
+            if name in read:
+                continue
+            if self.has_row(name):
+                self.decide(name, value)
+            elif ignored.match(name) or value in (None, False):
+                self.note("no effect on what is trained", f"{name}={as_typed(value)}")
+            else:
+                self.leave_open("trainer.task", f"{name}={as_typed(value)}: rlfuse has no such setting")
+        for setting, why in command.unknown.items():
+            name = setting.partition("=")[0]
+            if name not in keys and ignored.match(name):
+                self.note(why, setting)
+                continue
+            for key in keys.get(name, ("trainer.task",)):
+                self.leave_unknown(key, setting, why)
+        for word, why in command.unread.items():
+            self.leave_open("trainer.task", f"{word}: {why}")
+
     def set_wandb_mode(self, environment: Mapping[str, str]) -> None:
         """Set what wandb does with the run by default, or by WANDB_MODE."""
         mode = environment.get("WANDB_MODE")
@@ -125,7 +167,7 @@ class Translation:
         if self.undecided:
             lines += [f"# Decide each {MISSING} below: rlfuse train refuses it."]
         order = {name: number for number, name in enumerate(by_name())}
-        given = {*self.settings, *self.undecided}
+        given = self.settings | dict.fromkeys(self.undecided)
         for group in (name for name in groups() if "." not in name):
             keys = sorted((key for key in given if key.startswith(f"{group}.")), key=lambda key: order.get(key, 999))
             lines += [f"{group}:"] * bool(keys)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 from rlfuse.config.declare import as_typed
@@ -49,6 +48,8 @@ DEFAULTS: dict[str, Any] = {
     "max_ckpt_num": 3,
     "seed": 42,
     "reward_clip_range": [-10.0, 10.0],
+    "overlong_buffer_len": 0,
+    "freezing_actor_steps": -1,
 }
 DIRECT = {
     "pretrain": "model.path",
@@ -148,7 +149,7 @@ def translate(command: Command) -> Translation:
             put(key, value(name), name)
     _batch(value, put)
     _optimizer(job, given, value, put)
-    _objective(given, value, put)
+    _objective(command, value, put)
     _data(job, given, command)
     _rewards(job, given, command.unknown, value, put)
     _logging(job, given, command)
@@ -157,7 +158,7 @@ def translate(command: Command) -> Translation:
 
 
 def _batch(value: Any, put: Any) -> None:
-    samples, n = value("train_batch_size"), value("n_samples_per_prompt")
+    samples, n = value("train_batch_size"), max(1, value("n_samples_per_prompt"))
     prompts = samples // n if samples % n == 0 else Open(f"{samples} samples are not whole groups of {n}")
     put("actor.ppo_mini_batch_size", prompts, "train_batch_size", "n_samples_per_prompt")
 
@@ -174,7 +175,8 @@ def _optimizer(job: Translation, given: dict[str, Any], value: Any, put: Any) ->
             job.set(critic, job.settings[actor], actor, "as the actor's")
 
 
-def _objective(given: dict[str, Any], value: Any, put: Any) -> None:
+def _objective(command: Command, value: Any, put: Any) -> None:
+    given = command.settings
     estimator, coefficient = value("advantage_estimator"), value("init_kl_coef")
     put("algorithm.adv_estimator", ESTIMATORS.get(estimator, estimator), "advantage_estimator")
     if estimator in ("group_norm", "dr_grpo"):
@@ -194,7 +196,7 @@ def _objective(given: dict[str, Any], value: Any, put: Any) -> None:
         put("algorithm.kl_ctrl.type", "adaptive", "kl_target")
         put("algorithm.kl_ctrl.target_kl", given["kl_target"], "kl_target")
         put("algorithm.kl_ctrl.horizon", given.get("kl_horizon", 10000), "kl_horizon")
-    low, high = given.get("eps_clip_low_high") or [value("eps_clip")] * 2
+    low, high = command.value("eps_clip_low_high", [value("eps_clip")] * 2)
     put("actor.clip_ratio_low", low, "eps_clip_low_high", "eps_clip")
     put("actor.clip_ratio_high", high, "eps_clip_low_high", "eps_clip")
     loss = value("policy_loss_type")
@@ -202,10 +204,10 @@ def _objective(given: dict[str, Any], value: Any, put: Any) -> None:
     put("actor.loss_agg_mode", "seq-mean-token-mean" if loss == "gspo" else "token-mean", "policy_loss_type")
     if any(given.get(name) for name in CORRECTION):
         _correction(given, put)
-    if given.get("overlong_buffer_len"):
-        put("reward.overlong_buffer.len", int(given["overlong_buffer_len"]), "overlong_buffer_len")
-    if given.get("freezing_actor_steps", -1) > 0:
-        put("trainer.critic_warmup", given["freezing_actor_steps"] + 1, "freezing_actor_steps")
+    if value("overlong_buffer_len"):
+        put("reward.overlong_buffer.len", int(value("overlong_buffer_len")), "overlong_buffer_len")
+    if value("freezing_actor_steps") > 0:
+        put("trainer.critic_warmup", value("freezing_actor_steps") + 1, "freezing_actor_steps")
 
 
 def _correction(given: dict[str, Any], put: Any) -> None:
@@ -226,17 +228,9 @@ def _correction(given: dict[str, Any], put: Any) -> None:
 def _data(job: Translation, given: dict[str, Any], command: Command) -> None:
     for name, key in (("prompt_data", "data.train_files"), ("eval_dataset", "data.val_files")):
         dataset = str(given.get(name) or "")
-        if dataset.startswith(("/", "./", "../", "~", "$")):
-            job.set(key, [dataset], f"{name}={dataset}", f"{name}={dataset}")
-        elif dataset:
-            limit = (
-                f", the first {given['max_samples']:,} rows" if "max_samples" in given and name == "prompt_data" else ""
-            )
-            job.leave_open(
-                key,
-                f"{name}={dataset}{limit}: rlfuse reads files; run `hf download {dataset} --repo-type dataset "
-                f"--local-dir data/{Path(dataset).name}` and list them",
-            )
+        if dataset:
+            first = "max_samples" in given and name == "prompt_data"
+            job.set_files(key, name, dataset, f", the first {given['max_samples']:,} rows" if first else "")
         elif name == "prompt_data" and not any(each.startswith(name) for each in command.unknown):
             job.leave_open(key, "the command does not set prompt_data")
 
@@ -267,23 +261,9 @@ def _logging(job: Translation, given: dict[str, Any], command: Command) -> None:
 
 
 def _others(job: Translation, command: Command) -> None:
-    for name, value in command.settings.items():
-        if name in DIRECT or name in READ:
-            continue
-        if name == "stop_properly_penalty_coef" and value is not None and value >= 0:
-            job.leave_open("reward.functions", f"{name}={value}: the reward of truncated responses is not scaled")
-        elif job.has_row(name):
-            job.decide(name, value)
-        elif WITHOUT_EFFECT.match(name) or value in (None, False):
-            job.note("no effect on what is trained", f"{name}={as_typed(value)}")
-        else:
-            job.leave_open("trainer.task", f"{name}={as_typed(value)}: rlfuse has no such setting")
-    for setting, why in command.unknown.items():
-        name = setting.partition("=")[0]
-        if WITHOUT_EFFECT.match(name):
-            job.note(why, setting)
-        else:
-            for key in UNKNOWN.get(name) or (DIRECT.get(name, "trainer.task"),):
-                job.leave_unknown(key, setting, why)
-    for word, why in command.unread.items():
-        job.leave_open("trainer.task", f"{word}: {why}")
+    name, translated = "stop_properly_penalty_coef", READ | DIRECT.keys()
+    penalty = command.settings.get(name)
+    if penalty is not None and penalty >= 0:
+        job.leave_open("reward.functions", f"{name}={penalty}: the reward of truncated responses is not scaled")
+        translated |= {name}
+    job.report_rest(command, translated, {flag: (key,) for flag, key in DIRECT.items()} | UNKNOWN, WITHOUT_EFFECT)

@@ -41,7 +41,9 @@ class Word:
 
     def split(self) -> list[Word]:
         """Split at spaces, like an unquoted variable."""
-        return [self] if self.unknown else [Word(part) for part in self.text.split()]
+        if any(" " in name for name in self.unknown):
+            return [self]
+        return [Word(part, tuple(name for name in self.unknown if name in part)) for part in self.text.split()]
 
 
 @dataclass(slots=True)
@@ -50,6 +52,8 @@ class Script:
 
     values: dict[str, list[Word]] = field(default_factory=dict)
     depth: int = 0
+    braces: int = 0
+    """Depth of `{ }`: within a function, $@ are its arguments."""
 
     def commands(self, text: str) -> Iterator[list[Word]]:
         """Yield the words of each command; `values` then has the variables that it sees."""
@@ -60,6 +64,9 @@ class Script:
     def _evaluate(self, raw: list[str]) -> list[Word]:
         is_conditional, raw = raw[0] == CONDITIONAL, raw[raw[0] == CONDITIONAL :]
         self.depth += sum(word in BLOCK_START for word in raw[:1]) - sum(word in BLOCK_END for word in raw[:1])
+        self.braces += ("{" in raw[:1] + raw[-1:]) - ("}" in raw[:1])
+        for name in self._set_otherwise(raw):
+            self.values[name] = [_unknown(name)]
         while raw and raw[0] in SKIPPED | DECLARATIONS:
             raw = raw[1:]
         while raw and (found := ASSIGNMENT.fullmatch(raw[0])):
@@ -67,14 +74,30 @@ class Script:
             raw = raw[1:]
         return [_relative(word) for each in raw for word in self.expand(each)]
 
+    def _set_otherwise(self, raw: list[str]) -> list[str]:
+        """Return the variables that a command sets or unsets without an assignment."""
+        match raw:
+            case ["for" | "select", name, *_]:
+                return [name]
+            case ["read" | "unset", *names]:
+                return [name for name in names if name.isidentifier()]
+        return []
+
     def _assign(self, name: str, more: bool, raw: str, is_conditional: bool) -> None:
-        if raw.startswith("(") and raw.endswith(")"):
+        is_array = raw.startswith("(") and raw.endswith(")")
+        if is_array:
             words = [word for command in _split(raw[1:-1]) for part in command for word in self.expand(part)]
         else:
             words = self.expand(raw, splits=False)
-        if is_conditional:
+        before = self.values.get(name, [])
+        if is_conditional or (self.braces and before and before != words):  # a function that may be called or not
             words = [_unknown(name)]
-        self.values[name] = [*self.values.get(name, []), *words] if more else words
+        elif more and not is_array and before and words:
+            first, added = before[0], words[0]
+            words = [Word(first.text + added.text, (*first.unknown, *added.unknown)), *before[1:]]
+        elif more:
+            words = [*before, *words]
+        self.values[name] = words
 
     def expand(self, raw: str, splits: bool = True) -> list[Word]:
         """Return the words to which a word expands: several for arrays and spaces, none for an empty variable."""
@@ -120,6 +143,9 @@ class Script:
         if raw.startswith("$(", at):
             end = _closing(raw, at + 1)
             return [_output(raw[at + 2 : end - 1], raw[at:end])], end
+        if raw.startswith("$'", at):
+            end = raw.find("'", at + 2) % (len(raw) + 1) + 1
+            return [_unknown(raw[at:end])], end
         if raw.startswith("${", at):
             end = _closing(raw, at + 1)
             return self._variable(raw[at + 2 : end - 1], raw[at:end]), end
@@ -134,7 +160,7 @@ class Script:
         if name in self.values and not (default is not None and not self.values[name]):
             return self.values[name]
         if name in "@*":
-            return []  # arguments of the script
+            return [_unknown(name)] if self.braces else []  # arguments of the script
         if default is not None:
             return self.expand(default, splits=False)
         return [Word({"HOME": "${oc.env:HOME}", "PWD": HERE}[name]) if name in ("HOME", "PWD") else _unknown(name)]

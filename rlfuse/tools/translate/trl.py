@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from rlfuse.config.declare import as_typed
 from rlfuse.config.documentation import by_name
@@ -88,11 +89,7 @@ LOSSES = {
     "vespo": ("vespo", "token-mean"),
 }
 """loss_type -> (actor.loss_mode, actor.loss_agg_mode)."""
-SCHEDULES = {
-    "constant_with_warmup": "constant",
-    "cosine_with_min_lr": "cosine",
-    "warmup_stable_decay": "wsd",
-}
+SCHEDULES = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd"}
 DIRECT = {
     "learning_rate": "actor.optim.lr",
     "weight_decay": "actor.optim.weight_decay",
@@ -208,7 +205,11 @@ def read_words(command: Command, words: Sequence[Word]) -> None:
     if file is not None:
         path = Path(str(file)).expanduser()
         if path.is_file():
-            content = parse_yaml(path.read_text(encoding="utf-8"), OmegaConf.create)
+            try:
+                content = parse_yaml(path.read_text(encoding="utf-8"), OmegaConf.create)
+            except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+                why = " ".join(str(error).split())[:300]
+                raise ConfigError([f"--config {file}: can't be read as YAML ({why}); correct the file"]) from error
             inside = Command("TRL", command.origin)
             inside.read_tree(content if isinstance(content, DictConfig) else OmegaConf.create({}))
             command.settings = inside.settings | command.settings
@@ -283,7 +284,6 @@ class _Reader:
                 self.set(key, self.value(name), name)
         self._task()
         self._batches()
-        self._schedule()
         self._data()
         self._logging()
         if self.is_online:
@@ -302,15 +302,22 @@ class _Reader:
             one = losses[0] if isinstance(losses, list) and len(losses) == 1 else losses
             self.set("dpo.loss_type", one, "loss_type")
         if task not in (None, "rl"):
-            half = self.value("max_length") // 2
-            for key, size in (("max_prompt_length", half), ("max_response_length", self.value("max_length") - half)):
-                self.result.set(f"data.{key}", size, "", f"the sum is max_length={self.value('max_length')}")
+            self._split_length()
         if task == "sft" and not self.given.get("completion_only_loss") and not self.given.get("assistant_only_loss"):
             self.result.leave_open(
                 "trainer.task",
                 "without completion_only_loss and assistant_only_loss TRL also trains on the prompts of conversations "
                 "and on plain text; rlfuse trains on responses",
             )
+
+    def _split_length(self) -> None:
+        if self.given.get("max_length", 0) is None:
+            for key in ("data.max_prompt_length", "data.max_response_length"):
+                self.result.leave_open(key, "max_length=null: TRL has no limit")
+            return
+        length = self.value("max_length")
+        for key, size in (("max_prompt_length", length // 2), ("max_response_length", length - length // 2)):
+            self.result.set(f"data.{key}", size, "", f"the sum is max_length={length}")
 
     def _batches(self) -> None:
         """Set batch sizes in prompts (or rows), and lengths in training steps."""
@@ -334,8 +341,9 @@ class _Reader:
             )
         else:
             self.result.set("trainer.n_gpus_per_node", self.command.processes, "", "the number of processes")
-        updates = batch * (self.value("num_iterations") or 1) / update
+        updates = batch * (self.value("num_iterations") or 1) / max(update, 1)
         self._lengths(max(updates, 1))
+        self._schedule(max(updates, 1))
 
     def _lengths(self, updates: float) -> None:
         """Set lengths that TRL counts in optimizer steps. `updates`: optimizer steps per training step."""
@@ -346,29 +354,38 @@ class _Reader:
             self.set("trainer.total_epochs", int(epochs), "num_train_epochs")
         else:
             self.set("trainer.total_epochs", Open("a part of an epoch; write total_training_steps"), "num_train_epochs")
-        warmup, ratio = self.value("warmup_steps"), self.given.get("warmup_ratio")
-        if ratio is None and isinstance(warmup, float) and warmup < 1:
+        warmup, ratio = self.value("warmup_steps"), self.command.value("warmup_ratio", 0.0)
+        if 0 < warmup < 1:
             ratio = warmup
-        if ratio:
+        if ratio and warmup < 1:
             self.set("actor.optim.lr_warmup_steps_ratio", ratio, "warmup_ratio", "warmup_steps")
         elif warmup:
             self.set("actor.optim.lr_warmup_steps", max(1, round(warmup / updates)), "warmup_steps")
-        is_saved = self.value("save_strategy") == "steps" and self.value("save_steps") >= 1
-        saved = max(1, round(self.value("save_steps") / updates)) if is_saved else -1
+        is_saved, is_evaluated = (self.value(f"{kind}_strategy") == "steps" for kind in ("save", "eval"))
+        saved = self._interval(self.value("save_steps"), updates) if is_saved else -1
         self.set("trainer.save_freq", saved, "save_strategy", "save_steps")
-        every = self.command.value("eval_steps", 0) if self.value("eval_strategy") == "steps" else None
+        every = self.command.value("eval_steps", 0) or self.command.value("logging_steps", 10)
+        evaluated = self._interval(every, updates) if is_evaluated else -1
+        self.set("trainer.test_freq", evaluated, "eval_strategy", "eval_steps", "logging_steps")
         if self.value("sync_ref_model"):
             self.set("ref.sync_ref_model", True, "sync_ref_model")
             steps = max(1, round(self.value("ref_model_sync_steps") / updates))
             self.set("ref.ref_model_sync_steps", steps, "ref_model_sync_steps")
             self.set("ref.ref_model_mixup_alpha", self.value("ref_model_mixup_alpha"), "ref_model_mixup_alpha")
-        self.set("trainer.test_freq", max(1, round(every / updates)) if every else -1, "eval_strategy", "eval_steps")
 
-    def _schedule(self) -> None:
+    def _interval(self, steps: float, updates: float) -> int:
+        """Return an interval in training steps; -1 for 0, and for a fraction of an unknown number of steps."""
+        steps = steps * max(0, self.value("max_steps")) if steps < 1 else steps
+        return max(1, round(steps / updates)) if steps > 0 else -1
+
+    def _schedule(self, updates: float) -> None:
         name, options = self.value("lr_scheduler_type"), self.given.get("lr_scheduler_kwargs") or {}
-        options = yaml.safe_load(options) if isinstance(options, str) else options
-        if {*options} == {"min_lr_rate"}:
-            self.set("actor.optim.min_lr_ratio", options["min_lr_rate"], "lr_scheduler_kwargs")
+        steps = options.get("num_decay_steps", 0) if isinstance(options, dict) else None
+        if isinstance(steps, int) and {*options} <= {"min_lr_rate", "num_decay_steps"}:
+            if "min_lr_rate" in options:
+                self.set("actor.optim.min_lr_ratio", options["min_lr_rate"], "lr_scheduler_kwargs")
+            if steps:
+                self.set("actor.optim.lr_wsd_decay_steps", max(1, round(steps / updates)), "lr_scheduler_kwargs")
         elif options:
             self.result.leave_open("actor.optim.lr_scheduler_type", f"lr_scheduler_kwargs={options}: has no equal")
         self.set("actor.optim.lr_scheduler_type", SCHEDULES.get(name, name), "lr_scheduler_type")
@@ -393,14 +410,8 @@ class _Reader:
             self.result.leave_open("data.train_files", "rlfuse reads files: download the datasets and list them")
         elif name is None:
             self.result.leave_open("data.train_files", "the command names no dataset, the script may load one")
-        elif str(name).startswith(("/", "./", "../", "~", "$")):
-            self.set("data.train_files", [str(name)], "dataset_name")
         else:
-            self.result.leave_open(
-                "data.train_files",
-                f"dataset_name={name}: rlfuse reads files; run `hf download {name} --repo-type dataset "
-                f"--local-dir data/{Path(str(name)).name}` and list those of the split {split}",
-            )
+            self.result.set_files("data.train_files", "dataset_name", str(name), listed=f"those of the split {split}")
         if self.is_online:
             self.result.set(
                 "data.prompt_is_chat", False, "", "TRL's prompts are messages, or text that is used as it is"
@@ -529,23 +540,7 @@ class _Reader:
     def _others(self) -> None:
         """Report all settings that are not translated."""
         direct = DIRECT | (DIRECT_ONLINE if self.is_online else {})
-        for name, value in self.given.items():
-            if name in READ or name in direct:
-                continue
-            if self.result.has_row(name):
-                self.result.decide(name, value)
-            elif WITHOUT_EFFECT.match(name) or value in (None, False):
-                self.result.note("no effect on what is trained", f"{name}={as_typed(value)}")
-            else:
-                self.result.leave_open("trainer.task", f"{name}={as_typed(value)}: rlfuse has no such setting")
-        for setting, why in self.command.unknown.items():
-            name = setting.partition("=")[0]
-            if WITHOUT_EFFECT.match(name) and name not in direct:
-                self.result.note(why, setting)
-            else:
-                for key in UNKNOWN.get(name) or (direct.get(name, "trainer.task"),):
-                    self.result.leave_unknown(key, setting, why)
-        for word, why in self.command.unread.items():
-            self.result.leave_open("trainer.task", f"{word}: {why}")
+        keys = {name: (key,) for name, key in direct.items()} | UNKNOWN
+        self.result.report_rest(self.command, READ | direct.keys(), keys, WITHOUT_EFFECT)
         if "model.path" not in self.result.settings and "model.path" not in self.result.undecided:
             raise ConfigError([f"{self.command.origin}: sets no --model_name_or_path; add it to the command"])

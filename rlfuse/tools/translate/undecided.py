@@ -1,4 +1,4 @@
-"""Settings of verl, TRL and OpenRLHF that change what is trained and have no equal in rlfuse, with the reason.
+"""Settings of verl, TRL and OpenRLHF that change what is trained and have no equivalent in rlfuse, with the reason.
 
 A translated job leaves a key open for each of them. A name that is a key of rlfuse, or has one as its counterpart,
 needs no row: the schema decides. Rows with `values` explain single values that a key of rlfuse does not accept.
@@ -16,7 +16,7 @@ MODEL, TASK, DATA, REWARD = "model.path", "trainer.task", "data.train_files", "r
 
 @dataclass(frozen=True, slots=True)
 class Undecided:
-    """One setting without an equal. `name`: of the setting, or of a group of settings; `key`: left open for it."""
+    """One setting without an equivalent. `name`: of the setting, or of a group of settings; `key`: left open for it."""
 
     name: str
     key: str

@@ -46,6 +46,7 @@ OVERLONG = (
 CORRECTION = "algorithm.rollout_correction"
 BYPASS = tuple(f"{CORRECTION}.{name}" for name in ("bypass_mode", "bypass_old_logprob_for_rollout"))
 REWARD = ("custom_reward_function", "reward.custom_reward_function")
+REWARD_KWARGS = tuple(f"{group}.reward_kwargs." for group in REWARD)
 NO_RESUME = "verl checkpoints can't be resumed in rlfuse"
 VALIDATION = "actor_rollout_ref.rollout.val_kwargs"
 LOGGERS = "trainer.logger"
@@ -71,8 +72,13 @@ WITHOUT_EFFECT = re.compile(
 
 def per_rank(value: Any, given: Given) -> Outcome:
     """Convert sequences of all ranks to sequences per rank."""
-    slots = given.get("trainer.nnodes", 1) * given.get("trainer.n_gpus_per_node", DEFAULTS["trainer.n_gpus_per_node"])
-    return {"actor.ppo_micro_batch_size_per_gpu": max(1, value // slots)} if isinstance(value, int) else ""
+    if value is None:
+        return ""
+    names = {"trainer.nnodes": 1, "trainer.n_gpus_per_node": DEFAULTS["trainer.n_gpus_per_node"]}
+    factors = [value, *(given.get(name, default) for name, default in names.items())]
+    if not all(isinstance(each, int) and each > 0 for each in factors):
+        return {"actor.ppo_micro_batch_size_per_gpu": Open("is divided by the number of ranks, which is not known")}
+    return {"actor.ppo_micro_batch_size_per_gpu": max(1, value // (factors[1] * factors[2]))}
 
 
 def clip_range(value: Any, given: Given) -> Outcome:
@@ -249,6 +255,8 @@ def translate(command: Command) -> Translation:
                     job.set(key, converted, in_verl, "" if (key, converted) == (name, value) else in_verl)
             elif outcome:
                 job.note(outcome, in_verl)
+        elif name.startswith(REWARD_KWARGS) and any(given.get(f"{group}.path") for group in REWARD):
+            continue  # part of the entry of reward.functions
         elif name in by_name() or is_free(name):
             job.set(name, value, in_verl)
         else:

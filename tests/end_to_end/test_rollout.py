@@ -14,6 +14,7 @@ import ray
 import torch
 from leftovers import weights_left
 from rollouts import (
+    REPEATING,
     WARM,
     Exporter,
     HoldsModel,
@@ -353,8 +354,8 @@ async def test_drafts_change_no_token(engine, drafting, trainer, tiny_model):
     The policy repeats itself, because the last token decides most.
     """
     await drafting.start(model_config(tiny_model), settings(), 512, "cpu", tail_speculation=12)
-    weights, exporter = {"embed_tokens": 32.0, "lm_head": 2.0}, Exporter(trainer, 200_000)
-    for name, factor in weights.items():
+    exporter = Exporter(trainer, 200_000)
+    for name, factor in REPEATING.items():
         await call(trainer.change.remote(factor, name), "trainer", "change", 240)
     await WeightPush(exporter, [engine, drafting], bucket_mb=1).push(6)
     await asyncio.gather(engine.drain(), drafting.drain())
@@ -374,7 +375,7 @@ async def test_drafts_change_no_token(engine, drafting, trainer, tiny_model):
     assert_same(await collect(drafting, crowd), await collect(engine, crowd))
 
     await drafting.stop()
-    for name, factor in weights.items():
+    for name, factor in REPEATING.items():
         await call(trainer.change.remote(1 / factor, name), "trainer", "change", 240)
     await WeightPush(exporter, [engine], bucket_mb=1).push(7)
 

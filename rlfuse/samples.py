@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -227,10 +228,18 @@ class Sample:
     (actor.mask_truncated_completions)."""
     is_baseline: bool = False
     """It is `Group.baseline`."""
+    draft: np.ndarray | None = None
+    """int32: an earlier response with the same seed, which engines that draft verify instead of decoding token by
+    token; it never changes the response. None: there is none."""
 
     @property
     def id(self) -> str:
         return f"{self.step}/{self.prompt.index}/{self.rollout_index}"
+
+    @property
+    def draft_key(self) -> int:
+        """32-bit key of responses to the same prompt with the same seed."""
+        return zlib.crc32(self.prompt.token_ids.tobytes(), self.seed)
 
     def require_response(self) -> Response:
         """Return the response. ValueError if the sample has none yet."""
@@ -356,22 +365,36 @@ class Group:
         return self.samples if self.baseline is None else [self.baseline, *self.samples]
 
 
-def sample_seed(run_seed: int, step: int, prompt_index: int, rollout_index: int) -> int:
-    """Return the 31-bit seed of a sample, independent of where and when the sample is generated."""
-    digest = hashlib.blake2b(f"{run_seed}/{step}/{prompt_index}/{rollout_index}".encode(), digest_size=4).digest()
+TRAINING, VALIDATION = "training", "validation"
+"""Scopes of seeds that do not depend on the step."""
+
+
+def sample_seed(run_seed: int, scope: int | str, prompt_index: int, rollout_index: int) -> int:
+    """Return the 31-bit seed of a sample, independent of where and when the sample is generated.
+
+    `scope`: the step, or TRAINING or VALIDATION for the same seed in every step.
+    """
+    digest = hashlib.blake2b(f"{run_seed}/{scope}/{prompt_index}/{rollout_index}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def make_groups(
-    prompts: Sequence[Prompt], n: int, run_seed: int, step: int, with_baseline: bool = False
+    prompts: Sequence[Prompt],
+    n: int,
+    run_seed: int,
+    step: int,
+    with_baseline: bool = False,
+    scope: str | None = None,
 ) -> list[Group]:
     """Return a group of `n` seeded samples without responses for each prompt, in the order of `prompts`.
 
-    `with_baseline`: and a greedy one, with rollout index `n`.
+    `with_baseline`: and a greedy one, with rollout index `n`. `scope`: of seeds that do not depend on the step, see
+    `sample_seed`.
     """
 
     def sample(prompt: Prompt, k: int) -> Sample:
-        return Sample(prompt, step, k, sample_seed(run_seed, step, prompt.index, k), is_baseline=k == n)
+        seed = sample_seed(run_seed, step if scope is None else scope, prompt.index, k)
+        return Sample(prompt, step, k, seed, is_baseline=k == n)
 
     return [
         Group(prompt, [sample(prompt, k) for k in range(n)], sample(prompt, n) if with_baseline else None)

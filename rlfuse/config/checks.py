@@ -32,6 +32,7 @@ from rlfuse.config.parallelism import problem as _problem
 from rlfuse.config.prepared import command_for
 from rlfuse.config.quantization import quantization_problems
 from rlfuse.config.rewards import names_code, read_entries
+from rlfuse.config.rollout import HISTORY
 from rlfuse.config.schema import Config
 
 Check = Callable[[Config, Facts], Iterator[str]]
@@ -199,12 +200,28 @@ def _fusion(config: Config, facts: Facts) -> Iterator[str]:
         valid = "selects the groups of a step itself, so it can't be combined with algorithm.filter_groups"
         remedy = "set algorithm.filter_groups.enable=false, or fusion.data=exact"
         yield _problem(config, "fusion.data", valid, remedy)
+    yield from _history(config)
     required = {"fusion.policy": "serial", "fusion.data": "exact", "fusion.tail_speculation": 0}
     required |= {"training.pipeline_parallel_size": 1, "training.ulysses_sequence_parallel_size": 1}
     for name, value in required.items() if config.trainer.deterministic else ():
         if value_of(config, name) != value:
             valid = "depends on measured times, e.g. in the order of summation; not allowed with trainer.deterministic"
-            yield _problem(config, name, valid, f"set {name}={value}, or trainer.deterministic=false")
+            yield _problem(config, name, valid, f"set {name}={as_typed(value)}, or trainer.deterministic=false")
+
+
+def _history(config: Config) -> Iterator[str]:
+    if config.rollout.draft != HISTORY:
+        return
+    otherwise = "set rollout.draft=ngram"
+    if config.fusion.data != "exact":
+        valid = "requires fusion.data=exact: with equal seeds in each step, the same responses would be cut off again"
+        yield _problem(config, "rollout.draft", valid, "set fusion.data=exact, or rollout.draft=ngram")
+    if not config.rollout.draft_store_mb:
+        valid = "must be above 0 with rollout.draft=history, whose drafts are stored there"
+        yield _problem(config, "rollout.draft_store_mb", valid, f"leave it out, or {otherwise}")
+    if config.trainer.deterministic:
+        valid = "verifies several tokens at once, which rounds differently; not allowed with trainer.deterministic"
+        yield _problem(config, "rollout.draft", valid, f"{otherwise}, or trainer.deterministic=false")
 
 
 def _log_probs(config: Config, facts: Facts) -> Iterator[str]:

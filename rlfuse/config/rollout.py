@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlfuse.config.declare import BATCH, RESOURCES, SAMPLING, SCHEDULING, TOLERANCE, TRAINED, VALIDATION, key
+from rlfuse.config.declare import (
+    BATCH,
+    RESOURCES,
+    SAMPLING,
+    SCHEDULING,
+    TOLERANCE,
+    TRAINED,
+    VALIDATION,
+    Effect,
+    Resume,
+    key,
+)
 
 
 @dataclass
@@ -22,6 +33,10 @@ class ValKwargs:
     """Number of most likely tokens to sample from; -1: all."""
     min_p: float = key(0.0, VALIDATION, at_least=0, at_most=1)
     """Minimum probability of a token, relative to the most likely token; 0 disables it."""
+
+
+HISTORY = "history"
+"""Value of rollout.draft: draft from earlier responses over epochs."""
 
 
 @dataclass
@@ -76,6 +91,19 @@ class RolloutConfig:
     )
     """Prefill/decode disaggregation: some engines only prefill and transfer the KV caches to engines that only
     decode."""
+    draft: str = key(
+        "ngram",
+        Resume(Effect.NEXT_STEP, "with history, other random draws; otherwise the same results up to rounding"),
+        choices="ngram (repeat what followed the last tokens before) | suffix (the same in all earlier responses; "
+        "CPUs; requires arctic-inference) | history (the previous response to the same prompt)",
+    )
+    """Source of draft tokens. ngram and suffix are used by fusion.tail_speculation and change no token. history is used
+    for all samples of prompts seen before: seeds do not depend on the step, so most of the previous response is drawn
+    again while the policy has moved little. Each response is an exact sample of the policy, but those to a prompt
+    are correlated over epochs. Steps repeated after a crash and `rlfuse eval` draft with every value."""
+    draft_store_mb: int = key(256, RESOURCES, unit="MiB", at_least=0)
+    """Maximum size of the file of earlier responses that serve as drafts (drafts.bin in the run folder); beyond it the
+    oldest are dropped. 0: none are stored."""
     scheduler: str = key("fast", RESOURCES, choices="fast (shorter code path for decode steps) | vllm (vLLM's own)")
     """Scheduler of the engines; tokens and log-probs are identical."""
     update_weights_bucket_mb: int = key(512, RESOURCES, unit="MiB", at_least=1)

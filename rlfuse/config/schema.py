@@ -432,11 +432,9 @@ class FusionConfig:
     """Selection of the samples that a step trains on."""
     excess: float = key(0.25, BATCH, above=0)
     """Additional prompts per step, as a fraction of the batch (tail_batching, over_sampling, partial_rollout)."""
-    tail_speculation: int = key(
-        0, Resume(Effect.NEXT_STEP, "the same token distribution, different random draws"), at_least=0
-    )
-    """N-gram speculative decoding while at most this many samples are decoding; the sampling distribution is unchanged.
-    0 disables it."""
+    tail_speculation: int = key(0, ROUNDING, at_least=0)
+    """Speculative decoding while at most this many samples are decoding, with drafts from rollout.draft; tokens are the
+    same as without. 0 disables it."""
     credit_samples: int | None = key(None, SCHEDULING, at_least=1)
     """Maximum number of finished samples waiting to be scored before generation pauses; null: all samples of a step."""
     credit_mb: float | None = key(None, SCHEDULING, unit="MiB", above=0)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any, Protocol
 
+from rlfuse.config.rollout import HISTORY
 from rlfuse.samples import Group, Partial, Prompt
 
 LABELS = {
@@ -26,22 +27,19 @@ LABELS = {
 }
 EXACT, MISMATCHED = "exact", "mismatched"
 """MISMATCHED replaces the label if engines and trainer disagree (`step.agreement`)."""
-STRENGTH = (
-    EXACT,
-    "exact in distribution",
-    "reordered",
-    "off-policy",
-    MISMATCHED,
-)  # all labels, strongest guarantee first
+STRENGTH = (EXACT, "exact marginals", "reordered", "off-policy", MISMATCHED)  # all labels, strongest guarantee first
 SET_ASIDE = "fusion/prompts_set_aside"
 CARRY_OVER = ("partial_rollout", "one_step_off")  # modes that need importance correction
 
 
-def label(data: str, tail_speculation: int = 0, quantization: str | None = None) -> str:
-    """Return the exactness label of a run. Quantized engines sample from another policy, so they are off-policy."""
+def label(data: str, quantization: str | None = None, draft: str = "ngram") -> str:
+    """Return the exactness label of a run. Quantized engines sample from another policy, so they are off-policy.
+
+    With rollout.draft=history each response is a sample of the policy, but those to the same prompt are correlated.
+    """
     if quantization is not None:
         return "off-policy"
-    return "exact in distribution" if data == "exact" and tail_speculation else LABELS[data]
+    return "exact marginals" if data == EXACT and draft == HISTORY else LABELS[data]
 
 
 def drawn_at_most(data: str, excess: float, batch: int) -> int:

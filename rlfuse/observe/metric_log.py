@@ -146,8 +146,8 @@ class MetricLog:
         """Return the fusion label; `MISMATCHED` if engines and trainer disagree now or at startup."""
         if self._disagreed or self._bound.is_exceeded_by(values):
             return MISMATCHED
-        rollout, fusion = self.config.rollout, self.config.fusion
-        return label(fusion.data, fusion.tail_speculation, rollout.quantization)
+        rollout = self.config.rollout
+        return label(self.config.fusion.data, rollout.quantization, rollout.draft)
 
     def sync(self) -> None:
         self._file.sync()

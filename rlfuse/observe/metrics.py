@@ -291,13 +291,16 @@ def _on_driver(spans: Sequence[Span], kind: str) -> list[Span]:
 
 
 def fusion_metrics(spans: Sequence[Span], slots: int, width: int = 1) -> dict[str, float]:
-    """Return counts of samples processed during generation, and the idle share. `width`: ranks per engine."""
+    """Return counts of samples processed during generation, the accepted share of draft tokens if there were any, and
+    the idle share. `width`: ranks per engine."""
     generated = _on_driver(spans, "gen")
     steps = _on_driver(spans, "step")
     if not generated or not steps:
         return {}
     step = account(spans, steps[0].start, steps[0].end, slots * width, width)
     last = max(span.end for span in generated)
+    drafted = [span for span in spans if "drafted" in span.attributes]
+    offered, accepted = (sum(span.attributes[name] for span in drafted) for name in ("drafted", "accepted"))
 
     def early(*kinds: str) -> float:
         found = [span for kind in kinds for span in _on_driver(spans, kind) if span.start < last]
@@ -308,6 +311,7 @@ def fusion_metrics(spans: Sequence[Span], slots: int, width: int = 1) -> dict[st
         "fusion/samples_trained_in_tail": early("update_critic", "update_actor"),
         "fusion/samples_moved": float(sum(len(span.samples) for span in _on_driver(spans, "move"))),
         "fusion/idle_share": step.idle_share,
+        **({"fusion/draft_acceptance": accepted / offered} if offered else {}),
     }
 
 

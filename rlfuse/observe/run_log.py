@@ -2,7 +2,7 @@
 
 run folder: config.yaml  changes.jsonl (of settings, on resume)  inputs.jsonl (digests of rewards and models)
             events.jsonl (Journal)  metrics.jsonl (MetricLog)  samples.jsonl  validation.jsonl (SampleLog)
-            reward_failures.jsonl (FailureBudget, where rewards failed)
+            reward_failures.jsonl (FailureBudget, where rewards failed)  drafts.bin (ResponseStore)
             summary.json  reward_curve.png  timelines/  contact_sheets/ (of clips)  wandb/  tensorboard/
             global_step_N/
 """
@@ -27,6 +27,8 @@ from rlfuse.observe.metric_log import MetricLog
 from rlfuse.observe.sample_log import SampleLog
 from rlfuse.progress import timed
 from rlfuse.protocols import Recorded
+from rlfuse.run_folder import response_store
+from rlfuse.run_folder.response_store import ResponseStore
 from rlfuse.stopping import Stopping
 
 DRAWN_S = 60.0
@@ -77,6 +79,7 @@ class RunLog:
         self.failures = FailureBudget(
             config.reward.max_failure_rate, folder, self.loggers, config.trainer.log_samples_freq
         )
+        self.responses = _responses(config, folder, self.say)
         self.stopping = Stopping(config.trainer.preemption_grace_s, self.say)
 
     def attach(self, engines: Sequence[Recorded], facts: Mapping[str, Any], epoch: Callable[[], int]) -> None:
@@ -100,8 +103,14 @@ class RunLog:
         """Close all parts even if one fails, and log the error that ended the run."""
         with ExitStack() as closing:  # in reverse order
             closing.callback(self.loggers.close, error)
-            for part in (self.samples, self.metrics):
+            for part in (self.samples, self.metrics, *filter(None, [self.responses])):
                 closing.callback(part.close)
             closing.callback(self.drawing.close, DRAWN_S)
             with suppress(NotWritten) if error is not None else nullcontext():  # the error may be the same one
                 self.journal.close()
+
+
+def _responses(config: Config, folder: Path, say: Callable[[str], None]) -> ResponseStore | None:
+    """Return the store of responses that serve as drafts; None if the run stores none."""
+    limit = config.rollout.draft_store_mb * response_store.MIB
+    return None if config.trainer.is_offline or not limit else ResponseStore(folder / response_store.FILE, limit, say)

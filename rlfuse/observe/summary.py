@@ -41,7 +41,7 @@ def summarise(
     rows = read_metrics(folder / "metrics.jsonl")
     rewards = [row[SCORE] for row in rows if row["step"] > 0 and SCORE in row]
     name = next((name for name in last_validation(rows) if name.startswith("val-core/")), None)
-    promised = label(config.fusion.data, config.fusion.tail_speculation, config.rollout.quantization)
+    promised = label(config.fusion.data, config.rollout.quantization, config.rollout.draft)
     window = max(1, min(WINDOW, len(rewards) // 2))
     summary = {
         "reward_first": _mean(rewards[:window]),

@@ -48,6 +48,7 @@ from rlfuse.protocols import Engines, NoClips, Trainer
 from rlfuse.rewards.workers.pool import RewardPool
 from rlfuse.run import WORKER_IMPORTS, inference
 from rlfuse.run.checkpointing import Checkpointing
+from rlfuse.run.drafting import run_drafts, run_engines
 from rlfuse.run.inference import VideoParts
 from rlfuse.run.job import Job, run_with_restarts, start_health_monitor, training_steps, worker_startup
 from rlfuse.run.slot_requests import SlotRequests
@@ -134,9 +135,9 @@ async def _run(inputs: JobInputs, job: Job, log: RunLog, run_controller: RunCont
     config = inference.with_transfer(inputs.config, slots.device)
     rollouts = inference.rollout_handles(config, slots, log.journal.recorder, log.say)
     video = inference.video_parts(config, inputs.video_model, slots, log.say) if inputs.video_model else None
-    health = start_health_monitor(config, slots, log)
+    health, served = start_health_monitor(config, slots, log), run_engines(config, job.state["step"], log, slots.device)
     try:
-        start_trainer, shared = _trainer_start(config, slots, video, log), SharedDevices(config, log.say)
+        start_trainer, shared = _trainer_start(config, slots, video, log), SharedDevices(served, log.say)
         occupants = slots.occupants(config.rollout.tensor_model_parallel_size)
         with worker_startup(log):
             nodes = stagings(rollouts, slots, config.cluster.timeout_s)
@@ -147,7 +148,7 @@ async def _run(inputs: JobInputs, job: Job, log: RunLog, run_controller: RunCont
                 start_parts(
                     slots.device,
                     trainer=partial(shared.start, start_trainer) if gpu else lambda _: start_trainer(),
-                    engines=inference.engine_starts(rollouts, config, slots, log.part, lambda: shared.rollout),
+                    engines=inference.engine_starts(rollouts, served, slots, log.part, lambda: shared.rollout),
                     towers=[with_progress(log.part("encoder ranks"), video.clips.start)] if video else [],
                     rewards=[with_progress(log.part("rewards"), inputs.reward.start, slots)],
                     part=log.part,
@@ -247,7 +248,8 @@ async def build_controller(
     tuning = _tuning(config, job, engines, costs, lengths, log.say)
     log.attach([*engines.recorded, draining := Draining(engines, tuning, log.say)], facts, lambda: prompts.epoch)
     sources = dict(prompts=prompts, selection=selection, held_out=inputs.held_out)
-    groups = GroupSource(config=config, engines=engines, recorder=recorder, say=log.say, **sources)
+    drafts = run_drafts(config, job.state["step"], log)
+    groups = GroupSource(config=config, engines=engines, recorder=recorder, say=log.say, drafts=drafts, **sources)
     controller = Controller(
         config=config,
         engines=engines,

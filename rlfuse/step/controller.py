@@ -101,6 +101,7 @@ class Controller:
             spans = await self.journal.collect(step)
             self.metrics.add(await self.health.check_step(step, spans, self.tuning.costs))
             self.metrics.log_step(step, board, spans)
+            self.groups.drafts.report(step)
             await self.checkpoints.publish_written()
             if ended:
                 raise ended
@@ -200,6 +201,7 @@ class Controller:
             on_scored=lambda: scored(board, step),
             can_discard=self._push_follows(board),
             note=self.metrics.add,
+            on_finished=self.groups.drafts.record,
         )
         self.executor = Executor(board, self.engines, self.policy, context, self.journal.recorder, self.clock)
         await self.executor.run()

@@ -69,6 +69,8 @@ class StepContext:
     """Weights are pushed before anything else is generated, so engines may discard theirs after generation."""
     note: Callable[[Mapping[str, float]], None] = lambda values: None
     """Receives the metrics of optimizer steps."""
+    on_finished: Callable[[Sample], object] = lambda sample: None
+    """Called with each sample that has its response."""
 
 
 class Executor:
@@ -198,6 +200,7 @@ class Executor:
                         self._evicted(name, result)
                     else:
                         self.board.finished(name, result, self.clock())
+                        self.context.on_finished(self.board.samples[name])
                         self._evict_surplus()
                     self._changed.set()
             except EngineLost:

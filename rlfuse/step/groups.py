@@ -1,22 +1,25 @@
 """Create the groups of samples to generate: for training, for validation and for the consistency check of engines.
 
-Role: the controller's source of work. Seeds of samples depend only on prompt and step. Clips of prompts are encoded
-here; groups with an unreadable clip are left out.
+Role: the controller's source of work. Seeds of training samples depend only on prompt and step, with
+rollout.draft=history only on the prompt, as those of validation. Clips of prompts are encoded here; groups with an
+unreadable clip are left out.
 Waits: for encoders, bounded by their own limits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from rlfuse.config.custom_functions import traits_of
+from rlfuse.config.rollout import HISTORY
 from rlfuse.config.schema import Config
 from rlfuse.events import Recorder
 from rlfuse.fusion.selection import Draw, Selection, Source
 from rlfuse.protocols import Engines
-from rlfuse.samples import Group, Prompt, make_groups
+from rlfuse.samples import TRAINING, VALIDATION, Group, Prompt, make_groups
 from rlfuse.step.agreement import MAX_TRIED_PROMPTS, SAMPLES_PER_ENGINE, comparison_priority
+from rlfuse.step.drafts import Drafts
 
 
 @dataclass(kw_only=True)
@@ -29,6 +32,7 @@ class GroupSource:
     selection: Selection
     recorder: Recorder
     held_out: Sequence[Prompt] = ()
+    drafts: Drafts = field(default_factory=Drafts)
     say: Callable[[str], None] = print
 
     async def draw(self, step: int) -> Draw:
@@ -42,7 +46,9 @@ class GroupSource:
 
     async def validation_groups(self, step: int) -> list[Group]:
         """Return the groups of the held-out prompts."""
-        groups = make_groups(self.held_out, self.config.rollout.val_kwargs.n, self.config.data.seed, step)
+        samples, seed = self.config.rollout.val_kwargs.n, self.config.data.seed
+        groups = make_groups(self.held_out, samples, seed, step, scope=VALIDATION)
+        self.drafts.attach(groups)
         return await self._encoded(groups, step, "testing")
 
     async def comparison_group(self, step: int) -> Group | None:
@@ -69,7 +75,10 @@ class GroupSource:
     def training_groups(self, prompts: Sequence[Prompt], step: int) -> list[Group]:
         """Return groups of unfinished, seeded samples of these prompts."""
         with_baseline = traits_of(self.config.algorithm.adv_estimator).needs_baseline
-        return make_groups(prompts, self.config.rollout.n, self.config.data.seed, step, with_baseline)
+        scope = TRAINING if self.config.rollout.draft == HISTORY else None
+        groups = make_groups(prompts, self.config.rollout.n, self.config.data.seed, step, with_baseline, scope)
+        self.drafts.attach(groups)
+        return groups
 
     async def _encoded(self, groups: list[Group], step: int, holder: str) -> list[Group]:
         if not any(group.prompt.visual for group in groups):

@@ -1,6 +1,7 @@
 """Rollout engines for tests: handles of real ones, samples for them, and a trainer's end of the weights."""
 
 import os
+import shutil
 import sys
 from contextlib import suppress
 from functools import partial
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import ray
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rlfuse.cluster.remote import call
@@ -25,6 +27,8 @@ from rlfuse.samples import Prompt, Sample, sample_seed
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't import from tests
 
 WARM = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=24)
+REPEATING = {"embed_tokens": 32.0, "lm_head": 2.0}
+"""Factors of weights with which the last token decides most of the next one."""
 
 
 _idle: list[ray.actor.ActorHandle] = []
@@ -84,6 +88,43 @@ async def drained(engine, kind: str) -> list[Span]:
     return [span for span in await engine.drain() if span.kind == kind]
 
 
+async def drafts(engine: RolloutHandle) -> tuple[int, int]:
+    """(drafted, accepted) tokens since the engine was drained."""
+    spans = await drained(engine, "decode")
+    drafted, accepted = (sum(span.attributes.get(name, 0) for span in spans) for name in ("drafted", "accepted"))
+    return drafted, accepted
+
+
+def write_repeating(model: Path, folder: Path) -> Path:
+    """Copy the model to `folder`; the last token decides most of the next one, so its responses repeat themselves."""
+    shutil.copytree(model, folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        tensor *= next((factor for part, factor in REPEATING.items() if part in name), 1.0)
+    save_file(tensors, file, {"format": "pt"})
+    return folder
+
+
+async def assert_drafts_change_nothing(slot: int, model: Path, samples: list[Sample], samplings: list[Sampling]):
+    """Generate on an engine without drafts, then on one with; return the responses of the second."""
+    handle, found = new_handle(slot), []
+    await handle.start(model_config(model), settings(), 512, "cpu")
+    expected = [await collect(handle, samples, each) for each in samplings]
+    await handle.stop()
+    await handle.start(model_config(model), settings(), 512, "cpu", tail_speculation=16)
+    for sampling, undrafted in zip(samplings, expected, strict=True):
+        await handle.drain()
+        found.append(await collect(handle, samples, sampling))
+        drafted, accepted = await drafts(handle)
+        assert drafted > accepted > 0
+        for name, response in undrafted.items():
+            assert found[-1][name].token_ids.tolist() == response.token_ids.tolist()
+            np.testing.assert_allclose(found[-1][name].log_probs, response.log_probs, atol=1e-5)
+    await release(handle)
+    return found
+
+
 def reference_log_probs(model, sample: Sample, tokens: np.ndarray, temperature: float) -> np.ndarray:
     """log_softmax(logits / temperature) of the response tokens, from Hugging Face in float32."""
     ids = torch.tensor(np.concatenate([sample.prompt.token_ids, tokens])).long()[None]
@@ -105,15 +146,15 @@ class HoldsModel:
         return [(name, tensor.numel() * 4) for name, tensor in self.model.state_dict().items()]
 
     def export(self, names, path):
-        from safetensors.torch import save_file
-
         state = self.model.state_dict()
         save_file({name: state[name] for name in names}, path)
 
-    def change(self, factor: float):
+    def change(self, factor: float, name: str = ""):
+        """Multiply the weights whose name contains `name`."""
         with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.mul_(factor)
+            for each, parameter in self.model.named_parameters():
+                if name in each:
+                    parameter.mul_(factor)
 
 
 class Exporter:

@@ -11,6 +11,7 @@ from curves import LEARNED
 
 from rlfuse.events import read_events
 from rlfuse.observe.tracking import read_metrics
+from rlfuse.run_folder.response_store import FILE, StoredResponses
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from chaos import EXACT, differences
@@ -92,3 +93,14 @@ def test_every_loss_is_counted_explained_and_repaired(runs):
     last = read_metrics(runs[1] / "metrics.jsonl")[-1]
     assert last["fault/restarts"] == 3 and last["fault/engines_lost"] == 3
     assert not (runs[1] / "reward_failures.jsonl").exists()
+
+
+def test_repeated_steps_are_generated_from_their_first_responses(runs):
+    """Step 3 was lost after its responses were finished, step 4 while they were generated."""
+    acceptance = [
+        [row.get("fusion/draft_acceptance", 0.0) for row in read_metrics(run / "metrics.jsonl")] for run in runs
+    ]
+    assert acceptance[0] == [0.0] * STEPS and acceptance[1][:2] == [0.0, 0.0]
+    assert acceptance[1][2] > 0.95 and all(share == 0 or share > 0.95 for share in acceptance[1][3:])
+    stored = StoredResponses(runs[1] / FILE)
+    assert stored.last_step == STEPS and stored.count >= STEPS * 8 * 4

@@ -34,6 +34,8 @@ from rlfuse.cluster import scratch
 from rlfuse.errors import USER_ERROR
 from rlfuse.events import read_events
 from rlfuse.observe.tracking import read_metrics
+from rlfuse.run_folder.response_store import FILE as DRAFTS
+from rlfuse.run_folder.response_store import StoredResponses
 
 STEPS, LATEST = 4, "latest_checkpointed_iteration.txt"
 
@@ -237,6 +239,9 @@ def test_an_evaluation_of_the_last_checkpoint_repeats_the_last_validation(driven
     kept = [row["response"] for row in read_metrics(run / "validation.jsonl") if row["step"] == STEPS]
     assert [row["response"] for row in found_rows(run)] == kept and len(kept) == 6
     assert f"step {STEPS} of {run}" in text and "pass@1" in text and "✓ engine 1 of 1" in text
+    assert f"drafts  responses in {run / DRAFTS}; they do not change the results" in text
+    stored = StoredResponses(run / "eval" / f"global_step_{STEPS}" / DRAFTS)
+    assert stored.count == len(kept) and stored.last_step == STEPS
 
 
 def found_rows(run):

@@ -1,6 +1,7 @@
 """Real vLLM engines in Ray actors: what they generate, their log-probs, new weights, and how they fail."""
 
 import asyncio
+import itertools
 import os
 import signal
 import sys
@@ -13,11 +14,13 @@ import ray
 import torch
 from leftovers import weights_left
 from rollouts import (
+    REPEATING,
     WARM,
     Exporter,
     HoldsModel,
     children,
     collect,
+    drafts,
     drained,
     model_config,
     new_handle,
@@ -61,7 +64,7 @@ async def engine(ray_cluster, tiny_model):
 
 @pytest.fixture(scope="module")
 async def drafting(ray_cluster):
-    """An engine that is yet to be started, then drafts, and then serves a model that no kernel takes."""
+    """An engine that drafts, then fails to start, drafts again, and then serves a model that no kernel takes."""
     handle = new_handle(9)
     yield handle
     await release(handle)
@@ -319,8 +322,89 @@ def test_tail_speculation_drafts_below_its_threshold_only(tiny_model):
     assert arguments(3, "cuda")["speculative_config"]["method"] == "ngram_gpu"
     with pytest.raises(ValueError, match=r"fusion\.tail_speculation=-1"):
         arguments(-1)
+    suffix = arguments(3, draft="suffix")["speculative_config"]
+    assert suffix == {"method": "suffix", **{name: config[name] for name in config if name.startswith("num_")}}
     with pytest.raises(ValueError, match=r"tail_speculation=2 conflicts with rollout.engine_kwargs.speculative_config"):
         arguments(2, engine_kwargs={"speculative_config": {"method": "suffix"}})
+
+
+DRAFTED = {
+    "temperature 1": Sampling(1.0, 1.0, -1, 440),
+    "temperature 0.7": Sampling(0.7, 1.0, -1, 440),
+    "greedy": Sampling(0.0, 1.0, -1, 440),
+    "top_p": Sampling(1.0, 0.8, -1, 440),
+    "top_k": Sampling(1.0, 1.0, 20, 440),
+    "min_p": Sampling(1.0, 1.0, -1, 440, min_p=0.1),
+    "all": Sampling(0.7, 0.9, 50, 440, min_p=0.02),
+    "stop strings": Sampling(0.7, 1.0, -1, 440, stop=("w11", "w12 w", "never")),
+}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for sample_id, response in expected.items():
+        assert found[sample_id].token_ids.tolist() == response.token_ids.tolist()
+        assert (found[sample_id].finish_reason, found[sample_id].text) == (response.finish_reason, response.text)
+        np.testing.assert_allclose(found[sample_id].log_probs, response.log_probs, atol=1e-5)
+
+
+async def test_drafts_change_no_token(engine, drafting, trainer, tiny_model):
+    """In float32: kernels for several tokens of a sample compute the logits of those for one.
+
+    The policy repeats itself, because the last token decides most.
+    """
+    await drafting.start(model_config(tiny_model), settings(), 512, "cpu", tail_speculation=12)
+    exporter = Exporter(trainer, 200_000)
+    for name, factor in REPEATING.items():
+        await call(trainer.change.remote(factor, name), "trainer", "change", 240)
+    await WeightPush(exporter, [engine, drafting], bucket_mb=1).push(6)
+    await asyncio.gather(engine.drain(), drafting.drain())
+
+    tokens = 0
+    for name, sampling in DRAFTED.items():
+        samples = [sample(300 + i, length=20 + i) for i in range(12)]
+        expected, found = await collect(engine, samples, sampling), await collect(drafting, samples, sampling)
+        assert_same(found, expected)
+        drafted, accepted = await drafts(drafting)
+        assert drafted > accepted > 0, name
+        tokens += sum(len(response.token_ids) for response in found.values())
+    assert tokens > 10_000
+    for carry in ("tokens", "kv"):
+        await assert_moves_change_nothing(engine, drafting, carry)
+    crowd = [sample(320 + i) for i in range(16)]  # too many to draft, until some have ended
+    assert_same(await collect(drafting, crowd), await collect(engine, crowd))
+
+    await drafting.stop()
+    for name, factor in REPEATING.items():
+        await call(trainer.change.remote(1 / factor, name), "trainer", "change", 240)
+    await WeightPush(exporter, [engine], bucket_mb=1).push(7)
+
+
+async def assert_moves_change_nothing(engine, drafting, carry):
+    """Samples move between the engines; they end as on the one that does not draft."""
+    sampling, samples = DRAFTED["all"], [sample(340 + i) for i in range(8)]
+    expected = await collect(engine, samples, sampling)
+    left, partials, done, moved = samples, {}, {}, 0
+    await asyncio.gather(engine.drain(), drafting.drain())
+    for here in itertools.cycle((drafting, engine)):
+        taking = asyncio.create_task(take(here, left, sampling, partials))
+        seen = 0
+        while seen < 20 * len(left) and not taking.done():
+            await asyncio.sleep(0.005)
+            seen += sum(span.tokens for span in await drained(here, "decode"))
+        await here.evict([one.id for one in left], carry)
+        results = await taking
+        done |= {name: each for name, each in results.items() if not isinstance(each, Partial)}
+        partials = {name: each for name, each in results.items() if isinstance(each, Partial)}
+        left, moved = [one for one in samples if one.id in partials], moved + len(partials)
+        if not left:
+            break
+    assert_same(done, expected)
+    assert moved > len(samples)
+
+
+async def take(engine, samples, sampling, partials):
+    return {name: each async for name, each in engine.generate(samples, sampling, partials)}
 
 
 async def test_a_failed_start_says_why(drafting, tiny_model, tmp_path):
@@ -349,6 +433,59 @@ async def test_tail_speculation_keeps_greedy_tokens(engine, drafting, tiny_model
     assert all(crowd[key].token_ids.tolist() == undrafted[key].token_ids.tolist() for key in undrafted)
     for key, response in undrafted.items():
         np.testing.assert_allclose(crowd[key].log_probs, response.log_probs, atol=1e-5)
+
+
+# Earlier responses ---------------------------------------------------------------------------------------------------
+
+
+async def test_earlier_responses_change_no_token_and_most_are_accepted(engine, drafting, tiny_model):
+    """Drafts that are right, wrong in parts, of other prompts, too short, too long, and of another vocabulary."""
+    await drafting.stop()
+    await drafting.start(model_config(tiny_model), settings(draft="history"), 512, "cpu")
+    drawn = Sampling(0.7, 0.95, -1, 60)
+    samples = [sample(90 + i, k, length=20) for i in range(5) for k in range(2)]
+    expected = await collect(engine, samples, drawn)
+    right = [expected[each.id].token_ids for each in samples]
+    wrong = [each.copy() for each in right]
+    for each in wrong:
+        each[7::11] = 3
+    longer = [np.concatenate([each, each]) for each in right]
+    drafts = {
+        "right": right,
+        "longer": longer,
+        "wrong in parts": wrong,
+        "shorter": [each[:9] for each in right],
+        "of other prompts": right[1:] + right[:1],
+        "of another vocabulary": [each + 1_000_000 for each in right],
+    }
+    accepted = {}
+    for name, given in drafts.items():
+        await drafting.drain()
+        with_drafts = [replace(each, draft=draft) for each, draft in zip(samples, given, strict=True)]
+        found = await collect(drafting, with_drafts, drawn)
+        for each in samples:
+            assert found[each.id].token_ids.tolist() == expected[each.id].token_ids.tolist(), (name, each.id)
+            np.testing.assert_allclose(found[each.id].log_probs, expected[each.id].log_probs, atol=1e-5)
+            assert found[each.id].finish_reason == expected[each.id].finish_reason
+        spans = await drained(drafting, "decode")
+        steps = sum(span.attributes["steps"] for span in spans)
+        accepted[name] = sum(span.attributes.get("accepted", 0) for span in spans), steps
+    begun = {
+        each.id: Partial(expected[each.id].token_ids[:5], expected[each.id].log_probs[:5], 0)
+        for each in samples
+        if len(expected[each.id].token_ids) > 10
+    }  # on another engine
+    moved = [replace(each, draft=expected[each.id].token_ids) for each in samples if each.id in begun]
+    await drafting.drain()
+    found = {name: result async for name, result in drafting.generate(moved, drawn, begun)}
+    assert {name: each.token_ids.tolist() for name, each in found.items()} == {
+        name: expected[name].token_ids.tolist() for name in begun
+    }
+    assert sum(span.attributes.get("accepted", 0) for span in await drained(drafting, "decode")) > 3 * len(begun) > 0
+    tokens, length = sum(map(len, right)), max(map(len, right))
+    assert accepted["right"][0] > 0.8 * tokens and accepted["right"][1] < length / 4
+    assert accepted["wrong in parts"][0] > 0.4 * tokens and accepted["shorter"][0] > 0
+    assert accepted["of another vocabulary"] == (0, accepted["of another vocabulary"][1])
 
 
 # Failures --------------------------------------------------------------------------------------------------------

@@ -11,7 +11,16 @@ import ray
 import torch
 import trainer_probe
 from pipelines import Anywhere
-from rollouts import collect, drained, model_config, new_handle, release, settings
+from rollouts import (
+    assert_drafts_change_nothing,
+    collect,
+    drained,
+    model_config,
+    new_handle,
+    release,
+    settings,
+    write_repeating,
+)
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from rlfuse.engines.trainer.trainer_group import TrainerGroup
@@ -118,6 +127,15 @@ async def test_log_probs_are_those_of_the_model_at_every_frame_rate(engine, ask,
     for one in (*samples, *texts):
         response = responses[one.id]
         np.testing.assert_allclose(response.log_probs, expected(model, one, response.token_ids), atol=1e-4)
+
+
+async def test_drafts_change_no_token(ray_cluster, folder, ask, tmp_path):
+    """Draft tokens have the rotary positions of the text after a clip."""
+    model = write_repeating(WRITERS[folder.name](tmp_path / "model", SmallModel()), tmp_path / "repeating")
+    samples = [ask(60 + i, prompt="{}<video>{}") for i in range(8)]
+    samplings = [replace(WARM, max_tokens=300), replace(WARM, max_tokens=300, temperature=0.7)]
+    for responses in await assert_drafts_change_nothing(23, model, samples, samplings):
+        assert sum(len(response.token_ids) for response in responses.values()) > 500
 
 
 async def test_log_probs_of_images_beside_a_clip_are_those_of_the_model(engine, ask, model):

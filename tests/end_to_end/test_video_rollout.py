@@ -10,13 +10,22 @@ import numpy as np
 import pytest
 import ray
 import torch
-from rollouts import Exporter, HoldsModel, collect, drained, model_config, new_handle, release, settings
+from rollouts import (
+    Exporter,
+    HoldsModel,
+    assert_drafts_change_nothing,
+    collect,
+    drained,
+    model_config,
+    new_handle,
+    release,
+    settings,
+    write_repeating,
+)
 from transformers import AutoTokenizer, VideoLlama3ForConditionalGeneration
 
 from rlfuse.cluster.remote import call
-from rlfuse.config.schema import Config
 from rlfuse.engines.trainer.models import load_policy
-from rlfuse.engines.vllm.support import unsupported_reasons
 from rlfuse.engines.weights.sync import WeightPush
 from rlfuse.errors import EngineError
 from rlfuse.protocols import Sampling
@@ -116,6 +125,15 @@ async def cached_tokens(engine) -> dict[str, int]:
 
 def tokens(responses) -> dict[str, list[int]]:
     return {sample_id: response.token_ids.tolist() for sample_id, response in responses.items()}
+
+
+async def test_drafts_change_no_token_and_no_placeholder_is_drawn(ray_cluster, folder, whole, ask, tmp_path):
+    samples, warm = [ask(60 + i) for i in range(8)], replace(WARM, max_tokens=300)
+    samplings = [warm, replace(warm, temperature=0.7, min_p=0.02)]
+    repeating = write_repeating(folder, tmp_path / "repeating")
+    placeholders = [whole.config.image_token_id, whole.config.video_token_id]
+    for responses in await assert_drafts_change_nothing(21, repeating, samples, samplings):
+        assert not any(np.isin(response.token_ids, placeholders).any() for response in responses.values())
 
 
 async def test_log_probs_are_those_of_the_video_model_and_of_the_trainer(engine, ask, folder, whole):
@@ -290,9 +308,3 @@ async def test_what_does_not_fit_is_refused_before_anything_runs(engine, ask, cl
         with pytest.raises(EngineError, match=reason):
             await collect(engine, [refused], GREEDY)
     assert len(await collect(engine, [one], GREEDY)) == 1
-
-
-def test_drafting_is_refused_where_placeholders_could_be_drawn(folder):
-    config = Config()
-    config.model.path, config.fusion.tail_speculation = str(folder), 2
-    assert any("can't exclude visual placeholder tokens" in each for each in unsupported_reasons(config))

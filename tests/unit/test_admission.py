@@ -49,7 +49,7 @@ def test_the_core_s_requests_are_those_of_vllm_s_own_way_and_are_checked_once(
     from vllm.sampling_params import RequestOutputKind
 
     from rlfuse.engines.vllm.prompts import Prompts
-    from rlfuse.engines.vllm.worker_extension import DRAWN
+    from rlfuse.engines.vllm.request_arguments import DRAWN
 
     checked, check = [], SamplingParams._verify_args
     monkeypatch.setattr(SamplingParams, "_verify_args", lambda self: checked.append(1) or check(self))

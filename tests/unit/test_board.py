@@ -16,7 +16,7 @@ from rlfuse.fusion.lengths import Lengths, seconds_to_generate, with_sibling
 from rlfuse.fusion.mini_batches import MiniBatchProgress
 from rlfuse.fusion.selection import Draw
 from rlfuse.fusion.slot_table import SlotTable
-from rlfuse.samples import Reward, RewardFailure, make_groups
+from rlfuse.samples import TRAINING, VALIDATION, Reward, RewardFailure, make_groups
 
 
 def made(count=4, siblings=1):
@@ -320,6 +320,16 @@ def test_shares_are_nearly_equal_and_leave_work_for_slots_that_come_later():
 def test_seeds_belong_to_the_sample():
     seeds, again, other = ([s.seed for g in make_groups(prompts(3), 2, run, 7) for s in g.samples] for run in (5, 5, 6))
     assert seeds == again != other and len(set(seeds)) == 6
+
+
+def test_seeds_of_a_scope_do_not_depend_on_the_step():
+    scopes = [(step, scope) for scope in (TRAINING, VALIDATION) for step in (1, 2)]
+    seeds = [
+        [s.seed for g in make_groups(prompts(3), 2, 5, step, with_baseline=True, scope=scope) for s in g.generated]
+        for step, scope in scopes
+    ]
+    assert seeds[0] == seeds[1] and seeds[2] == seeds[3]
+    assert len({*seeds[0], *seeds[2]}) == 18
 
 
 def test_lengths_follow_the_policy_and_finished_siblings():

@@ -43,6 +43,18 @@ def test_distillation_needs_no_reward():
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
+        (
+            {"rollout__draft": "history", "fusion__data": "tail_batching"},
+            ["rollout.draft=history: requires fusion.data=exact", "set fusion.data=exact, or rollout.draft=ngram"],
+        ),
+        (
+            {"rollout__draft": "history", "rollout__draft_store_mb": 0},
+            ["rollout.draft_store_mb=0: must be above 0 with rollout.draft=history"],
+        ),
+        (
+            {"rollout__draft": "history", "trainer__deterministic": True, "fusion__policy": "serial"},
+            ["rollout.draft=history: verifies several tokens at once", "or trainer.deterministic=false"],
+        ),
         ({"algorithm__adv_estimator": "grp"}, ["`grp` is not one of gae, grpo", "did you mean grpo?"]),
         ({"algorithm__adv_estimator": "grpo"}, ["rollout.n=1: must be 2 or more"]),
         ({"trainer__logger": ["console", "swanlab"]}, ["`swanlab` is not one of console, wandb, tensorboard, mlflow"]),

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from rlfuse.engines.vllm.request_arguments import DRAFT, HISTORY_ENGINE, drafts_from_history, has_draft
+
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # importing it takes long: by one process
 
 EOS, STOP, VOCABULARY, BLOCK, DRAFTS = 1, 7, 300, 16, 3
@@ -49,6 +51,7 @@ def configuration(model, drafts):
         model=model, skip_tokenizer_init=True, dtype="float32", max_model_len=256, max_num_seqs=16, block_size=BLOCK,
         max_num_batched_tokens=512, kv_cache_memory_bytes=1 << 20, enforce_eager=True, enable_prefix_caching=True,
         speculative_config=speculative if drafts else None,
+        additional_config={HISTORY_ENGINE: True} if drafts == "history" else {},
     ).create_engine_config()  # fmt: skip
 
 
@@ -172,6 +175,10 @@ class Core:
         if self.scheduler.num_spec_tokens:
             running = [each for each in self.scheduler.running if not each.is_prefill_chunk]
             drafts = [[self.guess(each, each.num_tokens + place) for place in range(DRAFTS)] for each in running]
+            if drafts_from_history(self.scheduler.vllm_config):
+                drafts = [
+                    each if has_draft(one.sampling_params) else [] for each, one in zip(drafts, running, strict=True)
+                ]
             self.scheduler.update_draft_token_ids(DraftTokenIds([each.request_id for each in running], drafts))
 
     def guess(self, each, position):
@@ -292,6 +299,11 @@ SCENARIOS = {
     "grammars": ({}, {}, lambda n: {"structured": n % 4 == 0}),
     "images": ({}, {}, lambda n: {"image": n % 4 == 0}),
     "drafts": ({"drafts": True}, {"aborts": True, "pushes": True}, {}),
+    "some earlier responses": (
+        {"drafts": "history"},
+        {"aborts": True, "pushes": True},
+        lambda n: {"extra_args": {DRAFT: b""}} if n < 3 else {},
+    ),
 }
 
 
@@ -305,7 +317,7 @@ def test_steps_state_and_tokens_are_those_of_vllm_s_own_scheduler(model, monkeyp
     from rlfuse.engines.vllm.decode_scheduler import AsyncDecodeScheduler, DecodeScheduler
 
     engine, events, sampling = SCENARIOS[scenario]
-    if is_async and scenario == "drafts":
+    if is_async and "drafts" in engine:
         pytest.skip("drafts of an asynchronous engine stay in its model runner")
     short, found = [], []
     theirs, ours = (AsyncScheduler, AsyncDecodeScheduler) if is_async else (Scheduler, DecodeScheduler)
@@ -385,3 +397,18 @@ def test_a_key_selects_vllm_s_own_scheduler_and_front_end(model, device, rollout
     kept = output_processor.LogprobsProcessor.__name__
     keep_log_probs(fast=False)
     assert kept == ("SampledLogProbs" if is_ours else "LogprobsProcessor")
+
+
+def test_requests_without_an_earlier_response_verify_no_drafts_in_an_asynchronous_engine(model):
+    from rlfuse.engines.vllm.decode_scheduler import AsyncDecodeScheduler
+
+    core = Core(build(model, AsyncDecodeScheduler, True, drafts="history"), likely_end=0.0)
+    for number in range(4):
+        extra = {"extra_args": {DRAFT: b"1234"}} if number < 2 else {}
+        core.scheduler.add_request(request(number, [9] * 20, **extra))
+    core.step()
+    placeholders = {name: len(each.spec_token_ids) for name, each in core.scheduler.requests.items()}
+    assert placeholders == {"r0": DRAFTS, "r1": DRAFTS, "r2": 0, "r3": 0}
+    output = core.scheduler.schedule()
+    assert {name: len(drafts) for name, drafts in output.scheduled_spec_decode_tokens.items()} == {"r0": 3, "r1": 3}
+    assert output.num_scheduled_tokens == {"r0": 4, "r1": 4, "r2": 1, "r3": 1}

@@ -14,6 +14,7 @@ from rlfuse.config.compose import compose_job
 from rlfuse.config.documentation import keys
 from rlfuse.errors import ConfigError
 from rlfuse.files import read_rows, write_lock
+from rlfuse.run_folder.response_store import FILE, StoredResponses
 from rlfuse.samples import Reward, RewardFailure, make_groups
 from rlfuse.tools.evaluation import scores
 from rlfuse.tools.evaluation.arguments import made_from, read, run_config_of, split_checkpoint
@@ -165,13 +166,15 @@ def test_wrong_arguments_give_one_message_before_slow_imports(job, run, tmp_path
 def test_an_interrupted_file_is_continued(tmp_path):
     settings = {"model": "a", "temperature": 0.0, "files": ("val.jsonl",)}
     groups = make_groups(prompts_of("sums", "words"), 2, 0, 3)
-    responses = Responses(tmp_path / "out" / "responses.jsonl", scored=True)
+    responses = Responses(tmp_path / "out" / "responses.jsonl", scored=True, draft_bytes=1 << 20)
     assert responses.begin(settings, groups) == groups
     rewards = [Reward(1 / 3, {"f/acc": 0.1}, "a note"), RewardFailure("f", "timed: out"), None, None]
     answered(groups, rewards)
     groups[1].samples[1].response = None
     assert [sample.id for sample in responses.write()] == ["3/0/0", "3/0/1"] and responses.write() == []
     responses.close()
+    stored = StoredResponses(responses.path.with_name(FILE))
+    assert stored.count == 2 and stored.find(groups[0].samples[1].draft_key).step == 3
     with responses.path.open("a") as file:
         file.write('{"id": "3/1/0", "resp')
 

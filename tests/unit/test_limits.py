@@ -68,14 +68,20 @@ def test_a_head_that_vllm_has_no_kernel_for_is_told_on_cpus_alone(config):
     [
         ({"rollout.kv_transfer": "nixl"}, "cuda", "on GPUs a sleeping engine frees the memory"),
         ({"rollout.kv_transfer": "nixl"}, "cpu", "the package nixl is not installed"),
-        ({"rollout.min_p": 0.1, "fusion.tail_speculation": 2}, "cpu", "must be 0 with fusion.tail_speculation"),
-        ({"rollout.val_kwargs.min_p": 0.1, "fusion.tail_speculation": 2}, "cuda", "must be 0 with fusion.tail_spec"),
+        ({"fusion.tail_speculation": 2, "rollout.draft": "history"}, "cpu", "must be 0 with rollout.draft=history"),
+        (
+            {"rollout.draft": "history", "rollout.engine_kwargs": {"speculative_config": {}}},
+            "cuda",
+            "conflicts with rollout.engine_kwargs.speculative_config",
+        ),
+        ({"rollout.draft": "suffix", "fusion.tail_speculation": 2}, "cuda", "vLLM has no suffix decoding"),
+        ({"rollout.draft": "suffix", "fusion.tail_speculation": 2}, "cpu", "the package arctic-inference is not inst"),
     ],
     ids=str,
 )
 def test_settings_that_vllm_cannot_honour_are_refused(config, monkeypatch, changes, device, words):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "nixl" else found(name))
+    found, missing = importlib.util.find_spec, ("nixl", "arctic_inference")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else found(name))
     config.cluster.device = device
     for key, value in changes.items():
         *groups, leaf = key.split(".")

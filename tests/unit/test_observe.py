@@ -288,13 +288,14 @@ def test_fusion_metrics_count_what_ran_beside_generation_and_the_idle_share_of_s
         Span("decode", "rollout/0", 0, 6),  # slot 0: 6 s, then ranks 0 and 1 of it for 2 s at the same time
         Span("backward", "trainer/0", 6, 8),
         Span("backward", "trainer/1", 6, 8),
-        Span("decode", "rollout/1", 0, 4),  # slot 1: 4 s
+        Span("decode", "rollout/1", 0, 4, attributes={"drafted": 8, "accepted": 6}),  # slot 1: 4 s
         Span("decode", "rollout/1", 12, 14),  # not of this step
     ]
     assert fusion_metrics(spans, slots=2, width=2) == {
         "fusion/samples_overlapped": 2.0,
         "fusion/samples_trained_in_tail": 1.0,
         "fusion/samples_moved": 2.0,
+        "fusion/draft_acceptance": 0.75,
         "fusion/idle_share": pytest.approx(1 - 12 / 20),
     }
     assert fusion_metrics(spans[:1], slots=2) == {}, "a step that generated nothing"

@@ -100,7 +100,7 @@ def test_a_search_tries_it_only_where_the_job_has_it(shape):  # noqa: F811
 
 
 def test_a_run_of_it_is_labelled_and_held_against_wider_bounds():
-    assert label("exact", 0, "fp8_per_channel") == "off-policy" and label("exact") == "exact"
+    assert label("exact", "fp8_per_channel") == "off-policy" and label("exact") == "exact"
     narrow, wide = BOUNDS["bfloat16"], mismatch_bound("bfloat16", "fp8_per_channel")
     assert (wide.mean, wide.most) == (QUANTIZED_FACTOR * narrow.mean, QUANTIZED_FACTOR * narrow.most)
     assert bound_in_steps("bfloat16", 1.0, -1, "exact", 0.0, "fp8_per_channel") == wide

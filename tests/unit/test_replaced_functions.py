@@ -45,20 +45,46 @@ STOP_TEXTS = {
     "vllm.v1.engine.detokenizer": "uses_fast_detokenizer check_stop_strings",
 }
 """How the front end finds stop texts: in the text that a token adds, or in what it completes."""
+V2 = "vllm.v1.worker.gpu"
+DRAFTS = {
+    "vllm.v1.sample.rejection_sampler.RejectionSampler": "forward parse_output",
+    "vllm.v1.sample.logits_processor": "build_logitsprocs",
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": (
+        "_sample _calc_spec_decode_metadata _bookkeeping_sync propose_draft_token_ids"
+    ),
+    f"{V2}.sample.sampler.Sampler": "sample _sample_random apply_sampling_params",
+    f"{V2}.spec_decode.rejection_sampler.RejectionSampler": "__call__ _verify _verify_in_chunks _get_logprobs_tensors",
+    f"{V2}.spec_decode.rejection_sampler_utils": "rejection_sample",
+    f"{V2}.model_runner.GPUModelRunner": "sample",
+}
+"""What `acceptance` and `proposer` replace, and what reads their results."""
+HISTORY = {
+    "vllm.v1.core.sched.async_scheduler.AsyncScheduler": "_update_after_schedule",
+    f"{V2}.model_runner.GPUModelRunner": "add_requests sample_tokens",
+    f"{V2}.spec_decode.ngram.speculator.NgramGPUSpeculator": "propose",
+}
+"""What `history_speculator` is called by, and what it replaces."""
 
 
 @pytest.mark.parametrize(
     "replaced, known",
-    [(SCHEDULER, "b165f8e7c7f80c51"), (SAMPLER, "b94cc6d77a1914cb"), (STOP_TEXTS, "f3a866115adb662d")],
-    ids=["scheduler", "sampler", "stop texts"],
+    [
+        (SCHEDULER, "b165f8e7c7f80c51"),
+        (SAMPLER, "b94cc6d77a1914cb"),
+        (STOP_TEXTS, "f3a866115adb662d"),
+        (DRAFTS, "859efeec8a7e8c13"),
+        (HISTORY, "b9209786462563ea"),
+    ],
+    ids=["scheduler", "sampler", "stop texts", "drafts", "earlier responses"],
 )
 def test_functions_that_are_replaced_are_those_that_the_replacement_was_written_for(replaced, known):
     """After an upgrade: compare these functions with the last version's, adapt what replaces them, renew the digest."""
     from rlfuse.engines.vllm import worker_extension as steps
 
     vllm_s = {"add_request": steps._add_request, "apply_staged_writes": steps._apply_staged_writes}
-    digest = hashlib.sha256()
-    with mock.patch.multiple(steps.Sampler, **vllm_s):
+    digest, runner = hashlib.sha256(), steps.gpu_model_runner.GPUModelRunner
+    drafts = mock.patch.object(runner, "propose_draft_token_ids", steps._propose_draft_token_ids)
+    with mock.patch.multiple(steps.Sampler, **vllm_s), drafts:
         for place, names in replaced.items():
             holder = resolved(place)
             for each in names.split():
@@ -70,3 +96,22 @@ def resolved(place):
     """The module or the class of this name."""
     module, _, name = place.rpartition(".")
     return getattr(importlib.import_module(module), name) if name[0].isupper() else importlib.import_module(place)
+
+
+def test_the_rule_for_drafts_is_called_as_vllm_s_own():
+    from rlfuse.engines.vllm.acceptance import EqualitySampler, accept_equal
+
+    vllm_s = resolved(f"{V2}.spec_decode.rejection_sampler_utils").rejection_sample
+    given = inspect.signature(vllm_s).parameters
+    ours = inspect.signature(accept_equal).parameters
+    assert list(given)[: len(ours)] == list(ours), "the others belong to watermarks, which are off"
+    assert {name for name in given if name not in ours} == {
+        "contexts", "watermarking", "watermarking_skip_mask", "watermark_key"
+    }  # fmt: skip
+    assert resolved(f"{V2}.spec_decode.rejection_sampler").rejection_sample is accept_equal
+    base = resolved("vllm.v1.sample.rejection_sampler.RejectionSampler")
+    assert (
+        inspect.signature(EqualitySampler.forward).parameters.keys()
+        == inspect.signature(base.forward).parameters.keys()
+    )
+    assert callable(resolved("vllm.sampling_params.SamplingParams")._validate_spec_decode)

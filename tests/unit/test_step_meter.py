@@ -12,7 +12,7 @@ from rlfuse.events import Recorder
 def step(meter, now, usage, decoding=0, begun=0, running=1):
     """One engine step of 1 s with this share of the KV cache used after it."""
     read = engine_step(
-        SimpleNamespace(iteration_details=None),
+        SimpleNamespace(iteration_details=None, spec_decoding_stats=None),
         SimpleNamespace(
             iteration_timestamp=now,
             inter_token_latencies_iter=[1.0] * decoding,
@@ -52,11 +52,13 @@ def test_tokens_that_the_engine_holds_back_count_in_their_steps(meter):
         details = SimpleNamespace(
             num_ctx_requests=0, num_ctx_tokens=0, num_generation_requests=2, num_generation_tokens=2, elapsed_ms=20.0
         )
-        stats = SimpleNamespace(iteration_details=details)
+        drafts = SimpleNamespace(num_draft_tokens=4, num_accepted_tokens=3)
+        stats = SimpleNamespace(iteration_details=details, spec_decoding_stats=drafts)
         assert meter.record(engine_step(stats, None), 0.5, idle=False)
     details.num_generation_requests = 0
     assert not meter.record(engine_step(stats, None), 0.5, idle=False), "no request had a token"
     meter.close()
     [span] = meter._recorder.drain()
     assert (span.tokens, span.attributes["steps"], span.attributes["context"]) == (6, 3, 500)
+    assert (span.attributes["drafted"], span.attributes["accepted"]) == (12, 9)
     assert span.end - span.start >= 0.04

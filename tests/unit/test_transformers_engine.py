@@ -363,6 +363,7 @@ def test_backends_have_every_method_of_the_port(name):
         ("rollout.kv_transfer", "shm"),
         ("rollout.scheduler", "vllm"),
         ("fusion.tail_speculation", 4),
+        ("rollout.draft", "history"),
         ("cluster.device", "cuda"),
     ],
 )

@@ -24,6 +24,9 @@ class EngineStep:
     """Longest time to first token."""
     prefilled: int
     tokens: int
+    drafted: int = 0
+    """Draft tokens that the step verified."""
+    accepted: int = 0
 
 
 class StepMeter:
@@ -79,6 +82,9 @@ class StepMeter:
         self._span.tokens += step.tokens
         self._span.attributes["steps"] += 1
         self._span.attributes["prefill_tokens"] += step.prefilled
+        if step.drafted:
+            for name, count in (("drafted", step.drafted), ("accepted", step.accepted)):
+                self._span.attributes[name] = self._span.attributes.get(name, 0) + count
 
     def close(self) -> None:
         """End the current span."""

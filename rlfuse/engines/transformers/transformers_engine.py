@@ -46,6 +46,7 @@ SUPPORTED_VALUES = {
     "rollout.engine_kwargs": {},
     "rollout.kv_transfer": "auto",
     "rollout.scheduler": "fast",
+    "rollout.draft": "ngram",
     "fusion.tail_speculation": 0,
 }
 """Keys of which this backend supports one value."""

@@ -27,6 +27,7 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from rlfuse.engines.vllm.kv_transfer.shared_memory import MigrationConnector
+from rlfuse.engines.vllm.request_arguments import drafts_from_history, has_draft
 from rlfuse.engines.vllm.stop_tokens import EVERY_TOKEN, NO_TOKEN, StopTokens, StopTokenTable
 
 
@@ -46,8 +47,9 @@ class HeldTokens:
         self.update_stop_text_ids(request._output_token_ids)
         self.end = min(max_model_len, request.num_prompt_tokens + request.max_tokens)
         """Length at which the request ends, in tokens of prompt and response."""
-        self.is_plain = not (request.mm_features or request.structured_output_request or sampling.repetition_detection)
-        """True if it decodes without encoder outputs, grammars and other checks."""
+        checked = request.mm_features or request.structured_output_request or sampling.repetition_detection
+        self.is_plain = not (checked or has_draft(sampling))
+        """True if it decodes without encoder outputs, grammars, drafts and other checks."""
 
     def update_stop_text_ids(self, tokens: Sequence[int]) -> None:
         """Update `stop_text_ids` after `tokens` have been sent."""
@@ -81,6 +83,7 @@ class DecodeScheduler(Scheduler):
         self._last_output = 0.0
         """Time of the last step that had tokens, on vLLM's clock."""
         self._is_async = isinstance(self, AsyncScheduler)
+        self._drafts_from_history = drafts_from_history(self.vllm_config)
         self._has_fast_path = self._supports_fast_path()
 
     def _supports_fast_path(self) -> bool:
@@ -89,7 +92,7 @@ class DecodeScheduler(Scheduler):
             others
             or type(manager) is not FullAttentionManager
             or not manager.block_size == self.hash_block_size == self.block_size
-            or self.num_spec_tokens
+            or (self.num_spec_tokens and not self._drafts_from_history)
             or self.lora_config
             or self.use_pp
             or self.dcp_world_size > 1
@@ -165,6 +168,7 @@ class DecodeScheduler(Scheduler):
             free_encoder_mm_hashes=self.encoder_cache_manager.get_freed_mm_hashes(),
             preempted_req_ids=self.reset_preempted_req_ids,
             ec_manager_metadata=self.encoder_cache_manager.get_manager_metadata(),
+            num_spec_tokens_to_schedule=self._draft_limit(len(names)),
         )
         if self.connector is not None:
             output.kv_connector_metadata = self._build_kv_connector_meta(self.connector, output)
@@ -174,6 +178,10 @@ class DecodeScheduler(Scheduler):
         if not self.use_v2_model_runner:
             self.prev_step_scheduled_req_ids = set(names)
         return output
+
+    def _draft_limit(self, requests: int) -> int:
+        """Return the number of tokens to draft for each request after a step of so many requests."""
+        return self.num_spec_tokens if self.dynamic_sd_lookup is None else self.dynamic_sd_lookup[requests]
 
     def _mark_scheduled(self, requests: Iterable[Request]) -> None:
         for request in requests:
@@ -319,6 +327,13 @@ class DecodeScheduler(Scheduler):
 
 class AsyncDecodeScheduler(DecodeScheduler, AsyncScheduler):
     """Scheduler of engines with asynchronous scheduling, as on GPUs."""
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        """Update the requests as vLLM does; those without an earlier response have no drafts to verify."""
+        super()._update_after_schedule(scheduler_output)
+        for name in scheduler_output.num_scheduled_tokens if self._drafts_from_history else ():
+            if not has_draft((request := self.requests[name]).sampling_params):
+                request.spec_token_ids = []
 
 
 def _is_plain(output: ModelRunnerOutput) -> bool:

@@ -1,9 +1,10 @@
-"""Replace parts of vLLM's front end: log-probs as floats, stop texts across the parts of a migrated sample.
+"""Replace parts of vLLM's front end: log-probs as floats, stop texts across the parts of a migrated sample, drafts.
 
 With `decode_scheduler`, `CompletionOutput.logprobs` is a list of floats, one per sampled token, and an aborted request
 ends with an output of the engine core that has all its tokens. A continued sample is a request whose prompt ends with
 the tokens drawn so far, in which vLLM does not search for stop texts. So these tokens are detokenized again, and
-`setup.extend` removes them: a response ends at the same token, no matter which engines drew its parts.
+`setup.extend` removes them: a response ends at the same token, no matter which engines drew its parts. With drafts,
+vLLM would reject min_p and logit biases, which `worker_extension` applies.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from msgspec.structs import replace
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest, output_processor
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.outputs import LogprobsLists
+
+from rlfuse.engines.vllm.request_arguments import drawn_tokens
 
 
 class SampledLogProbs(LogprobsProcessor):
@@ -54,10 +58,8 @@ _from_new_request = IncrementalDetokenizer.from_new_request
 
 def _continue_detokenizer(cls: type, tokenizer: object, request: EngineCoreRequest) -> IncrementalDetokenizer:
     """Detokenize the sample's earlier tokens again; vLLM has no other hook at the start of a request's text."""
-    from rlfuse.engines.vllm.worker_extension import DRAWN  # imports kernels, so only after the engine was forked
-
     sampling = request.sampling_params
-    drawn = (sampling.extra_args or {}).get(DRAWN, 0) if sampling.stop else 0
+    drawn = drawn_tokens(sampling) if sampling.stop else 0
     if not drawn:
         return _from_new_request(tokenizer, request)
     ids = request.prompt_token_ids
@@ -67,3 +69,4 @@ def _continue_detokenizer(cls: type, tokenizer: object, request: EngineCoreReque
 
 
 IncrementalDetokenizer.from_new_request = classmethod(_continue_detokenizer)
+SamplingParams._validate_spec_decode = lambda self, speculative_config: None

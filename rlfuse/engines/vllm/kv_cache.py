@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from rlfuse.config.rollout import HISTORY
 from rlfuse.config.schema import Config
 from rlfuse.engines.memory.model_sizes import Shape
 
 DRAFT_TOKENS = 4  # draft tokens per step with fusion.tail_speculation
+HISTORY_TOKENS = 16  # draft tokens per step from an earlier response
 HEADROOM = 0.1  # fraction kept free if engine and ranks share a device; not measured
 MAX_BLOCK_TOKENS = 128  # maximum tokens of a block in vLLM's attention backends
 UNSUPPORTED_ARGUMENTS = frozenset(
@@ -29,7 +31,8 @@ def max_kv_cache_bytes(config: Config, shape: Shape, item: int, step_tokens: int
     if UNSUPPORTED_ARGUMENTS & set(config.rollout.engine_kwargs):
         return None
     longest = config.data.max_prompt_length + config.data.max_response_length
-    longest += DRAFT_TOKENS if config.fusion.tail_speculation else 0
+    history, tail = config.rollout.draft == HISTORY, config.fusion.tail_speculation > 0
+    longest += HISTORY_TOKENS if history else DRAFT_TOKENS * tail
     blocks = -(-longest // MAX_BLOCK_TOKENS)
     sample = shape.cache.bytes_of(
         blocks * MAX_BLOCK_TOKENS, item, config.rollout.tensor_model_parallel_size, step_tokens

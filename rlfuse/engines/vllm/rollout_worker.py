@@ -23,12 +23,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import psutil
 
 from rlfuse.cluster import cuda
 from rlfuse.cluster.child_processes import bind, restore_child_signals
 from rlfuse.cluster.garbage import importing
-from rlfuse.config.rollout import RolloutConfig
+from rlfuse.config.rollout import HISTORY, RolloutConfig
 from rlfuse.config.schema import Config, ModelConfig
 from rlfuse.engines.memory.estimate import Memory
 from rlfuse.engines.rollout.engine_actor import Capabilities, Request
@@ -72,6 +73,8 @@ class RolloutWorker(EngineBase):
         self._kv_store: Any = None
         self._is_updating = self._has_discarded_weights = self._restorable = False
         self._holds_tokens = False
+        self._draft_vocabulary = 0
+        """Number of token ids that drafts may have; 0 if the engine does not draft from earlier responses."""
         self._calls_in_progress = 0
         """Number of calls to the engine in progress, except generation."""
         self._stats: Any = None
@@ -128,6 +131,8 @@ class RolloutWorker(EngineBase):
 
             await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={"packed": True}))
         self._limit = self._engine.model_config.max_model_len
+        if rollout.draft == HISTORY:
+            self._draft_vocabulary = self._engine.model_config.get_vocab_size()
         batched_tokens = self._engine.vllm_config.scheduler_config.max_num_batched_tokens
         self._prompts = Prompts(self._engine.model_config.hf_config, batched_tokens)
         cache = self._engine.vllm_config.cache_config
@@ -227,7 +232,8 @@ class RolloutWorker(EngineBase):
                     return self._response(request.partial, "length")
                 store, ids = self._kv_store, request.ids()
                 params = store.parameters(request.id, request.partial.kv_key, self._version) if store else {}
-                parameters = sampling_params(request, sampling, room, params, self._prompts.logit_bias)
+                bias, draft = self._prompts.logit_bias, self._draft(request)
+                parameters = sampling_params(request, sampling, room, params, bias, draft)
                 prompt = self._prompts.prompt(ids, request.visual)
                 async for output in self._engine.generate(prompt, parameters, request.id):
                     final = output  # the only output, because parameters request the final one
@@ -244,6 +250,13 @@ class RolloutWorker(EngineBase):
             self._active.pop(request.id, None)
             if self._kv_store is not None:
                 self._kv_store.forget(request.id, request.partial.kv_key)
+
+    def _draft(self, request: Request) -> np.ndarray | None:
+        """Return the request's draft if the engine can verify it: a file may have responses of another model."""
+        draft = request.draft
+        if draft is None or not len(draft) or draft.min() < 0 or draft.max() >= self._draft_vocabulary:
+            return None
+        return draft
 
     # Moving --------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from rlfuse import clock
 from rlfuse.cluster import cuda, scratch
 from rlfuse.config.facts import EXPERTS
 from rlfuse.config.quantization import UNQUANTIZED_LAYERS
-from rlfuse.config.rollout import RolloutConfig
+from rlfuse.config.rollout import HISTORY, RolloutConfig
 from rlfuse.config.schema import ModelConfig
 from rlfuse.engines.memory.estimate import Memory
 from rlfuse.engines.memory.residency import ENGINE
@@ -27,8 +27,9 @@ from rlfuse.engines.rollout.engine_actor import Request
 from rlfuse.engines.rollout.step_meter import EngineStep
 from rlfuse.engines.vllm.gpu_settings import engine_settings, gpu_arguments
 from rlfuse.engines.vllm.importing import CPU_ENVIRONMENT, ENVIRONMENT
-from rlfuse.engines.vllm.kv_cache import DRAFT_TOKENS
-from rlfuse.engines.vllm.support import NIXL_ON_GPUS
+from rlfuse.engines.vllm.kv_cache import DRAFT_TOKENS, HISTORY_TOKENS
+from rlfuse.engines.vllm.request_arguments import DRAFT, DRAWN, HISTORY_ENGINE
+from rlfuse.engines.vllm.support import DRAFT_CONFLICTS, NIXL_ON_GPUS
 from rlfuse.engines.weights.sync import MIB, resolve_transfer
 from rlfuse.errors import EngineError
 from rlfuse.events import Span
@@ -36,6 +37,7 @@ from rlfuse.protocols import Sampling
 from rlfuse.samples import Partial
 
 DECODE_SCHEDULER = "rlfuse.engines.vllm.decode_scheduler"
+HISTORY_PROPOSER = "rlfuse.engines.vllm.history.HistoryProposer"
 KERNEL_ARGUMENTS = frozenset(
     {"attention_backend", "attention_config", "enable_flashinfer_autotune", "hf_overrides", "kernel_config"}
     | {
@@ -114,33 +116,33 @@ def engine_arguments(
 
 
 def draft_arguments(threshold: int, rollout: RolloutConfig, device: str) -> dict[str, Any]:
-    """Return the arguments for n-gram speculative decoding while at most `threshold` samples are decoded.
+    """Return the arguments for speculative decoding: while at most `threshold` samples are decoded, or, with
+    rollout.draft=history, for all samples that have an earlier response.
 
-    Greedy tokens stay the same; sampled ones keep their distribution, but depend on the rest of the batch. Raises
-    ValueError for a threshold below 0, several pipeline stages or data-parallel ranks, and a `speculative_config`.
+    Drafts do not change tokens (`acceptance`). Raises ValueError for a threshold below 0, several pipeline stages or
+    data-parallel ranks, and a `speculative_config`.
     """
     if threshold < 0:
         raise ValueError(f"fusion.tail_speculation={threshold}: set a number of samples, or 0 to disable it")
+    most, tokens, given = rollout.max_num_seqs, DRAFT_TOKENS, f"fusion.tail_speculation={threshold}"
+    if rollout.draft == HISTORY:
+        threshold, tokens, given = most, HISTORY_TOKENS, f"rollout.draft={HISTORY}"
     if not threshold:
         return {}
-    if clash := {"speculative_config", "pipeline_parallel_size", "data_parallel_size"} & set(rollout.engine_kwargs):
-        raise ValueError(
-            f"fusion.tail_speculation={threshold} conflicts with rollout.engine_kwargs.{min(clash)}; remove one of them"
-        )
-    most = rollout.max_num_seqs
-    schedule = [(1, min(threshold, most), DRAFT_TOKENS)]
+    if clash := DRAFT_CONFLICTS & set(rollout.engine_kwargs):
+        raise ValueError(f"{given} conflicts with rollout.engine_kwargs.{min(clash)}; remove one of them")
+    schedule = [(1, min(threshold, most), tokens)]
     if threshold < most:
         schedule.append((threshold + 1, most, 0))
-    return {
-        "speculative_config": {
-            # The GPU variant lets vLLM keep scheduling one step ahead of the device.
-            "method": "ngram_gpu" if device == "cuda" else "ngram",
-            "num_speculative_tokens": DRAFT_TOKENS,
-            "prompt_lookup_min": 2,
-            "prompt_lookup_max": 4,
-            "num_speculative_tokens_per_batch_size": schedule,
-        }
-    }
+    drafts = {"num_speculative_tokens": tokens, "num_speculative_tokens_per_batch_size": schedule}
+    # The GPU variant lets vLLM keep scheduling one step ahead of the device; `worker_extension` replaces its class.
+    ngram = {"method": "ngram_gpu" if device == "cuda" else "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    if rollout.draft == "suffix":
+        return {"speculative_config": {"method": "suffix"} | drafts}
+    if rollout.draft == HISTORY:
+        proposer = {"method": "custom_class", "model": HISTORY_PROPOSER} if device == "cpu" else ngram
+        return {"speculative_config": proposer | drafts, "additional_config": {HISTORY_ENGINE: True}}
+    return {"speculative_config": ngram | drafts}
 
 
 def memory_arguments(memory: Memory) -> dict[str, Any]:
@@ -232,15 +234,18 @@ def sampling_params(
     max_tokens: int,
     kv_params: dict[str, str],
     logit_bias: dict[int, float] | None,
+    draft: np.ndarray | None = None,
 ) -> Any:
-    """Return vLLM's SamplingParams for at most `max_tokens` more tokens of the request."""
+    """Return vLLM's SamplingParams for at most `max_tokens` more tokens of the request. `draft`: an earlier response,
+    int32."""
     import rlfuse.engines.vllm.front_end  # noqa: F401  (patches stop texts of continued samples)
-    from rlfuse.engines.vllm.worker_extension import DRAWN
 
     parameters = _shared_params(sampling).clone()
     parameters.max_tokens, parameters.logit_bias = max_tokens, logit_bias
     parameters.seed = request.seed if sampling.temperature > 0 else None
     parameters.extra_args = {DRAWN: len(request.partial.token_ids), "kv_transfer_params": kv_params}
+    if draft is not None:
+        parameters.extra_args[DRAFT] = draft.tobytes()
     return parameters
 
 
@@ -291,15 +296,17 @@ def extend(partial: Partial, output: Any, version: int, record: Span) -> tuple[P
 
 def engine_step(scheduler: Any, iteration: Any) -> EngineStep:
     """Convert vLLM's statistics; those of `decode_scheduler` also count held tokens."""
+    drafts = scheduler.spec_decoding_stats
+    drafted = (drafts.num_draft_tokens, drafts.num_accepted_tokens) if drafts else (0, 0)
     first = [] if iteration is None else iteration.time_to_first_tokens_iter
     now = clock.now() if iteration is None else clock.from_wall_clock(iteration.iteration_timestamp)
     waited_s = max([0.0, *first])
     if (counted := scheduler.iteration_details) is not None:
         length_s, begun = counted.elapsed_ms / 1e3, counted.num_ctx_requests
         prefilled, tokens = counted.num_ctx_tokens, counted.num_generation_tokens
-        return EngineStep(now, counted.num_generation_requests, length_s, begun, waited_s, prefilled, tokens)
+        return EngineStep(now, counted.num_generation_requests, length_s, begun, waited_s, prefilled, tokens, *drafted)
     if iteration is None:
         return EngineStep(now, 0, 0.0, 0, 0.0, 0, 0)
     gaps = iteration.inter_token_latencies_iter
     prefilled, tokens = iteration.prompt_token_stats.computed, iteration.num_generation_tokens
-    return EngineStep(now, len(gaps), min(gaps, default=0.0), len(first), waited_s, prefilled, tokens)
+    return EngineStep(now, len(gaps), min(gaps, default=0.0), len(first), waited_s, prefilled, tokens, *drafted)

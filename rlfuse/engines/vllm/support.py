@@ -21,8 +21,8 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from rlfuse.config.facts import on_gpus
 from rlfuse.config.rewards import map_judge_paths
+from rlfuse.config.rollout import HISTORY
 from rlfuse.config.schema import Config
-from rlfuse.video.placeholders import placeholder_ids
 
 CPU_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM's CPU attention is compiled for."""
@@ -30,6 +30,8 @@ CPU_BLOCK = 32
 """On CPUs, block_size must be a multiple of this number of tokens."""
 BYPASSES_RELOAD = {"gpt_oss", "mimo_v2_flash", "step3_text", "step3p5"}
 """Model types whose `load_weights` bypasses vLLM's layerwise reload; `receiver` detects others in the first push."""
+DRAFT_CONFLICTS = {"speculative_config", "pipeline_parallel_size", "data_parallel_size"}
+"""Keys of rollout.engine_kwargs that exclude drafts."""
 NUMERICS_DIFFER = {
     "bloom": "vLLM computes its exact GELU, transformers the tanh approximation that it was trained with"
 }
@@ -45,9 +47,9 @@ def unsupported_reasons(config: Config, trains: bool = True) -> list[str]:
     """Return why vLLM cannot generate with the policy or, if it `trains`, receive its weights; each with its key."""
     path = config.model.path
     if (model := _model_config(config, path)) is None:
-        return [*_connector(config)]
+        return [*_connector(config), *_drafting(config), *_history(config)]
     given = f"model.path={path}"
-    found = [*_connector(config), *_drafting(config, model), *_latent_attention(given, config, model)]
+    found = [*_connector(config), *_drafting(config), *_history(config), *_latent_attention(given, config, model)]
     found += _training_limits(given, config, model) if trains else ()
     if "hf_overrides" in config.rollout.engine_kwargs:  # vLLM uses a modified configuration
         return found
@@ -67,10 +69,11 @@ def unplannable_reasons(config: Config, device: str) -> list[str]:
     if config.rollout.name != "vllm" or config.trainer.is_offline or model is None:
         return found
     given = f"model.path={config.model.path}"
-    found += _connector(planned) if device == "cuda" else ()  # nixl may be installed on a machine with CPUs
+    if device == "cuda":  # packages may be installed on a machine with CPUs
+        found += [*_connector(planned), *_drafting(planned)]
     return [
         *found,
-        *_drafting(planned, model),
+        *_history(planned),
         *_latent_attention(given, planned, model),
         *_training_limits(given, planned, model),
     ]
@@ -140,19 +143,25 @@ def _connector(config: Config) -> Iterator[str]:
         yield f"rollout.kv_transfer=nixl: the package nixl is not installed; {remedy}"
 
 
-def _drafting(config: Config, model: PreTrainedConfig) -> Iterator[str]:
-    given = config.fusion.tail_speculation
-    if given and placeholder_ids(model):
-        yield (
-            f"fusion.tail_speculation={given}: vLLM can't exclude visual placeholder tokens while drafting, and "
-            f"{config.model.path} has some; set fusion.tail_speculation=0"
-        )
-    for key, value in (("min_p", config.rollout.min_p), ("val_kwargs.min_p", config.rollout.val_kwargs.min_p)):
-        if given and value:
-            yield (
-                f"rollout.{key}={value}: must be 0 with fusion.tail_speculation, as vLLM ignores it while drafting; "
-                f"set rollout.{key}=0, or fusion.tail_speculation=0"
-            )
+def _drafting(config: Config) -> Iterator[str]:
+    if config.rollout.draft != "suffix" or not config.fusion.tail_speculation:
+        return
+    if on_gpus(config):
+        yield "rollout.draft=suffix: vLLM has no suffix decoding in its model runner for GPUs; set rollout.draft=ngram"
+    elif importlib.util.find_spec("arctic_inference") is None:
+        remedy = "pip install arctic-inference==0.1.1, or set rollout.draft=ngram"
+        yield f"rollout.draft=suffix: the package arctic-inference is not installed; {remedy}"
+
+
+def _history(config: Config) -> Iterator[str]:
+    if config.rollout.draft != HISTORY:
+        return
+    if threshold := config.fusion.tail_speculation:
+        valid = f"must be 0 with rollout.draft={HISTORY}, which drafts for every number of samples"
+        yield f"fusion.tail_speculation={threshold}: {valid}; set it to 0, or rollout.draft=ngram"
+    if clash := DRAFT_CONFLICTS & set(config.rollout.engine_kwargs):
+        given = f"rollout.engine_kwargs.{min(clash)}"
+        yield f"rollout.draft={HISTORY}: conflicts with {given}; remove it, or set rollout.draft=ngram"
 
 
 def _latent_attention(given: str, config: Config, model: PreTrainedConfig) -> Iterator[str]:

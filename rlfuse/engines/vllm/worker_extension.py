@@ -1,4 +1,4 @@
-"""Extend vLLM's workers: random generators that continue a sample, and a cheaper decode step on GPUs.
+"""Extend vLLM's workers: random generators that continue a sample, drafts that change no token, a cheaper decode step.
 
 Imported in every worker process, because the engine names `WorkerExtension` as its `worker_extension_cls`.
 
@@ -8,6 +8,9 @@ drew: one 32-bit number per draw on CPUs, four Philox offsets on GPUs. The V2 mo
 seed and position. vLLM can undo a draw (chunks of a long prompt draw unused tokens) only on GPUs; `CountedGenerator`
 adds this on CPUs.
 
+With drafts, vLLM draws other tokens and ignores min_p and logit biases in the V1 model runner; `acceptance` replaces
+its rules, and all sampling parameters apply.
+
 In the V2 model runner, the parameters of all requests (15 arrays) are copied to the device only after a request was
 added instead of at every step, and the ranks of sampled tokens are not computed, because nothing reads them.
 """
@@ -15,21 +18,32 @@ added instead of at every step, and the ranks of sampled tokens are not computed
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import torch
+from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker import gpu_model_runner
+from vllm.v1.worker.gpu import spec_decode
 from vllm.v1.worker.gpu.sample import logprob
 from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.spec_decode import rejection_sampler
+from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
+from rlfuse.engines.vllm.acceptance import EqualitySampler, accept_equal
+from rlfuse.engines.vllm.history_speculator import HistorySpeculator
+from rlfuse.engines.vllm.proposer import Proposer, propose_drafts
 from rlfuse.engines.vllm.receiver import ReceiverExtension
+from rlfuse.engines.vllm.request_arguments import drafts_from_history, drawn_tokens
 
-DRAWN = "rlfuse_drawn"
-"""Key of `SamplingParams.extra_args`: tokens at the end of the prompt that are part of the response."""
 PHILOX_PER_DRAW = 4
 BUILT_IN_PROCESSORS = 3
 """Number of vLLM's built-in logits processors; custom ones may need to run at each step."""
+WITHOUT_MODEL = ("ngram", "suffix", "custom_class")
+"""Methods of `speculative_config` whose drafts are lists, without KV cache."""
 
 
 class CountedGenerator(torch.Generator):
@@ -54,7 +68,7 @@ class CountedGenerator(torch.Generator):
 
 def drawn(request: CachedRequestState) -> int:
     """Return the number of response tokens at the end of the request's prompt."""
-    return (request.sampling_params.extra_args or {}).get(DRAWN, 0)
+    return drawn_tokens(request.sampling_params)
 
 
 def position(request: CachedRequestState) -> None:
@@ -90,6 +104,8 @@ _add_request, _apply_staged_writes = Sampler.add_request, Sampler.apply_staged_w
 def _added_request(self: Any, req_idx: int, sampling_params: SamplingParams) -> None:
     self.is_copied = False
     _add_request(self, req_idx, sampling_params)
+    if (history := getattr(self.req_states, "history", None)) is not None:
+        history.add_request(req_idx, sampling_params)
 
 
 def _apply_new_writes(self: Any) -> None:
@@ -107,3 +123,40 @@ class NoKernel:
 
 Sampler.add_request, Sampler.apply_staged_writes = _added_request, _apply_new_writes
 logprob._ranks_kernel = NoKernel()
+
+
+_build_logitsprocs = gpu_model_runner.build_logitsprocs
+_propose_draft_token_ids = gpu_model_runner.GPUModelRunner.propose_draft_token_ids
+
+
+def _all_logitsprocs(vllm_config: VllmConfig, *args: Any) -> Any:
+    """Build the processors as without drafts; `EqualitySampler` applies all of them."""
+    undrafted = copy(vllm_config)
+    undrafted.speculative_config = None
+    return _build_logitsprocs(undrafted, *args)
+
+
+def _drafts(self: Any, scheduler_output: SchedulerOutput, sampled: Any, *args: Any) -> Any:
+    """Propose drafts; vLLM calls proposers without a model also where the batch is too large to draft."""
+    if not scheduler_output.num_spec_tokens_to_schedule and self.speculative_config.method in WITHOUT_MODEL:
+        return [[] for _ in sampled]
+    if isinstance(self.drafter, Proposer):
+        return propose_drafts(self, scheduler_output, sampled)
+    return _propose_draft_token_ids(self, scheduler_output, sampled, *args)
+
+
+_init_speculator = spec_decode.init_speculator
+
+
+def _speculator(vllm_config: VllmConfig, device: torch.device, req_states: RequestState) -> Any:
+    """Build the speculator of the V2 model runner, which looks this function up when it is imported."""
+    if drafts_from_history(vllm_config):
+        return HistorySpeculator(vllm_config, device, req_states)
+    return _init_speculator(vllm_config, device, req_states)
+
+
+spec_decode.init_speculator = _speculator
+gpu_model_runner.RejectionSampler = EqualitySampler
+gpu_model_runner.build_logitsprocs = _all_logitsprocs
+gpu_model_runner.GPUModelRunner.propose_draft_token_ids = _drafts
+rejection_sampler.rejection_sample = accept_equal

@@ -35,8 +35,9 @@ from rlfuse.fusion.slot_table import SlotTable
 from rlfuse.protocols import DeviceSharing, Engines, NoClips
 from rlfuse.rewards.workers.pool import RewardPool
 from rlfuse.run import WORKER_IMPORTS, inference
+from rlfuse.run.drafting import with_drafts
 from rlfuse.run.starting import end_all, start_parts, with_progress
-from rlfuse.samples import Group, make_groups
+from rlfuse.samples import VALIDATION, Group, make_groups
 from rlfuse.step.executor import Executor, StepContext
 from rlfuse.stopping import NAMES, Stopped, Stopping
 from rlfuse.tools.evaluation.display import Display
@@ -60,7 +61,7 @@ class EvaluationInputs:
 
 
 def load(config: Config, step: int, scored: bool, say: Callable[[str], None]) -> EvaluationInputs:
-    """Load tokenizer, prompts and rewards. Seeds are those of the validation after `step`."""
+    """Load tokenizer, prompts and rewards. Samples are those of the validation after `step`."""
     reward = inference.reward_pool(config) if scored else None
     judges = unsupported_judge_reasons(config) if scored else ()
     if problems := [*engine_actor(config.rollout.name).unsupported_reasons(config, trains=False), *judges]:
@@ -71,7 +72,7 @@ def load(config: Config, step: int, scored: bool, say: Callable[[str], None]) ->
     say(str(report))
     if reward is not None:
         reward.check_prompts(prompts, config.reward.max_failure_rate)
-    groups = make_groups(prompts, config.rollout.val_kwargs.n, config.data.seed, step)
+    groups = make_groups(prompts, config.rollout.val_kwargs.n, config.data.seed, step, scope=VALIDATION)
     return EvaluationInputs(config, tokenizer, groups, reward, video_model)
 
 
@@ -122,6 +123,8 @@ async def _generate(loaded: EvaluationInputs, groups: Sequence[Group], responses
         slots = await placement.start(config, WORKER_IMPORTS)
     display.say(slots.summary)
     config = inference.with_transfer(config, slots.device)
+    if any(sample.draft is not None for group in groups for sample in group.samples):
+        config = with_drafts(config, display.say, trains=False)
     rollouts = inference.rollout_handles(config, slots, recorder, display.say)
     clips = inference.video_parts(config, loaded.video_model, slots, display.say).clips if loaded.video_model else None
     no_trainer, reward = _NoTrainer(), loaded.reward

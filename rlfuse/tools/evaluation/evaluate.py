@@ -25,9 +25,11 @@ from rlfuse.errors import RewardError
 from rlfuse.files import is_write_locked, write_atomically, write_lock
 from rlfuse.observe.live import figure
 from rlfuse.progress import Console
+from rlfuse.run_folder.response_store import MIB
 from rlfuse.samples import Group, RewardFailure
 from rlfuse.tools.evaluation.arguments import made_from, make_parser, parse_arguments, read
 from rlfuse.tools.evaluation.display import start_display
+from rlfuse.tools.evaluation.neighbours import attach_nearest, stores
 from rlfuse.tools.evaluation.responses import Responses
 from rlfuse.tools.evaluation.scores import ACC, LENGTHS, REWARD, averaged_parts, score_name, statistics_by_source
 from rlfuse.tools.evaluation.source import Source
@@ -50,8 +52,10 @@ def _evaluate(config: Config, source: Source, settings: dict[str, Any], folder: 
     with display.part("libraries"):
         from rlfuse.tools.evaluation.answering import answer, load
     began, loaded = clock.now(), load(config, source.step, scored=True, say=display.say)
-    responses = Responses(folder / RESPONSES_FILE, scored=True)
+    responses = Responses(folder / RESPONSES_FILE, scored=True, draft_bytes=config.rollout.draft_store_mb * MIB)
     if left := responses.begin(settings, loaded.groups):
+        if config.rollout.draft_store_mb and (neighbour := attach_nearest(left, source.step, stores(source, folder))):
+            display.say(f"drafts  responses in {neighbour}; they do not change the results")
         answer(loaded, left, responses, display)
     answered = [Group(g.prompt, [s for s in g.samples if s.response is not None]) for g in loaded.groups]
     answered = [group for group in answered if group.samples]

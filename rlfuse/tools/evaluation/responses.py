@@ -15,14 +15,17 @@ import numpy as np
 from rlfuse.errors import ConfigError
 from rlfuse.files import RowFile, json_safe, read_rows, write_atomically
 from rlfuse.observe.tracking import sample_row
+from rlfuse.run_folder.response_store import FILE, ResponseStore
 from rlfuse.samples import Group, Response, Reward, RewardFailure, Sample
 
 
 class Responses:
-    """Responses as JSON lines at `path`. `scored`: a sample is complete only with its reward."""
+    """Responses as JSON lines at `path`. `scored`: a sample is complete only with its reward. `draft_bytes`: maximum
+    size of the file of drafts for later evaluations."""
 
-    def __init__(self, path: Path, scored: bool):
-        self.path, self._scored = path, scored
+    def __init__(self, path: Path, scored: bool, draft_bytes: int = 0):
+        self.path, self._scored, self._draft_bytes = path, scored, draft_bytes
+        self._store: ResponseStore | None = None
         self._file: RowFile | None = None
         self._open: list[Sample] = []
         self.total = 0
@@ -55,6 +58,8 @@ class Responses:
         write_atomically(self.made_from, json.dumps(made_from, indent=2))
         known = {row["id"]: row for row in read_rows(self.path)}
         self._file = RowFile(self.path)
+        if self._draft_bytes:
+            self._store = ResponseStore(self.path.with_name(FILE), self._draft_bytes)
         for sample in (sample for group in groups for sample in group.samples):
             if (row := known.get(sample.id)) is None:
                 self._open.append(sample)
@@ -76,6 +81,9 @@ class Responses:
             done = {sample.id for sample in finished}
             self._open = [sample for sample in self._open if sample.id not in done]
             self._file.append(json_safe(sample_row(sample)) for sample in finished)
+            if self._store is not None:
+                for sample in finished:
+                    self._store.add(sample.step, sample.draft_key, sample.response.token_ids)
         return finished
 
     def close(self) -> None:
@@ -86,6 +94,8 @@ class Responses:
                 self._file.sync()
             finally:
                 self._file.close()
+                if self._store is not None:
+                    self._store.close()
 
 
 def _restore(sample: Sample, row: Mapping[str, Any]) -> None:

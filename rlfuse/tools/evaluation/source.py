@@ -1,6 +1,7 @@
 """Find the model to evaluate: a checkpoint, the newest one of a run, a Hugging Face folder or a hub name.
 
-A checkpoint of step N uses the seeds of the validation after step N, any other model those of step 0.
+Samples of a checkpoint of step N have the ids of the validation after step N, those of any other model the ids of step
+0; their seeds are the same.
 """
 
 from __future__ import annotations

@@ -1,0 +1,90 @@
+"""Drafts from earlier responses on GPUs, for vLLM's V2 model runner: `history.continuation` on the device.
+
+Each request has a row with its draft at the positions of its response. Invariants: no synchronisation with the host;
+the row is copied when the request is added. `worker_extension` installs it. Not run on a GPU: a test compares it with
+`history.continuation` on the CPU, and its signature with vLLM's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+from vllm.v1.worker.gpu.states import RequestState
+
+from rlfuse.engines.vllm.request_arguments import draft_of, drawn_tokens
+
+NO_TOKEN = -1
+
+
+class HistorySpeculator(BaseSpeculator):
+    """Speculator of requests with an earlier response; of others, it proposes their last token."""
+
+    supports_mm_inputs = False
+    draft_logits = None
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState):
+        self.requests = req_states
+        req_states.history = self
+        self.limit = vllm_config.speculative_config.num_speculative_tokens
+        requests, length = req_states.max_num_reqs, req_states.max_model_len
+        self.rows = torch.full((requests, length + self.limit), NO_TOKEN, dtype=torch.int32, device=device)
+        """Draft at its positions in the sequence."""
+        self.starts = torch.zeros(requests, dtype=torch.int64, device=device)
+        """Position of the first response token."""
+        self._steps = torch.arange(self.limit, device=device)
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """Do nothing: proposing is not captured."""
+
+    def capture(self) -> None:
+        """Do nothing."""
+
+    def add_request(self, index: int, params: SamplingParams) -> None:
+        """Copy the draft of a new request to its row."""
+        draft, start = draft_of(params), int(self.requests.prompt_len.np[index]) - drawn_tokens(params)
+        row = np.full(self.rows.shape[1], NO_TOKEN, np.int32)
+        row[start : start + len(draft)] = draft[: len(row) - start]
+        self.rows[index].copy_(torch.from_numpy(row), non_blocking=True)
+        self.starts[index] = start
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: InputBatch,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+        next_prefill_tokens: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        dp_sync_state: Any = None,
+        dummy_run: bool = False,
+        skip_attn_for_dummy_run: bool = False,
+        mm_inputs: Any = None,
+        is_profile: bool = False,
+        num_speculative_tokens: int | None = None,
+    ) -> torch.Tensor:
+        """Return the drafts of the batch, int64 [requests, limit]; the last token where there is none, as vLLM's n-gram
+        speculator."""
+        indices = input_batch.idx_mapping[: input_batch.num_reqs].long()
+        last = last_sampled.view(-1)[indices, None].expand(-1, self.limit)
+        if dummy_run:
+            return last.contiguous()
+        rows, length = self.rows[indices], self.requests.total_len.gpu[indices, None].long()
+        recent = length - 1 - self._steps
+        tokens = self.requests.all_token_ids.gpu[indices[:, None], recent.clamp(min=0)]
+        agrees = (tokens == rows.gather(1, recent.clamp(min=0))) | (recent < self.starts[indices, None])
+        agreed = agrees.int().cumprod(1).sum(1, keepdim=True)
+        drafts = rows.gather(1, (length + self._steps).clamp(max=rows.shape[1] - 1)).long()
+        usable = (self._steps <= agreed) & (drafts != NO_TOKEN) & (num_sampled > 0)[: len(indices), None]
+        return torch.where(usable, drafts, last)

@@ -1,0 +1,63 @@
+"""Decide when engines draft from earlier responses: over epochs, to repeat steps after a crash, in evaluations.
+
+Role: `rlfuse.run` and `rlfuse eval` start engines with the configuration returned here. Drafts never change a token, so
+they are left out, with a message, where engines can't verify them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rlfuse.algorithms.covariance import SELECTING
+from rlfuse.config.custom_functions import with_values
+from rlfuse.config.rollout import HISTORY
+from rlfuse.config.schema import Config
+from rlfuse.engines.rollout.engine_actor import engine_actor
+from rlfuse.observe.run_log import RunLog
+from rlfuse.step.drafts import Drafts
+
+
+def run_drafts(config: Config, after: int, log: RunLog) -> Drafts:
+    """Return the drafts of a run that continues after the step `after`."""
+    if (store := log.responses) is None:
+        return Drafts()
+    wanted = config.rollout.draft == HISTORY or store.last_step > after
+    return Drafts(store=store, are_wanted=wanted, repeated_until=store.last_step, say=log.say)
+
+
+def run_engines(config: Config, after: int, log: RunLog, device: str) -> Config:
+    """Return the configuration of a run's engines, which draft if `run_drafts` are wanted."""
+    drafts = run_drafts(config, after, log)
+    if not drafts.are_wanted:
+        return config
+    if config.trainer.deterministic and (why := rounding_obstacle(config, device)):
+        repeated = f"Steps {after + 1} to {drafts.repeated_until} are repeated without drafts"
+        log.say(f"{repeated}: trainer.deterministic=true, and {why}")
+        return config
+    return with_drafts(config, log.say)
+
+
+def with_drafts(config: Config, say: Callable[[str], None], trains: bool = True) -> Config:
+    """Return the configuration with drafting engines; unchanged if they can't draft, which is printed.
+
+    `trains`: the engines receive new weights.
+    """
+    drafting = with_values(config, {"rollout.draft": HISTORY})
+    if not (reasons := engine_actor(config.rollout.name).unsupported_reasons(drafting, trains)):
+        return drafting
+    say(f"Earlier responses are not used as drafts. {'. '.join(reasons)}")
+    return config
+
+
+def rounding_obstacle(config: Config, device: str) -> str | None:
+    """Return why the weights after a step with drafts may differ from those without by rounding; None if they don't."""
+    if device != "cpu" or config.model.dtype != "float32":
+        return f"{config.model.dtype} rounds differently in other batches on {device}"
+    algorithm, actor = config.algorithm, config.actor
+    readers = {
+        "algorithm.old_log_probs=engine": algorithm.old_log_probs == "engine",
+        "algorithm.rollout_correction": algorithm.rollout_correction.is_enabled,
+        f"actor.loss_mode={actor.loss_mode}": actor.loss_mode in SELECTING,
+    }
+    reader = next((name for name, reads in readers.items() if reads), None)
+    return reader and f"{reader} reads the engine's log-probs, which round differently in other batches"

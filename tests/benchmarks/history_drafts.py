@@ -1,0 +1,201 @@
+"""Generation with earlier responses as drafts, next to generation without, on the same engines, weights and samples.
+
+    python tests/benchmarks/history_drafts.py [--layers 2 --width 128] [--repeats 3] [--out FILE] [key=value ...]
+
+A quickstart of two epochs with rollout.draft=history. Before each step of the second epoch its samples are generated
+without drafts, with the responses of the first epoch, and with their own, as after a crash; every four steps the
+held-out prompts are answered without drafts and with the responses of four steps before, as `rlfuse eval` does with
+neighbouring checkpoints. Orders alternate; medians of the ratios are reported. Tokens must be identical. Another
+`--layers` or `--width` trains a starting policy of that size first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from rlfuse.config import sampling
+from rlfuse.config.compose import load
+from rlfuse.fusion.board import Board
+from rlfuse.fusion.policies import stream
+from rlfuse.protocols import Sampling
+from rlfuse.run.build import run
+from rlfuse.samples import Group
+from rlfuse.step.controller import Controller
+from rlfuse.step.executor import Executor, StepContext
+
+JOB = (
+    "experiment=quickstart",
+    "rollout.draft=history",
+    "rollout.val_kwargs={n: 4, temperature: 0.7}",
+    "trainer.val_before_train=false",
+    "trainer.test_freq=0",
+    "trainer.save_freq=0",
+    "trainer.logger=[]",
+)
+APART = 4
+"""Steps between neighbouring checkpoints."""
+EPOCH, REPEATED, NEIGHBOURS = "second epoch", "repeated step", f"eval of checkpoints {APART} steps apart"
+
+
+@dataclass
+class Measured:
+    """Pairs of generations of the same samples."""
+
+    seconds: list[tuple[float, float]] = field(default_factory=list)
+    """(without, with drafts)."""
+    tokens: int = 0
+    accepted: int = 0
+    drafted: int = 0
+    identical: int = 0
+    responses: int = 0
+
+    @property
+    def ratios(self) -> list[float]:
+        return sorted(plain / drafted for plain, drafted in self.seconds)
+
+
+class Benchmark:
+    """What the job does with its controller, and what it measured."""
+
+    def __init__(self, repeats: int):
+        self.repeats, self.found = repeats, defaultdict[str, Measured](Measured)
+        self._neighbour: dict[str, np.ndarray] = {}
+
+    async def drive(self, controller: Controller, _: int) -> None:
+        """Train two epochs, and measure between steps."""
+        await controller.update_weights(0)
+        config, source = controller.config, controller.groups.prompts
+        for step in range(1, controller.total_steps + 1):
+            if source.epoch:
+                groups = controller.groups.training_groups(source.upcoming(), step)
+                drawn = sampling.training(config)
+                first = await self._measure(controller, EPOCH, step, groups, drawn)
+                await self._measure(controller, REPEATED, step, with_drafts(groups, first), drawn)
+            await controller.learn(step)
+            await controller.update_weights(step)
+            if step % APART == 0:
+                groups = with_drafts(await controller.groups.validation_groups(step), self._neighbour)
+                drawn = sampling.validation(config)
+                found = await self._measure(controller, NEIGHBOURS, step, groups, drawn, counts=bool(self._neighbour))
+                self._neighbour = found
+            print(f"step {step} of {controller.total_steps}", flush=True)
+
+    async def _measure(
+        self,
+        controller: Controller,
+        name: str,
+        step: int,
+        groups: Sequence[Group],
+        drawn: Sampling,
+        counts: bool = True,
+    ) -> dict[str, np.ndarray]:
+        """Generate alternately; return the responses by sample id without their step."""
+        responses: dict[str, np.ndarray] = {}
+        for repeat in range(self.repeats if counts else 1):
+            times = {}
+            for drafts in (False, True) if (repeat + step) % 2 else (True, False):
+                fresh = with_drafts(groups, {key(s): s.draft for g in groups for s in g.generated} if drafts else {})
+                await controller.journal.collect(step)
+                times[drafts] = await generate(controller, fresh, step, drawn)
+                spans = [span for span in await controller.journal.collect(step) if "drafted" in span.attributes]
+                found = {key(s): s.response.token_ids for group in fresh for s in group.generated}
+                if drafts and counts:
+                    measured = self.found[name]
+                    measured.accepted += sum(span.attributes["accepted"] for span in spans)
+                    measured.drafted += sum(span.attributes["drafted"] for span in spans)
+                    measured.tokens += sum(map(len, found.values()))
+                for each, tokens in found.items():
+                    if each in responses and counts:
+                        self.found[name].identical += np.array_equal(responses[each], tokens)
+                        self.found[name].responses += 1
+                responses |= found
+            if counts:
+                self.found[name].seconds.append((times[False], times[True]))
+        return responses
+
+    def table(self) -> str:
+        """Medians, and the median of the ratios with their range."""
+        head = ("", "without", "with drafts", "faster", "range", "accepted of drafts", "of tokens", "identical")
+        lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+        for name, each in self.found.items():
+            plain, drafted = (statistics.median(times) for times in zip(*each.seconds, strict=True))
+            low, middle, high = each.ratios[0], statistics.median(each.ratios), each.ratios[-1]
+            lines.append(
+                f"| {name} | {plain:.2f} s | {drafted:.2f} s | {middle:.2f}x | {low:.2f} to {high:.2f} | "
+                f"{each.accepted / max(1, each.drafted):.1%} | {each.accepted / each.tokens:.1%} | "
+                f"{each.identical:,} of {each.responses:,} responses |"
+            )
+        return "\n".join(lines)
+
+
+def key(sample) -> str:
+    """Return the id of the sample without its step."""
+    return sample.id.partition("/")[2]
+
+
+def with_drafts(groups: Sequence[Group], drafts: dict[str, np.ndarray]) -> list[Group]:
+    """Return the groups without responses, with these drafts."""
+    return [
+        replace(group, samples=[replace(s, draft=drafts.get(key(s)), response=None, tensors={}) for s in group.samples])
+        for group in groups
+    ]
+
+
+async def generate(controller: Controller, groups: Sequence[Group], step: int, drawn: Sampling) -> float:
+    """Generate as an evaluation does; return the seconds."""
+    board = Board(groups, await controller.draining.slot_table(), (), purpose="testing", now=time.monotonic())
+    context = StepContext(step=step, sampling=drawn)
+    began = time.perf_counter()
+    await Executor(board, controller.engines, stream, context, controller.journal.recorder).run()
+    return time.perf_counter() - began
+
+
+def starting_policy(folder: Path, layers: int, width: int) -> Path:
+    """Train a starting policy of this size; return its folder."""
+    from rlfuse.tasks.settings import WarmStart
+    from rlfuse.tasks.warm_start import warm_start
+
+    warm_start(folder, WarmStart(hidden_size=width, layers=layers, intermediate_size=3 * width, steps=300))
+    return folder
+
+
+def main() -> None:
+    """Run, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--out", type=Path, default=Path("runs/history_drafts.json"))
+    parser.add_argument("overrides", nargs="*")
+    arguments = parser.parse_args()
+    subprocess.run([sys.executable, "-m", "rlfuse.cli", "prepare", "quickstart"], check=True)
+    benchmark, folder = Benchmark(arguments.repeats), Path(tempfile.mkdtemp())
+    overrides = [*JOB, f"trainer.default_local_dir={folder}", "trainer.experiment_name=benchmark"]
+    try:
+        if (arguments.layers, arguments.width) != (2, 128):
+            overrides.append(f"model.path={starting_policy(folder / 'model', arguments.layers, arguments.width)}")
+        run(load(overrides + arguments.overrides), benchmark.drive)
+    finally:
+        shutil.rmtree(folder)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps({name: vars(each) for name, each in benchmark.found.items()}, indent=1))
+    print(benchmark.table())
+
+
+if __name__ == "__main__":
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    main()

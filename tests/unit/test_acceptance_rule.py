@@ -1,0 +1,115 @@
+"""Drafts change no token and no log-prob: the rule of V1 against vLLM's sampler, that of V2 in Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # importing it takes long: by one process
+
+VOCABULARY, DRAFTS = 60, 5
+SAMPLING = [
+    {},
+    {"temperature": 0.7},
+    {"temperature": 0.0},
+    {"top_p": 0.8},
+    {"top_k": 7},
+    {"min_p": 0.1},
+    {"logit_bias": {3: -100.0, 5: -100.0}},
+    {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.02, "logit_bias": {7: -100.0}},
+]
+
+
+def input_batch(drawn):
+    """A batch of V1's model runner with one request per entry of `SAMPLING`, after `drawn` tokens of each response."""
+    import torch
+    from vllm import SamplingParams
+    from vllm.config import DeviceConfig, VllmConfig
+    from vllm.v1.worker import gpu_model_runner
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+
+    import rlfuse.engines.vllm.worker_extension  # noqa: F401  (replaces the functions)
+    from rlfuse.engines.vllm.request_arguments import DRAWN
+
+    config, device = VllmConfig(device_config=DeviceConfig("cpu")), torch.device("cpu")
+    config.speculative_config = object()
+    batch = InputBatch(
+        max_num_reqs=len(SAMPLING), max_model_len=64, max_num_batched_tokens=64, device=device, vocab_size=VOCABULARY,
+        block_sizes=[32], max_num_blocks_per_req=[2], num_spec_tokens=DRAFTS,
+        logitsprocs=gpu_model_runner.build_logitsprocs(config, device, False, False, ()),
+    )  # fmt: skip
+    for number, each in enumerate(SAMPLING):
+        params = SamplingParams(
+            seed=number if each.get("temperature") != 0 else None, logprobs=0, extra_args={DRAWN: 2}, **each
+        )
+        generator = torch.Generator() if params.seed is not None else None
+        tokens = list(range(8, 8 + drawn))
+        batch.add_request(
+            CachedRequestState(f"r{number}", [1, 2, 3, 4], [], params, generator, ([0],), 4 + drawn, tokens)
+        )
+    batch.refresh_metadata()
+    return batch
+
+
+def verify(logits, drafts, drawn):
+    """(tokens, log-probs) of each request by the rule of V1, for `logits` [requests, DRAFTS + 1, vocabulary]."""
+    import torch
+    from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+    from rlfuse.engines.vllm.acceptance import EqualitySampler
+
+    counts = [len(each) for each in drafts]
+    ends = np.cumsum(np.array(counts) + 1)
+    rows = torch.cat([logits[i, : count + 1] for i, count in enumerate(counts)])
+    flat = torch.tensor([token for each in drafts for token in each], dtype=torch.int32)
+    last, totals = torch.tensor(ends - 1), (torch.tensor(np.cumsum(counts)), torch.tensor(ends))
+    targets = torch.tensor([row for row in range(len(rows)) if row not in ends - 1], dtype=torch.long)
+    metadata = SpecDecodeMetadata(flat, counts, *totals, targets, last, torch.arange(len(rows)))
+    batch = input_batch(drawn)
+    sampler = Sampler("processed_logprobs")
+    found = EqualitySampler(sampler)(metadata, None, rows, batch.sampling_metadata)
+    if found.sampled_token_ids.shape[1] == 1:  # as the model runner reads a step without drafts
+        return found.sampled_token_ids.tolist(), found.logprobs_tensors.logprobs[:, :1].tolist(), batch
+    tokens, lists = EqualitySampler.parse_output(found.sampled_token_ids, VOCABULARY, (), found.logprobs_tensors)
+    return tokens, [lists.slice_request(i, len(each)).logprobs[:, 0].tolist() for i, each in enumerate(tokens)], batch
+
+
+def test_the_rule_of_v1_changes_no_token_and_no_log_prob():
+    import torch
+
+    logits = 3 * torch.randn(len(SAMPLING), DRAFTS + 1, VOCABULARY, generator=torch.Generator().manual_seed(3))
+    steps = [verify(logits[:, place:], [[]] * len(SAMPLING), place) for place in range(DRAFTS + 1)]
+    expected = np.array([tokens for tokens, _, _ in steps])[..., 0].T
+    log_probs = np.array([scores for _, scores, _ in steps])[..., 0].T
+    assert not np.isin(expected[6], [3, 5]).any() and 7 not in expected[7]
+
+    chance, accepted = np.random.default_rng(5), 0
+    for _ in range(20):
+        wrong = chance.random(expected.shape) < 0.2
+        guesses = np.where(wrong, chance.integers(0, VOCABULARY, expected.shape), expected)
+        drafts = [guesses[i, : chance.integers(0, DRAFTS + 1)].tolist() for i in range(len(SAMPLING))]
+        tokens, scores, batch = verify(logits, drafts, 0)
+        for i, each in enumerate(drafts):
+            count = int((np.array(each) == expected[i, : len(each)]).cumprod().sum()) + 1
+            assert tokens[i] == expected[i, :count].tolist()
+            np.testing.assert_array_equal(np.float32(scores[i]), np.float32(log_probs[i, :count]))
+            accepted += count - 1
+            if (generator := batch.generators.get(i)) is not None:  # it continues after the tokens drawn so far
+                state = generator.get_state()
+                generator.request.output_token_ids += tokens[i]
+                generator.reposition()
+                assert torch.equal(generator.get_state(), state)
+    assert accepted > 200
+
+
+def test_the_rule_of_v2_in_the_interpreter():
+    """In a process of its own: what Triton's interpreter can run is decided when Triton is imported."""
+    file = Path(__file__).parent.parent / "gpu" / "test_11_drafts.py"
+    command = sys.executable, "-m", "pytest", file, "-q", "-n0", "-p", "no:cacheprovider"
+    variables = {"TRITON_INTERPRET": "1", "RLFUSE_TEST_DEVICE": "cpu", "TORCHDYNAMO_DISABLE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | variables)
+    assert done.returncode == 0 and " passed" in done.stdout and "skipped" not in done.stdout, done.stdout + done.stderr

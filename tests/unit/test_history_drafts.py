@@ -1,0 +1,125 @@
+"""Drafts from earlier responses: what the proposer of the V1 model runner drafts, and that of V2 drafts the same."""
+
+import inspect
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from rlfuse.engines.vllm.request_arguments import DRAFT, DRAWN
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # importing it takes long: by one process
+
+LIMIT, LONGEST = 4, 64
+
+
+@pytest.mark.parametrize(
+    ("response", "drafts"),
+    [
+        ([], [1, 2, 3, 4]),
+        ([1, 2], [3, 4, 5, 6]),
+        ([1, 2, 3, 4, 5, 6], [7, 8]),
+        ([1, 2, 3, 4, 5, 6, 7, 8], []),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9], []),
+        ([1, 9], [3]),
+        ([1, 9, 3], [4, 5]),
+        ([9, 2, 3], [4, 5, 6]),
+        ([9] * 7, [8]),
+        ([1, 9, 3, 4, 5, 6], [7, 8]),
+        ([9, 2, 3, 4, 5], [6, 7, 8]),
+    ],
+    ids=str,
+)
+def test_a_draft_continues_where_the_latest_tokens_agree(response, drafts):
+    from rlfuse.engines.vllm.history import continuation
+
+    draft, recent = np.arange(1, 9, dtype=np.int32), np.array(response[-LIMIT:], np.int32)
+    assert continuation(draft, len(response), recent, LIMIT).tolist() == drafts
+
+
+class States:
+    """The parts of V2's `RequestState` that a speculator reads."""
+
+    def __init__(self, requests):
+        import torch
+
+        self.max_num_reqs, self.max_model_len = requests, LONGEST
+        self.prompt_len = SimpleNamespace(np=np.zeros(requests, np.int32))
+        self.total_len = SimpleNamespace(gpu=torch.zeros(requests, dtype=torch.int32))
+        self.all_token_ids = SimpleNamespace(gpu=torch.zeros((requests, LONGEST), dtype=torch.int32))
+
+
+def test_the_speculator_of_v2_drafts_as_the_proposer_of_v1():
+    """Random responses that follow their drafts in parts, of samples that other engines began, in slots used before."""
+    import torch
+
+    from rlfuse.engines.vllm.history import HistoryProposer
+    from rlfuse.engines.vllm.history_speculator import HistorySpeculator
+
+    chance, requests, drafted = np.random.default_rng(1), 8, 0
+    states = States(requests)
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(num_speculative_tokens=LIMIT),
+        model_config=SimpleNamespace(max_model_len=LONGEST),
+    )
+    speculator, proposer = HistorySpeculator(config, torch.device("cpu"), states), HistoryProposer(config)
+    for _ in range(200):
+        order = chance.permutation(requests)[: chance.integers(1, requests + 1)]
+        expected, last = [], torch.full((requests, 1), 99, dtype=torch.int64)
+        for index in order:
+            prompt, draft = chance.integers(1, 5, chance.integers(1, 9)), chance.integers(1, 5, chance.integers(0, 30))
+            response = chance.integers(1, 5, chance.integers(1, 25))
+            same = np.flatnonzero(chance.random(min(len(draft), len(response))) < 0.8)
+            response[same] = draft[same]
+            drawn = int(chance.integers(0, len(response)))
+            extra = {DRAWN: drawn} | ({DRAFT: draft.astype(np.int32).tobytes()} if len(draft) else {})
+            params, tokens = SimpleNamespace(extra_args=extra), [*prompt.tolist(), *response.tolist()]
+            begun = len(prompt) + drawn
+            states.prompt_len.np[index], states.total_len.gpu[index] = begun, len(tokens)
+            states.all_token_ids.gpu[index, : len(tokens)] = torch.tensor(tokens)
+            speculator.add_request(int(index), params)
+            request = SimpleNamespace(
+                sampling_params=params, prompt_token_ids=tokens[:begun], output_token_ids=tokens[begun:]
+            )
+            expected.append(proposer.propose(request, LIMIT))
+        batch = SimpleNamespace(num_reqs=len(order), idx_mapping=torch.tensor(order, dtype=torch.int32))
+        sampled = torch.ones(len(order), dtype=torch.int32)
+        sampled[-1] = 0  # a chunk of a prompt
+        drafts = speculator.propose(batch, *[None] * 4, sampled, None, last, *[None] * 3)
+        assert drafts.shape == (len(order), LIMIT) and drafts.dtype == torch.int64
+        for found, each, count in zip(drafts.tolist(), expected, sampled.tolist(), strict=True):
+            each = each if count else []
+            assert found == each + [99] * (LIMIT - len(each))
+            drafted += len(each)
+    assert drafted > 500
+    assert (speculator.propose(batch, *[None] * 4, sampled, None, last, *[None] * 3, dummy_run=True) == 99).all()
+
+
+def test_the_model_runner_of_v2_builds_and_calls_the_speculator():
+    """By its source and signatures, as it runs on GPUs only."""
+    from vllm.v1.worker.gpu.spec_decode import ngram, speculator  # noqa: F401
+    from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+    from rlfuse.engines.vllm import worker_extension
+    from rlfuse.engines.vllm.history_speculator import HistorySpeculator
+    from rlfuse.engines.vllm.request_arguments import HISTORY_ENGINE
+
+    def names(function):
+        return list(inspect.signature(function).parameters)
+
+    assert names(HistorySpeculator.propose) == names(BaseSpeculator.propose)
+    assert not HistorySpeculator.__abstractmethods__
+    from vllm.v1.worker.gpu import model_runner
+
+    assert model_runner.init_speculator is worker_extension._speculator
+    source = " ".join(inspect.getsource(model_runner.GPUModelRunner).split())
+    assert "self.speculator = init_speculator( self.vllm_config, self.device, self.req_states )" in source
+    assert source.index("self.req_states.add_request(") < source.index("self.sampler.add_request(req_index, new_req")
+    assert "self.req_states.draft_tokens[input_batch.idx_mapping] = draft_tokens" in source
+    config = SimpleNamespace(
+        additional_config={HISTORY_ENGINE: True}, speculative_config=SimpleNamespace(num_speculative_tokens=LIMIT)
+    )
+    states = States(2)
+    assert states.__dict__.get("history") is None
+    built = worker_extension._speculator(config, "cpu", states)
+    assert isinstance(built, HistorySpeculator) and states.history is built

@@ -326,7 +326,7 @@ class ActorConfig:
         "auto", ROUNDING, choices="auto (unless a KL loss, an entropy bonus or a custom loss adds terms) | false"
     )
     """Skip the actor's passes over responses whose loss and gradient are 0, as every advantage is 0. They still count
-    in the mean of the loss, so updates are the same."""
+    in the denominator of the loss, so updates are the same."""
 
     def __post_init__(self) -> None:
         if self.skip_zero_advantage == "False":  # OmegaConf's text of the YAML value false

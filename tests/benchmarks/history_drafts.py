@@ -48,7 +48,7 @@ JOB = (
 )
 APART = 4
 """Steps between neighbouring checkpoints."""
-EPOCH, REPEATED, NEIGHBOURS = "second epoch", "repeated step", f"eval of checkpoints {APART} steps apart"
+EPOCH, REPEATED, NEIGHBOURS = "second epoch", "repeated step", f"eval of a checkpoint {APART} steps later"
 
 
 @dataclass

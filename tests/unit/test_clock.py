@@ -71,7 +71,7 @@ def span(tmp_path):
 def engine_step(tmp_path):
     meter = StepMeter(Recorder("rollout/0"), 1000)
     meter.pause()
-    scheduler = SimpleNamespace(iteration_details=None)
+    scheduler = SimpleNamespace(iteration_details=None, spec_decoding_stats=None)
     more = {"num_generation_tokens": 1, "prompt_token_stats": SimpleNamespace(computed=8)}
     for begun in (-3600.0, 0.01):  # vLLM subtracts two dates
         iteration = {"inter_token_latencies_iter": [], "time_to_first_tokens_iter": [begun]}

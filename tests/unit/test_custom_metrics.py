@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_journal import finished, log_in, run_step, told  # noqa: F401
+from test_journal import finished, log_in, run_step, sink  # noqa: F401
 from transformers import Qwen2Config
 
 from rlfuse.config.checks import check
@@ -66,7 +66,7 @@ def test_the_pages_metric_by_hand(write):
     assert mine.of([two], "val-custom") == {"val-custom/groups/solved": 0.0} and not said
 
 
-async def test_figures_go_to_the_folder_the_sinks_and_the_terminal(told, write, tmp_path, monkeypatch):  # noqa: F811
+async def test_figures_go_to_the_folder_the_sinks_and_the_terminal(sink, write, tmp_path, monkeypatch):  # noqa: F811
     write("def share(samples): return {'right': sum(s.reward or 0 for s in samples) / len(samples)}\n"
           "def count(samples): return len(samples)\n")  # fmt: skip
     (tmp_path / "run").mkdir()
@@ -79,7 +79,7 @@ async def test_figures_go_to_the_folder_the_sinks_and_the_terminal(told, write, 
     before, first = read_metrics(tmp_path / "run/metrics.jsonl")
     assert (before["val-custom/share/right"], before["val-custom/count"]) == (1.0, 2.0)
     assert (first["custom/share/right"], first["custom/count"]) == (0.25, 4.0)
-    logged = dict(told.of("log"))
+    logged = dict(sink.of("log"))
     assert logged[0]["val-custom/count"] == 2.0 and logged[1]["custom/count"] == 4.0
     assert "val-custom/share/right 1.000" in said[0] and "share/right 0.25  count 4" in "\n".join(said)
     assert "share/right 0.25  count 4" in step_line(1, 3, first)

@@ -11,6 +11,7 @@ from rlfuse.config.schema import Config
 from rlfuse.errors import NodeLeft, NotSaved
 from rlfuse.protocols import DeviceSharing
 from rlfuse.step.controller import Controller
+from rlfuse.step.drafts import Drafts
 from rlfuse.stopping import Stopped, Stopping
 
 
@@ -210,7 +211,7 @@ def played(parts):
         config=config,
         engines=SimpleNamespace(rollout=[parts], trainer=parts, weights=parts),
         policy=None,
-        groups=None,
+        groups=SimpleNamespace(drafts=Drafts()),
         advantages=None,
         tuning=parts,
         draining=None,

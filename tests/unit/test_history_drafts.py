@@ -54,7 +54,7 @@ def test_the_speculator_of_v2_drafts_as_the_proposer_of_v1():
     import torch
 
     from rlfuse.engines.vllm.history import HistoryProposer
-    from rlfuse.engines.vllm.history_speculator import HistorySpeculator
+    from rlfuse.engines.vllm.history_speculator import HistorySpeculator, set_draft
 
     chance, requests, drafted = np.random.default_rng(1), 8, 0
     states = States(requests)
@@ -77,7 +77,7 @@ def test_the_speculator_of_v2_drafts_as_the_proposer_of_v1():
             begun = len(prompt) + drawn
             states.prompt_len.np[index], states.total_len.gpu[index] = begun, len(tokens)
             states.all_token_ids.gpu[index, : len(tokens)] = torch.tensor(tokens)
-            speculator.add_request(int(index), params)
+            set_draft(speculator, int(index), params)
             request = SimpleNamespace(
                 sampling_params=params, prompt_token_ids=tokens[:begun], output_token_ids=tokens[begun:]
             )
@@ -120,6 +120,5 @@ def test_the_model_runner_of_v2_builds_and_calls_the_speculator():
         additional_config={HISTORY_ENGINE: True}, speculative_config=SimpleNamespace(num_speculative_tokens=LIMIT)
     )
     states = States(2)
-    assert states.__dict__.get("history") is None
     built = worker_extension._speculator(config, "cpu", states)
-    assert isinstance(built, HistorySpeculator) and states.history is built
+    assert isinstance(built, HistorySpeculator) and worker_extension._speculators[states] is built

@@ -492,6 +492,8 @@ def test_trls_flags_become_keys(flags, set_to, undecided, tmp_path):
          {"reward.functions"}),
         (f"python3 -m verl.trainer.main_ppo {FILES} trainer.nnodes=0 actor_rollout_ref.actor.ppo_micro_batch_size=8",
          {"actor.ppo_micro_batch_size_per_gpu"}),
+        ("openrlhf.cli.train_ppo_ray --pretrain m --prompt_data ./d --max_samples 9 --remote_rm_url a.py",
+         {"data.train_files"}),
         ("openrlhf.cli.train_sft --pretrain m --prompt_data ./d --remote_rm_url http://a:1/b", {"trainer.task"}),
     ],
 )  # fmt: skip

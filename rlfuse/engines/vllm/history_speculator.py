@@ -30,7 +30,6 @@ class HistorySpeculator(BaseSpeculator):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState):
         self.requests = req_states
-        req_states.history = self
         self.limit = vllm_config.speculative_config.num_speculative_tokens
         requests, length = req_states.max_num_reqs, req_states.max_model_len
         self.rows = torch.full((requests, length + self.limit), NO_TOKEN, dtype=torch.int32, device=device)
@@ -44,14 +43,6 @@ class HistorySpeculator(BaseSpeculator):
 
     def capture(self) -> None:
         """Do nothing."""
-
-    def add_request(self, index: int, params: SamplingParams) -> None:
-        """Copy the draft of a new request to its row."""
-        draft, start = draft_of(params), int(self.requests.prompt_len.np[index]) - drawn_tokens(params)
-        row = np.full(self.rows.shape[1], NO_TOKEN, np.int32)
-        row[start : start + len(draft)] = draft[: len(row) - start]
-        self.rows[index].copy_(torch.from_numpy(row), non_blocking=True)
-        self.starts[index] = start
 
     @torch.inference_mode()
     def propose(
@@ -88,3 +79,12 @@ class HistorySpeculator(BaseSpeculator):
         drafts = rows.gather(1, (length + self._steps).clamp(max=rows.shape[1] - 1)).long()
         usable = (self._steps <= agreed) & (drafts != NO_TOKEN) & (num_sampled > 0)[: len(indices), None]
         return torch.where(usable, drafts, last)
+
+
+def set_draft(speculator: HistorySpeculator, index: int, params: SamplingParams) -> None:
+    """Copy the draft of a new request to its row."""
+    draft, start = draft_of(params), int(speculator.requests.prompt_len.np[index]) - drawn_tokens(params)
+    row = np.full(speculator.rows.shape[1], NO_TOKEN, np.int32)
+    row[start : start + len(draft)] = draft[: len(row) - start]
+    speculator.rows[index].copy_(torch.from_numpy(row), non_blocking=True)
+    speculator.starts[index] = start

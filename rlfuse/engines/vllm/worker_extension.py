@@ -34,7 +34,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from rlfuse.engines.vllm.acceptance import EqualitySampler, accept_equal
-from rlfuse.engines.vllm.history_speculator import HistorySpeculator
+from rlfuse.engines.vllm.history_speculator import HistorySpeculator, set_draft
 from rlfuse.engines.vllm.proposer import Proposer, propose_drafts
 from rlfuse.engines.vllm.receiver import ReceiverExtension
 from rlfuse.engines.vllm.request_arguments import drafts_from_history, drawn_tokens
@@ -104,8 +104,8 @@ _add_request, _apply_staged_writes = Sampler.add_request, Sampler.apply_staged_w
 def _added_request(self: Any, req_idx: int, sampling_params: SamplingParams) -> None:
     self.is_copied = False
     _add_request(self, req_idx, sampling_params)
-    if (history := getattr(self.req_states, "history", None)) is not None:
-        history.add_request(req_idx, sampling_params)
+    if (speculator := _speculators.get(self.req_states)) is not None:
+        set_draft(speculator, req_idx, sampling_params)
 
 
 def _apply_new_writes(self: Any) -> None:
@@ -146,12 +146,14 @@ def _drafts(self: Any, scheduler_output: SchedulerOutput, sampled: Any, *args: A
 
 
 _init_speculator = spec_decode.init_speculator
+_speculators: dict[RequestState, HistorySpeculator] = {}
+"""Requests of a model runner -> its speculator."""
 
 
 def _speculator(vllm_config: VllmConfig, device: torch.device, req_states: RequestState) -> Any:
     """Build the speculator of the V2 model runner, which looks this function up when it is imported."""
     if drafts_from_history(vllm_config):
-        return HistorySpeculator(vllm_config, device, req_states)
+        return _speculators.setdefault(req_states, HistorySpeculator(vllm_config, device, req_states))
     return _init_speculator(vllm_config, device, req_states)
 
 

@@ -119,9 +119,12 @@ class Translation:
 
     def set_files(self, key: str, name: str, dataset: str, note: str = "", listed: str = "them") -> None:
         """Set the files of a dataset, or leave the key open for one of the Hugging Face hub, with the command to
-        download it. `note`: added to the setting; `listed`: which of its files to list."""
+        download it. `note`: what else the command says of the rows, which needs other files; `listed`: which of its
+        files to list."""
         given = f"{name}={dataset}"
         if dataset.startswith(("/", "./", "../", "~", "$")):
+            if note:
+                return self.leave_open(key, f"{given}{note}: rlfuse reads whole files; write these rows to a file")
             return self.set(key, [dataset], given, given)
         self.leave_open(
             key,

@@ -119,8 +119,8 @@ class Translation:
 
     def set_files(self, key: str, name: str, dataset: str, note: str = "", listed: str = "them") -> None:
         """Set the files of a dataset, or leave the key open for one of the Hugging Face hub, with the command to
-        download it. `note`: what else the command says of the rows, which needs other files; `listed`: which of its
-        files to list."""
+        download it. `note`: restriction of the rows, for which no file exists; `listed`: which of its files to
+        list."""
         given = f"{name}={dataset}"
         if dataset.startswith(("/", "./", "../", "~", "$")):
             if note:

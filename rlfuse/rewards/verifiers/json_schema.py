@@ -76,6 +76,9 @@ def score(
     return verdict(0.0, f"{error.json_path}: {_line(error)}") if error else verdict(1.0)
 
 
+REPEATED_S = 0.1
+
+
 @contextmanager
 def _limited(timeout_s: float) -> Iterator[None]:
     """Raise TimeoutError after `timeout_s` in the main thread; restore the previous timer at the end."""
@@ -86,7 +89,8 @@ def _limited(timeout_s: float) -> Iterator[None]:
     def end(*_: object) -> NoReturn:
         raise TimeoutError
 
-    handler, timer = signal.signal(signal.SIGALRM, end), signal.setitimer(signal.ITIMER_REAL, timeout_s)
+    # Repeated, since an exception is lost where it interrupts a finalizer or a callback of an extension.
+    handler, timer = signal.signal(signal.SIGALRM, end), signal.setitimer(signal.ITIMER_REAL, timeout_s, REPEATED_S)
     try:
         yield
     finally:

@@ -345,7 +345,7 @@ def assert_same(found, expected):
     for sample_id, response in expected.items():
         assert found[sample_id].token_ids.tolist() == response.token_ids.tolist()
         assert (found[sample_id].finish_reason, found[sample_id].text) == (response.finish_reason, response.text)
-        np.testing.assert_allclose(found[sample_id].log_probs, response.log_probs, atol=1e-5)
+        np.testing.assert_allclose(found[sample_id].log_probs, response.log_probs, rtol=1e-5, atol=1e-5)
 
 
 async def test_drafts_change_no_token(engine, drafting, trainer, tiny_model):

@@ -224,7 +224,8 @@ TASKS = {
     "pairs": Task(
         prepare_pairs,
         "pairs of scored responses, --from `rlfuse generate`",
-        "rlfuse train experiment=dpo data.train_files=[data/pairs/train.parquet] data.val_files=[data/pairs/val.parquet]",
+        "rlfuse train experiment=dpo model.path=MODEL data.train_files=[data/pairs/train.parquet] "
+        "data.val_files=[data/pairs/val.parquet]",
     ),
     "judge": Task(prepare_judge, "a small judge of its answers; needs quickstart", "rlfuse train experiment=judge"),
     "long_video": Task(

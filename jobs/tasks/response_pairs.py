@@ -1,6 +1,6 @@
 """Preference pairs of a policy's own responses: those to one prompt, the one with the higher reward is preferred.
 
-Reads the file of `rlfuse generate --score` or `rlfuse eval`; prompts are either in the training or in the held-out rows.
+Reads the file of `rlfuse generate --score` or `rlfuse eval`. A prompt is in the training or in the held-out rows.
 """
 
 from __future__ import annotations

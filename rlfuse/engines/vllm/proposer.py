@@ -7,6 +7,7 @@ vLLM calls a custom proposer without the requests and without the number of draf
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -14,13 +15,14 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 
-class Proposer:
+class Proposer(ABC):
     """Base class. Engine arguments: speculative_config={"method": "custom_class", "model": "module.Class",
     "num_speculative_tokens": maximum per step, ...}."""
 
     def __init__(self, vllm_config: VllmConfig):
         self.max_model_len = vllm_config.model_config.max_model_len
 
+    @abstractmethod
     def propose(self, request: CachedRequestState, limit: int) -> list[int]:
         """Return up to `limit` tokens that may follow the request's tokens; may be empty.
 
@@ -28,9 +30,8 @@ class Proposer:
         tokens that other engines drew), `output_token_ids` (drawn here, including this step), `req_id`,
         `sampling_params` with `seed` and `extra_args`. Called after each step in which the request got tokens.
         """
-        raise NotImplementedError
 
-    def load_model(self, model: Any) -> None:
+    def load_model(self, model: Any) -> None:  # noqa: B027 - no proposer has one
         """Do nothing; vLLM calls this at startup, but a proposer has no model."""
 
 

@@ -97,10 +97,10 @@ class RolloutConfig:
         choices="ngram (repeat what followed the last tokens before) | suffix (the same in all earlier responses; "
         "CPUs; requires arctic-inference) | history (the previous response to the same prompt)",
     )
-    """Source of draft tokens. ngram and suffix are used by fusion.tail_speculation and change no token. history is used
-    for all samples of prompts seen before: seeds do not depend on the step, so most of the previous response is drawn
-    again while the policy has moved little. Each response is an exact sample of the policy, but those to a prompt
-    are correlated over epochs. Steps repeated after a crash and `rlfuse eval` draft with every value."""
+    """Source of draft tokens. ngram and suffix are used by fusion.tail_speculation and change tokens only by rounding.
+    history is used for all samples of prompts seen before: seeds do not depend on the step, so most of the previous
+    response is drawn again while the policy has moved little. Each response is an exact sample of the policy, but those
+    to a prompt are correlated over epochs. Steps repeated after a crash and `rlfuse eval` draft with every value."""
     draft_store_mb: int = key(256, RESOURCES, unit="MiB", at_least=0)
     """Maximum size of the file of earlier responses that serve as drafts (drafts.bin in the run folder); beyond it the
     oldest are dropped. 0: none are stored."""

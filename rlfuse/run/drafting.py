@@ -1,7 +1,7 @@
 """Decide when engines draft from earlier responses: over epochs, to repeat steps after a crash, in evaluations.
 
-Role: `rlfuse.run` and `rlfuse eval` start engines with the configuration returned here. Drafts never change a token, so
-they are left out, with a message, where engines can't verify them.
+Role: `rlfuse.run` and `rlfuse eval` start engines with the configuration returned here. Drafts change
+tokens only by rounding; they are left out, with a message, where engines can't verify them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Earlier responses as drafts of a run's samples, and their comparison with those of a repeated step.
 
 Role: the controller records each finished response; samples with the same prompt and seed get it as their draft.
-Invariant: a draft never changes a response, since engines verify it. Waits: for nothing but small writes to disk.
+Invariant: engines verify drafts, which change responses only by rounding. Waits: for nothing but small writes to disk.
 """
 
 from __future__ import annotations

@@ -46,9 +46,9 @@ JOB = (
     "trainer.save_freq=0",
     "trainer.logger=[]",
 )
-APART = 4
+STEPS_BETWEEN = 4
 """Steps between neighbouring checkpoints."""
-EPOCH, REPEATED, NEIGHBOURS = "second epoch", "repeated step", f"eval of a checkpoint {APART} steps later"
+EPOCH, REPEATED, NEIGHBOURS = "second epoch", "repeated step", f"eval of a checkpoint {STEPS_BETWEEN} steps later"
 
 
 @dataclass
@@ -87,7 +87,7 @@ class Benchmark:
                 await self._measure(controller, REPEATED, step, with_drafts(groups, first), drawn)
             await controller.learn(step)
             await controller.update_weights(step)
-            if step % APART == 0:
+            if step % STEPS_BETWEEN == 0:
                 groups = with_drafts(await controller.groups.validation_groups(step), self._neighbour)
                 drawn = sampling.validation(config)
                 found = await self._measure(controller, NEIGHBOURS, step, groups, drawn, counts=bool(self._neighbour))

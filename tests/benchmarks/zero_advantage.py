@@ -113,13 +113,13 @@ def line(policy: str, share: float, pairs: Sequence[tuple[Turn, Turn]]) -> str:
     """Return a line of the table for (without skipping, with skipping) by repetition."""
     without, skipping = ([turn.seconds for turn in turns] for turns in zip(*pairs, strict=True))
     ratios = np.divide(without, skipping)
-    apart = max(relative_difference(after.weights, before.weights) for before, after in pairs)
+    difference = max(relative_difference(after.weights, before.weights) for before, after in pairs)
     skipped = pairs[0][1].skipped
     assert skipped > 0 or share == 0, "no sample was skipped"
     return (
         f"| {policy} | {share:.0%} | {skipped:.0%} | {statistics.median(without):.2f} | "
         f"{statistics.median(skipping):.2f} | {statistics.median(ratios):.2f} ({ratios.min():.2f} to "
-        f"{ratios.max():.2f}) | {apart:.1g} |"
+        f"{ratios.max():.2f}) | {difference:.1g} |"
     )
 
 

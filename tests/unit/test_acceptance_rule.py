@@ -107,7 +107,7 @@ def test_the_rule_of_v1_changes_no_token_and_no_log_prob():
 
 
 def test_the_rule_of_v2_in_the_interpreter():
-    """In a process of its own: what Triton's interpreter can run is decided when Triton is imported."""
+    """In a separate process: what Triton's interpreter can run is decided when Triton is imported."""
     file = Path(__file__).parent.parent / "gpu" / "test_11_drafts.py"
     command = sys.executable, "-m", "pytest", file, "-q", "-n0", "-p", "no:cacheprovider"
     variables = {"TRITON_INTERPRET": "1", "RLFUSE_TEST_DEVICE": "cpu", "TORCHDYNAMO_DISABLE": "1"}

@@ -378,7 +378,7 @@ def test_skipped_samples_save_the_actors_passes(policy, models, layout):
 
 
 def test_passes_are_saved_only_if_rewards_come_first():
-    """`serial` knows advantages before it scores; passes on idle slots beside generation do not wait for them."""
+    """`serial` knows advantages before it scores; passes on idle slots during generation do not wait for them."""
     training = Training(tokens_per_s=1000.0, skipped_share=1.0)
     given = Workload(1, (100, 140), prompt_tokens=30, training=training)
     steps = [

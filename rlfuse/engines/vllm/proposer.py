@@ -1,7 +1,7 @@
 """Interface of proposers of draft tokens that know their request, for vLLM's V1 model runner.
 
 vLLM calls a custom proposer without the requests and without the number of drafts that its schedule allows;
-`worker_extension` replaces this call by `propose_drafts`. Invariant: drafts affect speed only, never tokens
+`worker_extension` replaces this call by `propose_drafts`. Invariant: drafts affect tokens only by rounding
 (`acceptance`), so a proposer may be wrong and need not be deterministic. V2 (GPUs) has speculators on the device.
 """
 

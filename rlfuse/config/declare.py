@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import copy
 import dataclasses
+import difflib
 import functools
 import inspect
 import itertools
@@ -241,3 +242,9 @@ def as_typed(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ",".join(as_typed(item) for item in value) + "]"
     return str(value)
+
+
+def did_you_mean(value: str, choices: list[str] | tuple[str, ...]) -> str:
+    """Return `; did you mean X?` with the choice nearest to `value`, or an empty string."""
+    near = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -278,9 +278,3 @@ def as_list_entry(name: str, value: Any) -> Any:
     """Return `value`, wrapped in a list if the key accepts a single entry: data.train_files=x.parquet, as in verl."""
     alone = accepts_entry(name) and isinstance(value, str | dict) and not REFERENCE.fullmatch(str(value))
     return [value] if alone else value
-
-
-def did_you_mean(value: str, choices: list[str] | tuple[str, ...]) -> str:
-    """Return `; did you mean X?` with the choice nearest to `value`, or an empty string."""
-    near = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else ""

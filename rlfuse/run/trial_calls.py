@@ -27,8 +27,8 @@ from rlfuse.samples import Group, Prompt, Response, Reward, make_groups, padded
 from rlfuse.simulate.job_step import workload_of
 from rlfuse.simulate.runner import simulate
 
-LENGTHS = (3, 2, 4, 1)
-"""Response tokens of the dummy samples, repeated."""
+LENGTHS = (3, 2, 5, 1)
+"""Response tokens of the dummy samples, repeated. Their maximum is not the number of samples."""
 
 
 class _Parts(dict[str, float]):

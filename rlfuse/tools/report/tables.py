@@ -87,7 +87,7 @@ def _facts(run: Gathered) -> dict[str, str]:
         "sweep": status.sweep if status else "",
         "folder": str(run.run.path),
         "model": str(config["model"]["path"]),
-        "algorithm": config["algorithm"]["adv_estimator"] if policy else config["trainer"]["task"],
+        "algorithm": f"adv_estimator={config['algorithm']['adv_estimator']}" if policy else config["trainer"]["task"],
         "fusion": summary.get("fusion", choice(config["fusion"])) + label if policy else "",
         "slots": str(run.run.slots),
         "versions": ", ".join(f"{name} {version}" for name, version in summary.get("versions", {}).items()),

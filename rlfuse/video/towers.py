@@ -1,8 +1,7 @@
 """Load the vision tower of a video model alone, and encode frames.
 
 Features equal those of the Hugging Face model with its processor. A clip is run `step` units at a time from its start,
-so parts split at multiples of `cut` frames are bit-equal to the whole clip. `version` identifies weights, normalisation
-and precision: equal versions give equal embeddings.
+so parts split at multiples of `cut` frames are bit-equal to the whole clip.
 """
 
 from __future__ import annotations

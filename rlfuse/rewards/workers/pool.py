@@ -1,13 +1,12 @@
 r"""Score batches of samples with functions and models in worker processes that may crash or hang (`RewardScorer`).
 
-    score() --put, waits while full--> queue of functions (2 calls per worker) --> handle reward/0 --> RewardWorker
-                                                                              \-> handle reward/1 --> RewardWorker
-            --put, waits while full--> queue of a model, shared by all `score` calls --> handle reward/model --> process
+    score() --put, waits while full--> queue of functions (2 calls per worker) --> handles --> RewardWorker processes
+            --put, waits while full--> queue of a model, shared by all `score` calls --> handle --> its process
     score() <--futures, one per call---------------------------------------- handles
 
-A process runs one call at a time, with a time limit; a process that exceeds it is killed and replaced. Batching and
-order change no reward. A failed call is a `RewardFailure`; a batch that raised or lost its process is repeated sample
-by sample, a batch that timed out is not. If a process cannot start, every waiting `score` raises `EngineError`.
+A process runs one call at a time; one that exceeds its time limit is killed and replaced. A failed call is a
+`RewardFailure`; a batch that raised or lost its process is repeated sample by sample, a batch that timed out is not.
+If a process cannot start, every waiting `score` raises `EngineError`.
 """
 
 from __future__ import annotations

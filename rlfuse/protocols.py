@@ -162,8 +162,12 @@ class Trainer(Recorded, Protocol):
         None for a slot without device memory for the workload.
         """
 
-    async def replan(self, rates: Sequence[float]) -> None:
-        """Assign work by these rates (measured over expected time, one per slot) from now on; empty: all equal."""
+    async def replan(self, rates: Sequence[float], saved: Path | None = None) -> None:
+        """Assign work by these rates (measured over expected time, one per slot) from now on; empty: all equal.
+
+        `saved`: a checkpoint of the present state, from which layers can move between ranks; the ranks hold their
+        devices.
+        """
 
     @property
     def offloaded_optimizers(self) -> Mapping[int, float]:

@@ -83,6 +83,9 @@ class Checkpointing:
         self._missed = False
         self._free: int | None = None
 
+    def folder(self, step: int) -> Path | None:
+        return checkpoints.folder_of(self._log.folder, step) if step == self.step else None
+
     async def write_trial(self) -> None:
         """Write a checkpoint without weights at startup, to detect problems early. Raises NotSaved with the cause."""
         self.check_disk_space(self.step)

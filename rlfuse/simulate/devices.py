@@ -166,7 +166,7 @@ class SimulatedTrainer:
         device.role = after
         self._spans.append(Span("switch", f"trainer/{device.index}", start, asyncio.get_running_loop().time()))
 
-    async def replan(self, rates: Sequence[float]) -> None:
+    async def replan(self, rates: Sequence[float], saved: Path | None = None) -> None:
         self._rates = list(rates) if rates else [1.0] * len(self.devices)
 
     saves_in_background = False

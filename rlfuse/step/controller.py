@@ -107,7 +107,7 @@ class Controller:
                 raise ended
             self.tuning.learn(board, spans)
             if step < total and not self.stopping.is_requested:
-                await self.replan(saved)
+                await self.replan(step, saved)
             if step < total and self.stopping.is_requested:
                 await self.stop_after(step)
 
@@ -229,9 +229,9 @@ class Controller:
         with self.journal.recorder.span("save_checkpoint", step=step, cause="step"):
             await self.checkpoints.write(step, required)
 
-    async def replan(self, saved: bool) -> None:
-        """Rebalance work by slot speed; return the devices to the engines if the ranks hold them after a save."""
-        await self.engines.trainer.replan(self.tuning.rates.current)
+    async def replan(self, step: int, saved: bool) -> None:
+        """Rebalance work by slot speed, and layers too if the step is saved; return the devices to the engines."""
+        await self.engines.trainer.replan(self.tuning.rates.current, self.checkpoints.folder(step))
         if saved:
             await hand_over_all(to_engine, self.engines.rollout, self.engines.trainer)
 

@@ -6,6 +6,7 @@ Role: implemented by a real run and by the simulator, so that both use the same 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from rlfuse.costs.model import Costs
@@ -118,6 +119,9 @@ class Checkpoints(Protocol):
     @property
     def step(self) -> int:
         """Return the step of the latest checkpoint that a run can resume from."""
+
+    def folder(self, step: int) -> Path | None:
+        """Return the folder of the latest checkpoint, if it is of this step; else None."""
 
     def is_due(self, step: int) -> bool:
         """Return whether a checkpoint must be written after this step."""

@@ -6,7 +6,7 @@ Two slots, each bound to one core; one, two ... compute-bound programs are bound
 processes of that slot get a half, a third ... of it.
 
 - `ranks`: gradients and optimizer steps of an actor on ranks with whole models, ZeRO 1 and 3.
-- `pipeline`: those of actor and critic in two stages; with rates, the schedule is searched again.
+- `pipeline`: those of actor and critic in two stages; with rates, layers move and the schedule is searched again.
 - `step`: a whole step of the quickstart's task with a model that saturates a core, rollout and rewards included: with
   `serial`, where only rates change the shares, and with `adaptive`, where idle slots take remaining work in any case.
 
@@ -194,7 +194,7 @@ async def of_training(name: str, config: Config, slots: placement.Slots, options
 
     async def take(rates: Sequence[float]) -> Turn:
         await trainer.load(saved)
-        await trainer.replan(rates)
+        await trainer.replan(rates, saved)
         await trained(trainer, rows)
         seconds = sum([await trained(trainer, rows) for _ in range(STEPS)])
         await trainer.drain()

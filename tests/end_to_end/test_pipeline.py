@@ -276,6 +276,27 @@ async def test_training_resumes_exactly_in_another_layout(trained, four, two, tm
             assert distance(resumed[name], parameters[name]) <= (tolerance if i else 0)
 
 
+async def test_layers_move_off_a_slow_rank_at_a_checkpoint_and_nothing_else_changes(trained, two, tmp_path):
+    """Weights and optimizer to the last bit, also back again; the next step but for rounding."""
+    saved, (metrics, parameters) = state(trained.folder), trained.fourth
+    tolerance = {"float32": 1e-5, "bfloat16": 0.02}[trained.dtype]
+    await two.take(trained.config, OPPOSITE)
+    await two.load(trained.folder)
+    try:
+        for i, (rates, layers) in enumerate([([1.0, 3.0], (3, 1)), ([1.0, 1.0], (2, 2)), ([3.0, 1.0], (1, 3))]):
+            await two.replan(rates)
+            assert await two.move_layers(trained.folder) and not await two.move_layers(trained.folder)
+            assert two.layout["actor"].layers == layers
+            await two.save(tmp_path / str(i))
+            again = state(tmp_path / str(i))
+            assert again.keys() == saved.keys() and all(torch.equal(again[key], saved[key]) for key in saved)
+        found, moved = await fourth_step(two)
+    finally:
+        await two.replan([])
+    assert found == pytest.approx(metrics, rel=tolerance)
+    assert all(distance(moved[name], parameters[name]) <= tolerance for name in COUNTS)
+
+
 async def test_a_slow_pipeline_gets_fewer_rows_and_gives_the_same_gradient(four, folders, one_process):
     """Of two blocks of two devices; the last device of the second one is slow."""
     config, layout = settings(folders, critic_layers=4, clip=0.1), LAYOUTS["dp 2"]

@@ -1,13 +1,16 @@
 """Stages whose layers ranks share, against one process: gradients, passes, checkpoints, exports; on four real ranks."""
 
+import asyncio
+
 import numpy as np
 import pipelines
 import pytest
 import ray
 import torch
+from pipelines import serial
 from probing import COUNTS, TWO_CRITICS, distance, fourth_step, state, three_steps
 from safetensors.torch import load_file
-from single_process import BATCHES, ThreeSteps, Whole, make_rows, settings
+from single_process import BATCHES, ThreeSteps, Whole, lengths, make_rows, settings
 from trainer_probe import scores_of
 from transformers import Qwen2ForCausalLM
 
@@ -111,3 +114,29 @@ async def test_weights_come_in_buckets_of_whole_tensors(four, folders, tmp_path)
     assert {four.writer(names) for names in plan} == {0, 2}
     policy = load_policy(config.model.path, config.model)
     assert distance(found, {key: p.detach() for key, p in policy.named_parameters()}) == 0
+
+
+async def test_layers_move_off_a_slow_device_whose_ranks_share_them(four, folders, tmp_path):
+    """The device is as slow as its slowest rank. Moving leaves no process group behind."""
+    layout = LAYOUTS["2 stages of 2"]
+
+    async def groups():
+        """Of each rank."""
+        counted = [
+            rank.__ray_call__.remote(lambda _: len(torch.distributed.distributed_c10d._world.pg_map))
+            for rank in four.ranks
+        ]
+        return await asyncio.gather(*counted)
+
+    await three_steps(four, settings(folders), layout, "serial", False)
+    await four.save(tmp_path)
+    before = await groups()
+    try:
+        for rates, layers in ([1.0, 1.0, 3.0, 1.0], (3, 1)), ([1.0, 3.0, 1.0, 1.0], (1, 3)):
+            await four.replan(rates)
+            assert await four.move_layers(tmp_path) and four.layout["actor"].layers == layers
+            assert await groups() == before
+    finally:
+        await four.replan([])
+    await four.run(serial(layout, COUNTS), dict.fromkeys(COUNTS, BATCHES[0]))
+    assert (await four.step("actor", lengths(BATCHES[0])))["actor/grad_norm"] > 0

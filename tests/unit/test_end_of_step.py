@@ -92,9 +92,12 @@ class Parts:
     def learn(self, board, spans):
         """Costs."""
 
-    async def replan(self, rates):
+    def folder(self, step):
+        return f"saved {step}" if step == self.step else None
+
+    async def replan(self, rates, saved):
         assert rates is self.rates.current
-        self.did(f"replan {self.step}")
+        self.did(f"replan {saved}")
 
 
 class Played(Controller):
@@ -108,9 +111,9 @@ class Played(Controller):
 
 
 ROWS_1 = "learn 1, push 1, rows 1"
-STEP_1 = f"{ROWS_1}, replan 0"
+STEP_1 = f"{ROWS_1}, replan None"
 SAVE_2 = "asleep, ranks on, write 2"
-BACK = "replan 2, ranks off, awake"
+BACK = "replan saved 2, ranks off, awake"
 SAVED_2 = f"{STEP_1}, learn 2, push 2, validate 2, {SAVE_2}"
 LAST = "learn 3, push 3, validate 3, asleep, ranks on, write 3, rows 3, publish 3"
 
@@ -120,12 +123,12 @@ LAST = "learn 3, push 3, validate 3, asleep, ranks on, write 3, rows 3, publish 
     [
         ("", f"{SAVED_2}, rows 2, publish 2, {BACK}, {LAST}", None),
         ("learn 1", f"{ROWS_1}, asleep, ranks on, write 1, publish 1", 1),
-        ("replan 0", f"{STEP_1}, asleep, ranks on, write 1, publish 1", 1),
+        ("replan None", f"{STEP_1}, asleep, ranks on, write 1, publish 1", 1),
         ("learn 2", f"{STEP_1}, learn 2, push 2, {SAVE_2}, rows 2, publish 2", 2),
         ("validate 2", f"{SAVED_2}, rows 2, publish 2", 2),
         ("write 2", f"{SAVED_2}, rows 2, publish 2", 2),
         ("rows 2", f"{SAVED_2}, rows 2, publish 2", 2),
-        ("replan 2", f"{SAVED_2}, rows 2, publish 2, {BACK}", 2),
+        ("replan saved 2", f"{SAVED_2}, rows 2, publish 2, {BACK}", 2),
         ("write 3", f"{SAVED_2}, rows 2, publish 2, {BACK}, {LAST}", None),
     ],
 )
@@ -175,8 +178,8 @@ def test_a_checkpoint_is_early_where_it_will_not_fit_later_and_no_step_begins_th
     parts.due_at, parts.full_after = (1,), 2
     with pytest.raises(NotSaved, match="no room after step 2"):
         asyncio.run(played(parts).train(0))
-    saved = "learn 1, push 1, asleep, ranks on, write 1, rows 1, publish 1, replan 1, ranks off, awake"
-    assert ", ".join(parts.order) == f"{saved}, learn 2, push 2, validate 2, rows 2, replan 1"
+    saved = "learn 1, push 1, asleep, ranks on, write 1, rows 1, publish 1, replan saved 1, ranks off, awake"
+    assert ", ".join(parts.order) == f"{saved}, learn 2, push 2, validate 2, rows 2, replan None"
 
 
 class Full(Parts):
@@ -195,7 +198,7 @@ def test_a_job_whose_step_could_not_be_saved_stays_where_it_is(capsys):
     asyncio.run(played(parts).train(0))
     order = ", ".join(parts.order)
     failed = "asleep, ranks on, no room 1, ranks off, awake, learn 2, push 2, validate 2, asleep, ranks on, no room 2"
-    assert order.startswith(f"{ROWS_1}, {failed}, rows 2, replan 0, ranks off, awake, learn 3")
+    assert order.startswith(f"{ROWS_1}, {failed}, rows 2, replan None, ranks off, awake, learn 3")
     assert not parts.stopping.is_requested and parts.step == 3
     assert "Checkpoint of step 1 failed; node drain cancelled. Free disk space and retry." in capsys.readouterr().out
 

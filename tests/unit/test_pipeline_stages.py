@@ -20,6 +20,7 @@ from rlfuse.engines.pipeline.loading import load_stage
 from rlfuse.engines.pipeline.partition import (
     balanced,
     logits_fraction,
+    measured_costs,
     modelled_costs,
     parts,
     stage_costs,
@@ -63,29 +64,36 @@ def test_interleaved_chunks_stand_round_and_round():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", ["v", "interleaved"])
-@given(st.integers(1, 10), st.integers(0, 9), st.integers(1, 3))
-def test_chunks_are_cut_so_that_devices_are_balanced(placement, layers, head, stages):
+@given(st.integers(1, 10), st.integers(0, 9), st.integers(1, 3), st.lists(st.integers(1, 3), min_size=6, max_size=6))
+def test_chunks_are_cut_so_that_devices_are_balanced(placement, layers, head, stages, rates):
     """Against every cut that leaves no stage but the last without a layer."""
     pipelines = Pipelines("actor", stages, chunks=2, placement=placement)
-    depth = pipelines.depth
+    depth, rate = pipelines.depth, [rates[pipelines.device(0, stage)] for stage in range(pipelines.depth)]
     costs = [2.0] * layers, 1.0, float(head)
     if layers < depth - 1:
         with pytest.raises(ValueError, match=f"{layers} layers can't be split into {depth} stages"):
-            pipelines.balanced(costs)
+            pipelines.balanced(costs, rate)
         return
 
     def slowest(sizes):
         took = [0.0] * stages
         for stage, cost in enumerate(stage_costs(sizes, *costs)):
-            took[pipelines.device(0, stage)] += cost
+            took[pipelines.device(0, stage)] += rate[stage] * cost
         return max(took)
 
     cuts = [
         (*(b - a for a, b in pairwise((0, *ends))), layers - (ends[-1] if ends else 0))
         for ends in combinations(range(1, layers + 1), depth - 1)
     ]
-    sizes = pipelines.balanced(costs)
+    sizes = pipelines.balanced(costs, rate)
     assert sum(sizes) == layers and all(sizes[:-1]) and slowest(sizes) == min(map(slowest, cuts))
+
+
+def test_chunks_stay_within_the_memory_of_their_stages():
+    v, costs = Pipelines("actor", 2, chunks=2), ([1.0] * 8, 0.0, 4.0)
+    assert v.balanced(costs) == (2, 3, 3, 0) and v.balanced(costs, most=(3, 2, 3, 3)) == (3, 2, 3, 0)
+    with pytest.raises(ValueError, match=r"8 layers don't fit: the stages have memory for \(2, 2, 2, 1\)"):
+        v.balanced(costs, most=(2, 2, 2, 1))
 
 
 def test_results_go_forward_in_f_backward_in_b_and_nowhere_in_w():
@@ -228,6 +236,13 @@ def test_a_wide_vocabulary_takes_layers_off_the_last_stage():
         (range(2), True, False),
         (range(2, 2), False, True),
     ]
+
+
+def test_costs_are_read_off_what_stages_took():
+    model = [3.0] * 6, 0.0, 18.0
+    layers, _, head = measured_costs((4, 2), (8.0, 10.0), model)
+    assert sum(layers) + head == pytest.approx(36) and head == pytest.approx(12) and layers == pytest.approx([4.0] * 6)
+    assert measured_costs((3, 3), (9.0, 8.0), model)[2] == 0.0  # a head that takes nothing, but for noise
 
 
 def test_logits_are_where_responses_are():

@@ -85,6 +85,7 @@ def test_planner_schedules_virtual_stages(chunks, placement):
     check_deadlock(plan.rows, tuple(pipelines_of(config, name) for name in counts))
     last = {each.stage for row in plan.rows for each in row}
     assert last == set(range(4 * chunks)) and plan.seconds < plan.serial_s
+    assert planner.stage_seconds("actor") == pytest.approx([0.3 / chunks] * (4 * chunks - 1) + [0.6 / chunks])
 
 
 @pytest.mark.slow

@@ -1,9 +1,10 @@
-"""Training on slots of unequal speed: distribution of rows, and schedules."""
+"""Training on slots of unequal speed: distribution of rows and layers, and schedules."""
 
 import asyncio
 import itertools
 import math
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,12 +14,13 @@ from rlfuse.config.schema import Config
 from rlfuse.engines.pipeline.layout import Pipelines
 from rlfuse.engines.pipeline.partition import balanced, stage_costs
 from rlfuse.engines.pipeline.pipeline_trainer import PipelineTrainer
-from rlfuse.engines.pipeline.slow_devices import device_costs, operation_slowdowns, pipeline_rates
+from rlfuse.engines.pipeline.slow_devices import device_costs, operation_slowdowns, pipeline_rates, repartition
 from rlfuse.engines.trainer.micro_batches import balance, split_evenly
 from rlfuse.engines.trainer.sequence_parallel_packing import Costs, Unit, fill, plan, unit_per_row
 from rlfuse.engines.trainer.trainer_group import TrainerGroup
 from rlfuse.fusion.schedules.baselines import BASELINES, baseline
 from rlfuse.fusion.schedules.bound import lower_bound
+from rlfuse.fusion.schedules.operations import Operation
 from rlfuse.fusion.schedules.planning import Planner
 from rlfuse.fusion.schedules.problem import Model, Problem
 from rlfuse.fusion.schedules.schedule import timed
@@ -157,19 +159,44 @@ def test_layers_go_to_stages_as_the_integer_programme_has_it():
         rng = random.Random(seed)
         stages, layers = rng.randint(2, 4), rng.randint(4, 10)
         costs = [rng.choice([1.0, 1.0, rng.uniform(0.5, 2)]) for _ in range(layers)], rng.random(), 2 * rng.random()
+        rates = [rng.choice([1.0, rng.uniform(1, 4)]) for _ in range(stages)]
+        most = [rng.randint(max(1, layers // stages), layers) for _ in range(stages)]
 
-        def slowest(sizes, costs=costs):
-            return max(stage_costs(sizes, *costs))
+        def slowest(sizes, costs=costs, rates=rates):
+            return max(map(math.prod, zip(stage_costs(sizes, *costs), rates, strict=True)))
 
-        found = balanced(*costs, stages)
-        assert slowest(found) == pytest.approx(min(map(slowest, cuts(layers, stages))))
+        fitting = [sizes for sizes in cuts(layers, stages) if all(a <= b for a, b in zip(sizes, most, strict=True))]
+        if not fitting:
+            with pytest.raises(ValueError, match=rf"{layers} layers don't fit: the stages have memory for"):
+                balanced(*costs, stages, rates, most)
+            continue
+        found = balanced(*costs, stages, rates, most)
+        assert found in fitting and slowest(found) == pytest.approx(min(map(slowest, fitting)))
+
+
+@pytest.mark.parametrize(
+    "rates, room, layers",
+    [
+        ([1, 1], None, [(6, 6), (6, 6)]),
+        ([1, 2], None, [(8, 4), (4, 8)]),  # the critic runs against the actor
+        ([1, 2], [1, 9], [(7, 5), (5, 7)]),  # memory for one more
+        ([1, 1.05], None, [(6, 6), (6, 6)]),
+        ([1, 2, 1, 2], None, [(8, 4), (4, 8)]),
+        ([1, 1, 1, 2], None, [(6, 6), (6, 6)]),  # one of two blocks: fewer rows there are as good
+        ([1] * 7 + [2], None, [(6, 6), (6, 6)]),  # and of four they are better
+    ],
+)
+def test_layers_move_off_slow_devices_where_that_ends_sooner(rates, room, layers):
+    cut = repartition([ACTOR, CRITIC], TWELVE, rates, room)
+    assert [each.layers for each in cut] == layers
+    assert repartition(cut, TWELVE, rates, room and [0, 0]) == cut
+    assert [each.layers for each in repartition(cut, TWELVE, [1.0] * len(rates))] == [(6, 6)] * 2
 
 
 def test_rows_go_to_pipelines_by_their_slowest_device_and_what_stands_on_it():
     layout, rates = [ACTOR, CRITIC], [1, 1, 1, 2]
     assert pipeline_rates(rates, device_costs(layout, TWELVE), 2) == [1, 2]
-    uneven = [Pipelines("actor", 2, layers=(8, 4)), Pipelines("critic", 2, direction="up", layers=(4, 8))]
-    assert pipeline_rates(rates, device_costs(uneven, TWELVE), 2) == [1, 1]
+    assert pipeline_rates(rates, device_costs(repartition(layout, TWELVE, [1, 2]), TWELVE), 2) == [1, 1]
     bins = split_evenly([10] * 12, 2, 4, [1, 2])
     assert [[len(bin) for bin in pipeline] for pipeline in bins] == [[2, 2, 2, 2], [1, 1, 1, 1]]
     assert operation_slowdowns(rates, [1, 2]) == pytest.approx(
@@ -204,13 +231,44 @@ def test_a_planner_knows_what_a_slow_device_takes_before_it_has_measured_it(monk
     assert planner.plan(work).seconds == pytest.approx(before.seconds, rel=0.2) and len(searched) == 3
 
 
-async def test_rates_reach_rows_and_schedules():
-    class Ranks(PipelineTrainer):
-        async def _all(self, method, action, *arguments):
-            return [{"costs": TWELVE}] * len(self.ranks)
+class Ranks(PipelineTrainer):
+    """Pipelines without processes: calls are noted."""
 
-    group = Ranks(Config(), [None] * 2)
-    group.planner = Planner(2)
+    def __init__(self, ranks, room):
+        super().__init__(Config(), [None] * ranks)
+        self.planner, self.asked, self.room = Planner(2), [], room
+
+    async def _all(self, method, action, *arguments):
+        self.asked.append(method)
+        answers = {"setup": {"costs": TWELVE}, "free_layers": self.room, "load": None}
+        return [answers[method]] * len(self.ranks)
+
+
+async def test_layers_move_only_where_ranks_are_saved_and_have_room(tmp_path):
+    for room, layers in ((9, (8, 4)), (0, (6, 6))):
+        group = Ranks(2, room)
+        await group.setup([ACTOR, CRITIC])
+        await group.replan([1.0, 2.0])
+        assert group.layout["actor"].layers == (6, 6) and group.planner._rates == (1.0, 2.0)
+        await group.replan([1.0, 2.0], Path(tmp_path))
+        assert group.layout["actor"].layers == layers
+        assert group.asked == ["setup", "free_layers"] + (["setup", "load"] if room else [])
+        group.asked.clear()
+        await group.replan([1.0, 2.0], Path(tmp_path))
+        assert "setup" not in group.asked
+
+
+@pytest.mark.parametrize("took, layers", [((10.0, 20.0), (9, 3)), ((10.0, 10.5), (6, 6)), ((10.0, 5.0), (6, 6))])
+async def test_layers_move_by_what_stages_were_measured_to_take(tmp_path, took, layers):
+    """Of an actor whose head takes a third, where that is worth it; the critic is as it was modelled."""
+    group = Ranks(2, 9)
     await group.setup([ACTOR, CRITIC])
-    await group.replan([1.0, 2.0])
-    assert group.layout["actor"].layers == (6, 6) and group.planner._rates == (1.0, 2.0)
+    await group.replan([], tmp_path)
+    for stage, seconds in enumerate(took):
+        for kind, share in (("F", 1 / 3), ("B", 2 / 3)):
+            group.planner.learn(Operation("actor", 0, stage, 0, kind), share * seconds)
+    await group.replan([], tmp_path)
+    assert group.layout["actor"].layers == layers and group.layout["critic"].layers == (6, 6)
+    asked = len(group.asked)
+    await group.replan([], tmp_path)  # nothing was measured since
+    assert "setup" not in group.asked[asked:] and group.layout["actor"].layers == layers

@@ -268,6 +268,9 @@ class World:
     def check(self, step, board) -> None:
         pass
 
+    def folder(self, step) -> None:
+        return None
+
     step = 0
 
     def is_due(self, step) -> bool:

@@ -192,7 +192,7 @@ class Trainer:
         yield
         assert not any(device.work or device.held for device in self.world.rollouts)
 
-    async def replan(self, rates) -> None:
+    async def replan(self, rates, saved=None) -> None:
         pass
 
     async def acquire_device(self, slot) -> None:

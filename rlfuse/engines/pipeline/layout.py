@@ -78,13 +78,16 @@ class Pipelines:
         pipeline = self.pipeline(device)
         return tuple(stage for stage in range(self.depth) if self.device(pipeline, stage) == device)
 
-    def balanced(self, costs: LayerCosts) -> tuple[int, ...]:
-        """Return the layers per (chunk-)stage that minimize the time of the slowest device."""
+    def balanced(self, costs: LayerCosts, rates: Sequence[float] = (), most: Sequence[int] = ()) -> tuple[int, ...]:
+        """Return the layers per (chunk-)stage that minimize the time of the slowest device. `rates`, `most`: per stage,
+        see `partition.balanced`."""
         layers, embedding, head = costs
         head = 0.0 if self.vocabulary else head  # every device has an equal share
         if self.chunks == 1:
-            return balanced(layers, embedding, head, self.stages)
-        return balanced_chunks(layers, embedding, head, [self.device(0, stage) for stage in range(self.depth)])
+            return balanced(layers, embedding, head, self.stages, rates, most)
+        return balanced_chunks(
+            layers, embedding, head, [self.device(0, stage) for stage in range(self.depth)], rates, most
+        )
 
     def source(self, operation: Operation) -> int | None:
         """Return the stage whose result an operation needs: the previous one for F, the next one for B, None at the

@@ -1,10 +1,12 @@
 """Split a model into consecutive stages of nearly equal cost. Pure functions without torch.
 
-Role: called by ranks when they load. The first stage has the embedding, the last one norm and head.
+Role: called by ranks when they load, and when devices become slow (`slow_devices`). The first stage has the embedding,
+the last one norm and head. Costs are modelled until passes have been measured.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -43,14 +45,23 @@ def parts(layers: Sequence[int], sharers: int = 1) -> list[Part]:
     return [Part(range(a, b), i == 0, i == len(layers) - 1, heads.get(i)) for i, (a, b) in enumerate(pairwise(ends))]
 
 
-def balanced(layers: Sequence[float], embedding: float, head: float, stages: int) -> tuple[int, ...]:
+def balanced(
+    layers: Sequence[float],
+    embedding: float,
+    head: float,
+    stages: int,
+    rates: Sequence[float] = (),
+    most: Sequence[int] = (),
+) -> tuple[int, ...]:
     """Return the layers per stage that minimize the time of the slowest stage; among equals, the most even split.
 
     `layers`: cost of each, in any unit; `embedding` and `head` in the same unit. The last stage may consist of the head
-    only, since large vocabularies cost as much as several layers; all others have at least one layer. Raises ValueError
-    if there are too few layers.
+    only, since large vocabularies cost as much as several layers; all others have at least one layer. `rates`: slowdown
+    of each stage, a factor of its costs; `most`: maximum layers per stage, by memory. Raises ValueError if there are
+    too few layers, or not enough memory.
     """
     count = len(layers)
+    rates, most = rates or [1.0] * stages, most or [count] * stages
     if stages < 1 or count < max(1, stages - 1):
         raise ValueError(f"{count} layers can't be split into {stages} stages; use at most {count + 1}.")
     sums = list(accumulate(layers, initial=0.0))
@@ -60,20 +71,30 @@ def balanced(layers: Sequence[float], embedding: float, head: float, stages: int
         """Return (slowest stage, sum of squares, layers per stage) of the best split of layers from `start` on."""
         first = embedding if stage == 0 else 0.0
         if stage == stages - 1:
-            cost = first + sums[count] - sums[start] + head
-            return cost, cost * cost, (count - start,)
+            cost = (first + sums[count] - sums[start] + head) * rates[stage]
+            return (cost if count - start <= most[stage] else math.inf), cost * cost, (count - start,)
         options = []
         # each later stage except the last needs a layer
         for end in range(start + 1, count - (stages - 2 - stage) + 1):
-            cost = first + sums[end] - sums[start]
+            cost = (first + sums[end] - sums[start]) * rates[stage] if end - start <= most[stage] else math.inf
             slowest, squares, sizes = cut(stage + 1, end)
             options.append((max(cost, slowest), cost * cost + squares, (end - start, *sizes)))
         return min(options)
 
-    return cut(0, 0)[2]
+    slowest, _, sizes = cut(0, 0)
+    if slowest == math.inf:
+        raise ValueError(f"{count} layers don't fit: the stages have memory for {tuple(most)} layers.")
+    return sizes
 
 
-def balanced_chunks(layers: Sequence[float], embedding: float, head: float, devices: Sequence[int]) -> tuple[int, ...]:
+def balanced_chunks(
+    layers: Sequence[float],
+    embedding: float,
+    head: float,
+    devices: Sequence[int],
+    rates: Sequence[float] = (),
+    most: Sequence[int] = (),
+) -> tuple[int, ...]:
     """Return the layers per stage if a device holds several stages: balances the devices, `devices`: that of each
     stage.
 
@@ -82,18 +103,21 @@ def balanced_chunks(layers: Sequence[float], embedding: float, head: float, devi
     stages, layer = len(devices), sum(layers) / len(layers)
     if len(layers) < stages - 1:
         raise ValueError(f"{len(layers)} layers can't be split into {stages} stages; use at most {len(layers) + 1}.")
+    rates, most = rates or [1.0] * stages, most or [len(layers)] * stages
     costs = [layer] * (stages - 1) + [head]
     costs[0] += embedding
     sizes = [1] * (stages - 1) + [0]
 
     def order(stage: int) -> tuple[float, float, int]:
-        load = sum(costs[i] for i in range(stages) if devices[i] == devices[stage])
-        return load, costs[stage], stage
+        load = sum(rates[i] * costs[i] for i in range(stages) if devices[i] == devices[stage])
+        return load + rates[stage] * layer, costs[stage], stage
 
     for _ in range(len(layers) - sum(sizes)):
-        stage = min(range(stages), key=order)
+        stage = min((i for i in range(stages) if sizes[i] < most[i]), key=order, default=stages - 1)
         sizes[stage] += 1
         costs[stage] += layer
+    if any(size > limit for size, limit in zip(sizes, most, strict=True)):
+        raise ValueError(f"{len(layers)} layers don't fit: the stages have memory for {tuple(most)} layers.")
     return tuple(sizes)
 
 
@@ -127,3 +151,15 @@ def modelled_costs(config: Any, head_outputs: int, share: float, sharers: int = 
     heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads  # q and o, k and v
     layer = hidden * width * heads + 3 * hidden * config.intermediate_size
     return [layer / sharers] * config.num_hidden_layers, float(hidden), hidden * head_outputs * share
+
+
+def measured_costs(sizes: Sequence[int], seconds: Sequence[float], modelled: LayerCosts) -> LayerCosts:
+    """Return the costs measured on two or more stages with `sizes` layers, in the unit of the modelled costs.
+
+    Layers count equally and include the embedding. Example: if stages of 4 and 2 layers take 8 and 10 seconds, a layer
+    costs 1/9 of the total and the head 1/3.
+    """
+    layers, embedding, head = modelled
+    unit = (sum(layers) + embedding + head) / sum(seconds)
+    layer = unit * sum(seconds[:-1]) / sum(sizes[:-1])
+    return [layer] * len(layers), 0.0, max(0.0, unit * seconds[-1] - layer * sizes[-1])

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from rlfuse.cluster.remote import all_of
 from rlfuse.config.schema import Config
 from rlfuse.engines.pipeline.layout import Pipelines, mesh_of
 from rlfuse.engines.pipeline.schedule_executor import TimedOperation
-from rlfuse.engines.pipeline.slow_devices import device_costs, pipeline_rates, with_layer_counts
+from rlfuse.engines.pipeline.slow_devices import device_costs, pipeline_rates, repartition, with_layer_counts
 from rlfuse.engines.trainer.micro_batches import split_evenly
 from rlfuse.engines.trainer.rank_group import OnRanksJoined, RankGroup, check_written, start_ranks, warn_if_unfused
 from rlfuse.engines.trainer.sequence_parallel_packing import Costs, Share, fill, plan, unit_per_row
@@ -34,6 +34,7 @@ from rlfuse.fusion.schedules.transfers import check_deadlock
 from rlfuse.protocols import PassResult
 from rlfuse.samples import MicroBatch, Row
 
+T = TypeVar("T")
 Work = Mapping[str, tuple[list[list[Share]], Sequence[Row]]]
 """Model -> its micro-batches as [pipeline][micro-batch], and the rows that they index."""
 
@@ -77,17 +78,18 @@ class PipelineGroup(RankGroup):
         return group, await group.setup(layout)
 
     async def setup(self, layout: Sequence[Pipelines]) -> dict[str, Any]:
-        """Load the stages of `layout`; return facts to log. Raises ValueError if `layout` does not match the ranks."""
+        """Load the stages of `layout`, replacing earlier ones; return facts to log. Raises ValueError if `layout` does
+        not match the ranks."""
         self.layout = {pipelines.model: pipelines for pipelines in layout}
         self.mesh = mesh_of(layout, len(self.ranks))
         self.block = self.mesh.pp
         self._accumulated = {name: [] for name in self.layout if name != "ref"}
         self._owners: dict[str, tuple[int, int]] = {}
         facts = warn_if_unfused((await self._all("setup", "load its stages", tuple(layout)))[0])
-        costs = facts.pop("costs")
-        cut = with_layer_counts(layout, costs)
+        self.costs = facts.pop("costs")
+        cut = with_layer_counts(layout, self.costs)
         self.layout = {pipelines.model: pipelines for pipelines in cut}
-        self.work = device_costs(cut, costs)
+        self.work = device_costs(cut, self.costs)
         return facts
 
     def copies(self, model: str) -> int:
@@ -97,7 +99,11 @@ class PipelineGroup(RankGroup):
     @property
     def device_rates(self) -> list[float]:
         """Rate of each device of all blocks: that of its slowest rank."""
-        return [max(self.rates[rank] for rank in device) for device in self.mesh.groups("tp")]
+        return self._worst_per_device(self.rates, max)
+
+    def _worst_per_device(self, ranks: Sequence[T], worst: Callable[[Sequence[T]], T]) -> list[T]:
+        """Return for each device of all blocks the worst value of its ranks."""
+        return [worst([ranks[rank] for rank in device]) for device in self.mesh.groups("tp")]
 
     # Passes ------------------------------------------------------------------------------------------------------
 
@@ -252,6 +258,25 @@ class PipelineGroup(RankGroup):
         async with self._lock.exclusive():
             calls = [self._ask(each, method, f"write {path}", *arguments, stage, names, path) for each in ranks]
             return (await all_of([*map(asyncio.ensure_future, calls)]))[ranks.index(rank)]
+
+    async def move_layers(self, saved: Path) -> bool:
+        """Repartition the models by `costs` and the current rates, if that is faster; return True if they were.
+
+        `saved`: a checkpoint of the ranks' current state, which is reloaded, so weights and optimizers stay
+        bit-identical. The models must be on their devices.
+        """
+        layout = list(self.layout.values())
+        if repartition(layout, self.costs, self.device_rates) == layout:
+            return False
+        free_layers = self._worst_per_device(await self._all("free_layers", "report its free memory"), min)
+        least = [min(free_layers[device :: self.block]) for device in range(self.block)]
+        if (cut := repartition(layout, self.costs, self.device_rates, least)) == layout:
+            return False
+        costs = self.costs
+        await self.setup(cut)
+        self.costs, self.work = costs, device_costs(cut, costs)
+        await self.load(saved)
+        return True
 
 
 def forward_only(pipelines: Pipelines, micro_batches: int) -> Rows:

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
@@ -105,6 +106,19 @@ class PipelineRank(Rank):
         self.garbage.collect_frozen()  # hooks make reference cycles of engines, frozen by the first collection
         if self.device != "cpu":
             torch.cuda.empty_cache()
+
+    def free_layers(self) -> int:
+        """Return the additional layers of every model that the device has memory for, at this rank's peak usage.
+
+        The size of a layer is its share of the rank's peak memory, which includes embeddings and heads.
+        """
+        layers = min(len(stage.part.layers) for stage in self.stages.values())
+        if self.device == "cpu":
+            taken, free = psutil.Process().memory_info().rss, psutil.virtual_memory().available / self.world
+        else:
+            taken = torch.cuda.max_memory_reserved()
+            free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - taken
+        return max(0, int(max(1, layers) * free / taken))
 
     def _path(self, name: str) -> str:
         config = self.config

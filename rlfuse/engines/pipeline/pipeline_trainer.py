@@ -1,13 +1,15 @@
 """The controller's `Trainer` with pipeline parallelism: plans schedules, which the group runs.
 
 Actor and critic share devices in opposite directions. A `Planner` searches the schedule in a thread, from measured
-durations; passes that the fusion policy chose fill its bubbles. Slow ranks get fewer rows (`slow_devices`).
+durations; passes that the fusion policy chose fill its bubbles. Slow ranks get fewer rows or, at a checkpoint, fewer
+layers (`slow_devices`). Stages are split by modelled costs at first, and by measured ones from a checkpoint on.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +19,9 @@ from rlfuse.cluster.placement import Slots
 from rlfuse.config.schema import Config
 from rlfuse.engines.pipeline.layout import pipelines_of
 from rlfuse.engines.pipeline.loading import EMBEDDING, HEAD
+from rlfuse.engines.pipeline.partition import measured_costs
 from rlfuse.engines.pipeline.pipeline_group import PipelineGroup
-from rlfuse.engines.pipeline.slow_devices import operation_slowdowns
+from rlfuse.engines.pipeline.slow_devices import device_costs, operation_slowdowns
 from rlfuse.engines.trainer.cost_measurement import matmul_parameters
 from rlfuse.engines.trainer.rank_group import OnRanksJoined
 from rlfuse.engines.trainer.state_files import BYTES_PER_PARAMETER
@@ -33,7 +36,7 @@ class PipelineTrainer(PipelineGroup):
     """Trainer with pipeline stages; all passes and gradients need all ranks."""
 
     lockstep = lockstep_backward = pipelined = True
-    saves_in_background = False
+    saves_in_background = False  # because ranks reload the files to move layers
 
     @classmethod
     async def start(
@@ -93,11 +96,27 @@ class PipelineTrainer(PipelineGroup):
             done.old_log_probs,
         )
 
-    async def replan(self, rates: Sequence[float]) -> None:
-        """Adapt rows and schedules to these rates of slots."""
-        await super().replan(rates)
-        slowdowns = self._slowdowns
-        self.planner.replan([max(slowdowns[device :: self.block]) for device in range(self.block)])
+    async def replan(self, rates: Sequence[float], saved: Path | None = None) -> None:
+        """Adapt rows and schedules to these rates of slots and, if the state is `saved`, the layers of stages.
+
+        The layers also follow the measured durations of stages.
+        """
+        await super().replan(rates, saved)
+        if saved is not None:
+            self._learn_costs()
+            if await self.move_layers(saved):
+                self.planner.forget(range(self.block))
+        operation_slowdowns = self._slowdowns
+        self.planner.replan([max(operation_slowdowns[device :: self.block]) for device in range(self.block)])
+
+    def _learn_costs(self) -> None:
+        """Update the costs of layers and heads of models whose stages were all measured; not needed with shared
+        heads."""
+        for model, pipelines in self.layout.items():
+            if pipelines.depth > 1 and not pipelines.vocabulary and (seconds := self.planner.stage_seconds(model)):
+                measured = measured_costs(pipelines.layers, seconds, self.costs[model])
+                self.costs = {**self.costs, model: measured}
+        self.work = device_costs(tuple(self.layout.values()), self.costs)
 
     @property
     def _slowdowns(self) -> list[float]:

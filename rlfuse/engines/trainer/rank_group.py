@@ -116,7 +116,7 @@ class RankGroup:
         self.offloaded_optimizers.pop(slot, None)
         await all_of([self._ask(rank, "fetch_optimizers", "fetch its optimizers") for rank in self._ranks(slot)])
 
-    async def replan(self, rates: Sequence[float]) -> None:
+    async def replan(self, rates: Sequence[float], saved: Path | None = None) -> None:
         """Balance work over ranks by these rates of slots from now on; without rates, evenly."""
         width = self.config.rollout.tensor_model_parallel_size
         self.rates = tuple(rates[rank // width] if rates else 1.0 for rank in range(len(self.ranks)))

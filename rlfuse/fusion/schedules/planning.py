@@ -78,7 +78,10 @@ class Planner:
     def replan(self, rates: Sequence[float]) -> None:
         """Search schedules for these device rates from now on, and forget durations measured under other rates."""
         before, self._rates = self._rates or (1.0,) * self.stages, tuple(rates)
-        if changed := {device for device, rate in enumerate(rates) if rate != before[device]}:
+        self.forget(device for device, rate in enumerate(rates) if rate != before[device])
+
+    def forget(self, devices: Iterable[int]) -> None:
+        if changed := set(devices):
             self._plans.clear()
             for key in [key for key in self._seconds if self._device(*key[:2]) in changed]:
                 del self._seconds[key]
@@ -86,6 +89,13 @@ class Planner:
     def learn(self, operation: Operation, seconds: float) -> None:
         """Record the duration of a `Plan.planned_operation`, without waits and normalised by the device's rate."""
         self._seconds[operation.model, operation.stage, operation.kind].append(seconds)
+
+    def stage_seconds(self, model: str) -> list[float] | None:
+        """Return forward plus backward seconds of a micro-batch per stage of a trained model; None if unknown."""
+        keys = [[(model, stage, kind) for kind in self._kinds] for stage in range(self.stages * self.chunks)]
+        if not all(self._seconds.get(key) for stage in keys for key in stage):
+            return None
+        return [sum(median(self._seconds[key]) for key in stage) for stage in keys]
 
     def plan(self, trained: Mapping[str, int], scored: Mapping[str, int] | None = None) -> Plan:
         """Return the schedule for these micro-batches per model; search it if there is none or durations drifted."""

@@ -147,5 +147,5 @@ def activation_problems(config: Config, facts: Facts) -> Iterator[str]:
     if facts.cuda is False and model.activation_host_mb:
         yield (
             f"model.activation_host_mb={model.activation_host_mb}: must be 0 or null on CPU hosts, whose device "
-            "memory is host memory; set it to null"
+            "memory is host memory; set model.activation_disk_mb"
         )

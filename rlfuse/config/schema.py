@@ -110,6 +110,9 @@ class ModelConfig:
     activation_host_mb: int | None = key(None, SCHEDULING, unit="MiB", at_least=0)
     """Pinned host memory per rank for offloaded activations (GPUs); null: the rank's share of a quarter of the node's
     free memory."""
+    activation_disk_mb: int = key(0, SCHEDULING, unit="MiB", at_least=0)
+    """Disk space per rank for offloaded activations, below trainer.default_local_dir; every such micro-batch writes
+    its own data."""
 
 
 @dataclass

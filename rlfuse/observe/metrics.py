@@ -375,7 +375,7 @@ def memory_metrics(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def activation_metrics(spans: Sequence[Span]) -> dict[str, float]:
-    """Return the shares of layers by place of their activations (device, host, recomputed), and GB copied."""
+    """Return the shares of layers by place of their activations (device, host, disk, recomputed), and GB copied."""
     names = [f"layers_{place}" for place in Place] + [f"{place}_bytes" for place in Place]
     totals: Counter[str] = Counter()
     for span in spans:

@@ -18,8 +18,8 @@ from rlfuse.config.schema import ActorConfig
 from rlfuse.engines.deepspeed.optimizer import freeze, take_step
 from rlfuse.engines.trainer import activation_offloading
 from rlfuse.engines.trainer.activation_offloading import ActivationOffloading, Budget
-from rlfuse.engines.trainer.activation_placement import HostCapacity, Place
-from rlfuse.engines.trainer.activation_stores import PIECE_BYTES, HostMemory
+from rlfuse.engines.trainer.activation_placement import Place, TierCapacity
+from rlfuse.engines.trainer.activation_stores import PIECE_BYTES, Disk, HostMemory
 from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.models import load_policy, response_logits
 from rlfuse.engines.trainer.offloading import fetch_optimizer, offloaded_bytes, on_device, to_device, to_host
@@ -139,13 +139,14 @@ def test_a_frozen_model_leaves_the_device_and_comes_back(device, stage):
         assert away <= 0.05 * there and back == pytest.approx(there, rel=0.02)
 
 
-def test_activations_wait_off_the_device(device, tmp_path):
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_activations_wait_off_the_device(device, tmp_path, place):
     cuda = device == "cuda"
     rows, hidden = (make_rows(16, longest=400), 1024) if cuda else (make_rows(6), 32)  # on a GPU about 1 GB a layer
     model = load_policy(policy_folder(tmp_path, hidden, layers=6), settings(tmp_path).model).to(device).train()
     batch, room = collate(rows, True, device), (2**34 if cuda else 256 * PIECE_BYTES)
-    store = HostMemory(room, cuda)
-    budget = Budget(0, HostCapacity(room, 1e15), store)
+    store = HostMemory(room, cuda) if place == "host" else Disk(room, cuda, tmp_path)
+    budget = Budget(0, {Place(place): TierCapacity(room, 1e15)}, {Place(place): store})
     offloading = ActivationOffloading(model, budget, 1e12, recompute_all=False)
     found, smallest = [], activation_offloading.MIN_STORAGE_BYTES
     activation_offloading.MIN_STORAGE_BYTES = 1
@@ -154,7 +155,7 @@ def test_activations_wait_off_the_device(device, tmp_path):
             found.append(_gradients(model, batch, offloading))
     finally:
         activation_offloading.MIN_STORAGE_BYTES = smallest
-    assert offloading.places.layers == (Place.HOST,) * 5 + (Place.DEVICE,)
+    assert offloading.places.layers == (Place(place),) * 5 + (Place.DEVICE,)
     expected, peak = _gradients(model, batch)
     print(f"bytes at most: {peak} where all stays, {[most for _, most in found]} run again, away, away")
     for gradients, most in found:

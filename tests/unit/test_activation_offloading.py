@@ -2,6 +2,7 @@
 
 import gc
 import math
+import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,16 +29,16 @@ from rlfuse.engines.deepspeed.deepspeed_model import DeepSpeedModel
 from rlfuse.engines.deepspeed.optimizer import take_step, trainable
 from rlfuse.engines.trainer import activation_offloading
 from rlfuse.engines.trainer.activation_offloading import ActivationOffloading, Budget, decoder_layers
-from rlfuse.engines.trainer.activation_placement import HostCapacity, Layer, Place, place_activations
-from rlfuse.engines.trainer.activation_stores import PIECE_BYTES, HostMemory, measure_speed
+from rlfuse.engines.trainer.activation_placement import Layer, Place, TierCapacity, place_activations
+from rlfuse.engines.trainer.activation_stores import PIECE_BYTES, Disk, HostMemory, measure_speed
 from rlfuse.engines.trainer.model_inputs import collate
 from rlfuse.engines.trainer.models import prepare_for_training, response_logits
 from rlfuse.engines.trainer.trainer_rank import TrainerRank
+from rlfuse.errors import EngineError
 from rlfuse.observe.metrics import memory_metrics
 from rlfuse.samples import MicroBatch, Row
 
-DEVICE, HOST, RECOMPUTE = Place
-NONE = HostCapacity()
+DEVICE, HOST, DISK, RECOMPUTE = Place
 SMALL = dict(
     vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
     num_key_value_heads=2, head_dim=8, max_position_embeddings=512,
@@ -62,47 +63,55 @@ def layer(activations=10.0, inputs=1.0, seconds=1.0):
 
 
 def test_short_rows_are_left_alone_and_of_long_ones_the_last_layers_stay():
-    host = HostCapacity(100, FAST)
-    assert place_activations(4, layer(), 40, host).layers == (DEVICE,) * 4
-    assert place_activations(4, layer(), 39, host).layers == (HOST, DEVICE, DEVICE, DEVICE)
-    assert place_activations(4, layer(), 20, host).layers == (HOST, HOST, DEVICE, DEVICE)
-    assert place_activations(4, layer(), 0, NONE).layers == (RECOMPUTE, RECOMPUTE, RECOMPUTE, DEVICE)
-    assert place_activations(4, layer(), 0, host, recompute_all=True).layers == (RECOMPUTE,) * 4
-    assert place_activations(4, layer(math.inf), 1e30, host).layers == (RECOMPUTE, RECOMPUTE, RECOMPUTE, DEVICE)
+    tiers = {DISK: TierCapacity(100, FAST)}
+    assert place_activations(4, layer(), 40, tiers).layers == (DEVICE,) * 4
+    assert place_activations(4, layer(), 39, tiers).layers == (DISK, DEVICE, DEVICE, DEVICE)
+    assert place_activations(4, layer(), 20, tiers).layers == (DISK, DISK, DEVICE, DEVICE)
+    assert place_activations(4, layer(), 0, {}).layers == (RECOMPUTE, RECOMPUTE, RECOMPUTE, DEVICE)
+    assert place_activations(4, layer(), 0, tiers, recompute_all=True).layers == (RECOMPUTE,) * 4
+    assert place_activations(4, layer(math.inf), 1e30, tiers).layers == (RECOMPUTE, RECOMPUTE, RECOMPUTE, DEVICE)
 
 
 def test_as_many_layers_are_copied_as_computing_hides():
     slow = layer(activations=100.0, seconds=1.0)
-    assert place_activations(9, slow, 100, HostCapacity(1e9, 25.0)).layers == (
+    assert place_activations(9, slow, 100, {HOST: TierCapacity(1e9, 25.0)}).layers == (
         RECOMPUTE,
         RECOMPUTE,
         RECOMPUTE,
         HOST,
     ) * 2 + (DEVICE,)
-    assert place_activations(3, slow, 100, HostCapacity(1e9, 70.0)).layers == (
+    both = place_activations(9, slow, 100, {HOST: TierCapacity(1e9, 50.0), DISK: TierCapacity(1e9, 25.0)}).layers
+    assert both == (RECOMPUTE, HOST, RECOMPUTE, HOST, DISK, HOST, RECOMPUTE, HOST, DEVICE)
+    assert place_activations(3, slow, 100, {HOST: TierCapacity(1e9, 70.0)}).layers == (
         HOST,
         HOST,
         DEVICE,
     )  # late by less than a layer
     # Four times the tokens: four times the bytes, and as attention goes more than that to compute.
-    assert place_activations(9, layer(400.0, 4.0, 16.0), 400, HostCapacity(1e9, 25.0)).layers == (HOST,) * 8 + (DEVICE,)
+    assert place_activations(9, layer(400.0, 4.0, 16.0), 400, {HOST: TierCapacity(1e9, 25.0)}).layers == (HOST,) * 8 + (
+        DEVICE,
+    )
 
 
 def test_inputs_of_layers_that_are_run_again_leave_where_many_would_not_fit():
-    assert place_activations(5, layer(), 14, NONE).inputs is DEVICE
-    assert place_activations(5, layer(), 13, HostCapacity(4, FAST)).inputs is HOST
-    assert place_activations(5, layer(), 5, HostCapacity(9, FAST), recompute_all=True).inputs is DEVICE
+    assert place_activations(5, layer(), 14, {}).inputs is DEVICE
+    assert place_activations(5, layer(), 13, {HOST: TierCapacity(4, FAST)}).inputs is HOST
+    assert place_activations(5, layer(), 13, {HOST: TierCapacity(3, FAST), DISK: TierCapacity(4, FAST)}).inputs is DISK
+    assert place_activations(5, layer(), 5, {HOST: TierCapacity(9, FAST)}, recompute_all=True).inputs is DEVICE
 
 
-def test_the_host_is_never_given_more_than_it_has_room_for():
+def test_no_tier_is_ever_given_more_than_it_has_room_for():
     draw = np.random.default_rng(0)
     for _ in range(300):
         size, count = float(draw.integers(1, 50)), int(draw.integers(1, 20))
-        host = HostCapacity(float(draw.integers(0, 300)), float(draw.choice([1, 10, FAST])))
+        tiers = {
+            tier: TierCapacity(float(draw.integers(0, 300)), float(draw.choice([1, 10, FAST]))) for tier in (HOST, DISK)
+        }
         device = float(draw.integers(0, 400))
-        found = place_activations(count, layer(size, size / 10), device, host)
-        inputs = found.layers.count(RECOMPUTE) * size / 10 if found.inputs is HOST else 0
-        assert found.layers.count(HOST) * size + inputs <= host.bytes
+        found = place_activations(count, layer(size, size / 10), device, tiers)
+        for tier, room in tiers.items():
+            inputs = found.layers.count(RECOMPUTE) * size / 10 if found.inputs is tier else 0
+            assert found.layers.count(tier) * size + inputs <= room.bytes
         assert len(found.layers) == count and found.layers[-1] is DEVICE
         assert found.layers.count(DEVICE) * size <= max(device, size)
 
@@ -131,10 +140,12 @@ def gradients(model, batch, offloading=None):
     return {name: each.grad.clone() for name, each in model.named_parameters()}
 
 
-def offloaded(model, device=0.0, host=0, recompute_all=False):
-    """`model`'s, and its store; rooms in bytes."""
-    store = HostMemory(host, False) if host else None
-    return ActivationOffloading(model, Budget(device, HostCapacity(host, FAST), store), 1e9, recompute_all), store
+def offloaded(model, tmp_path, device=0.0, host=0, disk=0, recompute_all=False):
+    """`model`'s, and its stores; rooms in bytes."""
+    stores = {HOST: HostMemory(host, False)} if host else {}
+    stores |= {DISK: Disk(disk, False, tmp_path)} if disk else {}
+    tiers = {HOST: TierCapacity(host, FAST), DISK: TierCapacity(disk, FAST)}
+    return ActivationOffloading(model, Budget(device, tiers, stores), 1e9, recompute_all), stores
 
 
 def same(ours, theirs):
@@ -143,36 +154,40 @@ def same(ours, theirs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_are_those_of_activations_that_stay_to_the_last_bit(family):
+def test_gradients_are_those_of_activations_that_stay_to_the_last_bit(tmp_path, family):
     model = model_of(family)
     batches = [batch_of(model, 20, 30, seed=0), batch_of(model, 60, 50, 9, seed=1)]
     plain = [gradients(model, each) for each in batches]
-    for rooms in ({"host": ROOM}, {}, {"host": ROOM, "recompute_all": True}, {"host": 40 * PIECE_BYTES}):
-        offloading, store = offloaded(model, **rooms)
+    overflowing = {"host": 40 * PIECE_BYTES, "disk": ROOM}
+    for rooms in ({"host": ROOM}, {"disk": ROOM}, {}, {"host": ROOM, "recompute_all": True}, overflowing):
+        offloading, stores = offloaded(model, tmp_path, **rooms)
         for _ in range(2):
             assert all(same(gradients(model, batches[i], offloading), plain[i]) for i in range(2))
             assert not any(each.gradient_checkpointing for each in decoder_layers(model)) or "recompute_all" in rooms
         moved = set(offloading.places.layers) - {DEVICE}
-        assert moved == ({RECOMPUTE} if not rooms or "recompute_all" in rooms else {HOST})
+        assert moved == (
+            {RECOMPUTE} if not rooms or "recompute_all" in rooms else {HOST} if "host" in rooms else {DISK}
+        )
         gc.collect()
-        assert store is None or store.has_room(rooms["host"])
+        assert all(store.has_room(rooms[place]) for place, store in stores.items())
+        assert DISK not in stores or stores[DISK].written > 0 == os.fstat(stores[DISK]._file.fileno()).st_size
     assert same(gradients(model, batches[0]), plain[0])  # and nothing is left behind in the model
 
 
-def test_one_storage_leaves_once_whoever_saves_which_view_of_it():
+def test_one_storage_leaves_once_whoever_saves_which_view_of_it(tmp_path):
     """Neighbours have some in common, as rotations."""
     model = model_of("qwen2")
-    batch, (offloading, store) = batch_of(model, 60, 50), offloaded(model, host=8 * ROOM)
+    batch, (offloading, stores) = batch_of(model, 60, 50), offloaded(model, tmp_path, disk=ROOM)
     gradients(model, batch, offloading)  # measures the activations of a layer
-    before = store.written
+    before = stores[DISK].written
     gradients(model, batch, offloading)
     told = offloading._activations * batch.inputs["input_ids"].numel()
-    assert 2.5 * told < store.written - before <= 3 * told
+    assert 2.5 * told < stores[DISK].written - before <= 3 * told
 
 
-def test_short_rows_see_no_hook(monkeypatch):
+def test_short_rows_see_no_hook(tmp_path, monkeypatch):
     model = model_of("qwen2")
-    offloading, _ = offloaded(model, device=ROOM, host=ROOM)
+    offloading, _ = offloaded(model, tmp_path, device=ROOM, disk=ROOM)
     gradients(model, batch_of(model, 60), offloading)
     monkeypatch.setattr(activation_offloading, "saved_tensors_hooks", lambda *hooks: 1 / 0)
     gradients(model, batch_of(model, 50), offloading)
@@ -180,22 +195,35 @@ def test_short_rows_see_no_hook(monkeypatch):
         gradients(model, batch_of(model, 70), offloading)
 
 
-def test_a_pass_that_is_given_up_leaves_nothing_behind():
+def test_a_pass_that_is_given_up_leaves_nothing_behind(tmp_path):
     model = model_of("qwen2")
     batch = batch_of(model, 60)
-    offloading, store = offloaded(model, host=64 * PIECE_BYTES)
+    offloading, stores = offloaded(model, tmp_path, host=64 * PIECE_BYTES, disk=ROOM)
     gradients(model, batch, offloading)
     with offloading.offloaded(batch, None):
         loss = response_logits(model, batch).sum()
-    assert not store.has_room(64 * PIECE_BYTES)
+    assert not stores[HOST].has_room(64 * PIECE_BYTES)
     del loss
     with pytest.raises(ZeroDivisionError), offloading.offloaded(batch, None):
         response_logits(model, batch)
         raise ZeroDivisionError
     gc.collect()
-    assert store.has_room(64 * PIECE_BYTES)
+    assert stores[HOST].has_room(64 * PIECE_BYTES) and stores[DISK].has_room(ROOM)
     expected = gradients(model, batch)
     assert same(gradients(model, batch, offloading), expected)
+
+
+def test_a_full_disk_is_told_with_bytes_and_what_to_change(tmp_path, monkeypatch):
+    model = model_of("qwen2")
+    offloading, _ = offloaded(model, tmp_path, disk=ROOM)
+    gradients(model, batch_of(model, 60), offloading)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(EngineError, match=r"bytes of activations.*No space left.*are free.*model.activation_disk_mb"):
+        gradients(model, batch_of(model, 60), offloading)
 
 
 def test_pinned_memory_is_made_within_its_room_and_used_again():
@@ -207,6 +235,15 @@ def test_pinned_memory_is_made_within_its_room_and_used_again():
         store.free(pieces)
         assert torch.equal(back, data) and store.has_room(5 * PIECE_BYTES) and len(store._free) <= 5
     assert 0 < free_bytes() <= psutil.virtual_memory().total
+
+
+def test_the_file_has_no_name(tmp_path):
+    disk = Disk(ROOM, False, tmp_path / "runs")
+    key = disk.write(torch.arange(100, dtype=torch.uint8))
+    disk.settle()
+    back = torch.empty(100, dtype=torch.uint8)
+    disk.read(key, back)()
+    assert torch.equal(back, torch.arange(100, dtype=torch.uint8)) and not list((tmp_path / "runs").iterdir())
 
 
 def test_what_can_not_be_is_told_before_a_job_starts():
@@ -251,9 +288,9 @@ def micro_batch(*lengths):
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_updates_are_the_same_under_every_stage(tmp_path, monkeypatch, stage):
-    """The log reports the places of activations; layers this small are computed before they could be copied."""
+    """The log reports the places of activations; layers this small are computed before a disk write starts."""
     monkeypatch.setattr(activation_offloading, "measure_speed", lambda *store: FAST * measure_speed(*store))
-    away = {"enable_activation_offload": True, "activation_device_mb": 0, "activation_host_mb": 512}
+    away = {"enable_activation_offload": True, "activation_device_mb": 0, "activation_disk_mb": 64}
     for dtype in {1: ["bfloat16"], 2: ["float32"]}.get(stage, ["float32", "bfloat16"]):
         norms = []
         for settings in ({}, away, away | {"enable_gradient_checkpointing": True}):
@@ -268,9 +305,9 @@ def test_updates_are_the_same_under_every_stage(tmp_path, monkeypatch, stage):
             assert bool(metrics) == bool(settings)
             if settings:
                 shares = {place: metrics[f"perf/activation_offload/{place}"] for place in Place}
-                assert sum(shares.values()) == pytest.approx(1) and shares["again"] > 0
-                assert metrics["perf/activation_offload/host_gb"] == sum(each["host_bytes"] for each in told) / 2**30
-                first, *later = ["layers_host" in each for each in told]
+                assert sum(shares.values()) == pytest.approx(1) and shares["again"] > 0 == shares["host"]
+                assert metrics["perf/activation_offload/disk_gb"] == sum(each["disk_bytes"] for each in told) / 2**30
+                first, *later = ["layers_disk" in each for each in told]
                 assert not first and later == ["enable_gradient_checkpointing" not in settings] * 2
-                assert told[-1]["host_bytes"] > 0
+                assert told[-1]["disk_bytes"] > 0
         assert norms[0] == norms[1] == norms[2] > 0

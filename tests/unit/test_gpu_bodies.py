@@ -66,7 +66,8 @@ def test_what_ranks_do(tmp_path):
     for stage, residency in ((1, "step"), (2, "forecast"), (3, "forecast")):
         assert_runs(moves.test_an_optimizer_comes_behind_the_weights, "cpu", stage, residency)
     assert_runs(moves.test_a_frozen_model_leaves_the_device_and_comes_back, "cpu", 1)
-    assert_runs(moves.test_activations_wait_off_the_device, "cpu", tmp_path / "host")
+    assert_runs(moves.test_activations_wait_off_the_device, "cpu", tmp_path / "host", "host")
+    assert_runs(moves.test_activations_wait_off_the_device, "cpu", tmp_path / "disk", "disk")
     assert_runs(sums.test_bfloat16_gradients_add_up_in_float32, "cpu", 1)
     assert_runs(pipeline.test_two_processes_give_the_gradients_of_one, "cpu", tmp_path, True)
     assert_runs(attention.test_sequence_parallelism_among_one_rank_changes_nothing, "cpu", str(tmp_path))

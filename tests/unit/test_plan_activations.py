@@ -64,13 +64,14 @@ def peak_of(config, model, offloading):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stay", [0, 2, 6])
-def test_ranks_do_what_the_plan_says_in_as_much_memory(given, stay):
+@pytest.mark.parametrize("disk", [0, 64])
+def test_ranks_do_what_the_plan_says_in_as_much_memory(tmp_path, given, stay, disk):
     shape, model = given
-    config = job(model__dtype="float32", model__enable_activation_offload=True)
+    config = job(model__dtype="float32", model__enable_activation_offload=True, model__activation_disk_mb=disk)
     layer = plan_activations(config, shape, "actor", SAMPLES, "cpu").layer
     config.model.activation_device_mb = (stay + 0.5) * layer / MIB
     planned = plan_activations(config, shape, "actor", SAMPLES, "cpu")
-    offloading, _ = offloaded(model, device=(stay + 0.5) * layer)
+    offloading, _ = offloaded(model, tmp_path, device=(stay + 0.5) * layer, disk=disk * MIB)
     peak_of(config, model, offloading)  # the first tells what a layer leaves
     measured = peak_of(config, model, offloading)
     assert offloading.places.layers == planned.places.layers
@@ -81,16 +82,19 @@ def test_ranks_do_what_the_plan_says_in_as_much_memory(given, stay):
 @pytest.mark.slow
 def test_what_leaves_is_in_the_plan(given):
     shape, _ = given
-    config = job(model__dtype="float32", actor__ppo_max_token_len_per_gpu=4096)
+    config = job(model__dtype="float32", model__activation_disk_mb=1, actor__ppo_max_token_len_per_gpu=4096)
     stays = memory_of(config, {"actor": shape}, Budget("cuda", GIB))
     config.model.enable_activation_offload, config.model.activation_device_mb = True, 1
     away = memory_of(config, {"actor": shape}, Budget("cuda", GIB))
     found = largest_activation_plan(config, shape, "actor", "cuda")
     assert away.total(TRAINING) < stays.total(TRAINING) and found.places.layers[-1] is Place.DEVICE
-    assert away.host - stays.host == found.offloaded_bytes == 5 * found.layer
+    assert away.host - stays.host == found.offloaded_bytes(Place.HOST) == 5 * found.layer
     config.model.activation_host_mb = int(2.5 * found.layer) >> 20
-    [line] = describe_activations(largest_activation_plan(config, shape, "actor", "cuda"), "actor")
-    assert "actor: activations of 6 layers in a micro-batch of 4,096 tokens" in line and "recomputed" in line
+    lines = list(describe_activations(largest_activation_plan(config, shape, "actor", "cuda"), "actor"))
+    assert "actor: activations of 6 layers in a micro-batch of 4,096 tokens" in lines[0] and "recomputed" in lines[0]
+    config.model.activation_disk_mb = 4096
+    lines = list(describe_activations(largest_activation_plan(config, shape, "actor", "cuda"), "actor"))
+    assert "on disk" in lines[0] and "GiB to disk; a drive rated for 600 TB" in lines[1]
     assert not list(describe_activations(largest_activation_plan(job(), shape, "actor", "cuda"), "actor"))
 
 

@@ -19,11 +19,13 @@ from rlfuse.engines.memory.model_sizes import Shape
 from rlfuse.engines.memory.tracing import SequenceLengths, Work
 from rlfuse.engines.pipeline.layout import Pipelines, pipelines_of
 from rlfuse.engines.pipeline.partition import LayerCosts, Part, logits_fraction, parts
-from rlfuse.engines.trainer.activation_placement import HostCapacity, Layer, Place, Placement, place_activations
+from rlfuse.engines.trainer.activation_placement import TIERS, Layer, Place, Placement, TierCapacity, place_activations
 from rlfuse.engines.trainer.attention import attends_by_layout
 from rlfuse.video.embedding import BF16
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
+DISK_BYTES_PER_S = 2e9  # default for an NVMe drive, reading or writing; ranks measure theirs
+ENDURANCE = 600e12  # rated write endurance of a 1 TB consumer drive, in bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +37,8 @@ class ActivationPlan:
     places: Placement
     peak: float  # maximum bytes on the device
 
-    @property
-    def offloaded_bytes(self) -> float:
-        return self.places.layers.count(Place.HOST) * self.layer
+    def offloaded_bytes(self, tier: Place) -> float:
+        return self.places.layers.count(tier) * self.layer
 
     @property
     def recomputed_fraction(self) -> float:
@@ -61,20 +62,21 @@ def plan_activations(
         usual = Place.RECOMPUTE if model.enable_gradient_checkpointing else Place.DEVICE
         return ActivationPlan(tokens, max(kept.layers), Placement((usual,) * len(kept.layers)), kept.peak)
     again = _work(config, shape, role, texts, device, True)
-    layer, host = Layer(max(kept.layers), max(again.layers), seconds), host_capacity(config, device, host_s)
+    layer, tiers = Layer(max(kept.layers), max(again.layers), seconds), tiers_of(config, device, host_s)
     count, most = len(kept.layers), model.activation_device_mb * MIB
-    found = place_activations(count, layer, most, host, model.enable_gradient_checkpointing)
+    found = place_activations(count, layer, most, tiers, model.enable_gradient_checkpointing)
     inputs = found.layers.count(Place.RECOMPUTE) * layer.inputs
     gone = sum(kept.layers[i] for i, place in enumerate(found.layers) if place is not Place.DEVICE)
     stays = inputs if found.inputs is Place.DEVICE else 0.0
     return ActivationPlan(tokens, layer.activations, found, max(kept.peak - gone + stays, again.peak - inputs + stays))
 
 
-def host_capacity(config: Config, device: str, host_s: float) -> HostCapacity:
-    """Return the host memory of a rank for activations; without a configured limit it counts as unlimited."""
-    if (limit := config.model.activation_host_mb) is None:
-        return HostCapacity(inf if device == "cuda" else 0.0, host_s)
-    return HostCapacity(limit * MIB, host_s)
+def tiers_of(config: Config, device: str, host_s: float) -> dict[Place, TierCapacity]:
+    """Return the offload tiers of a rank; host memory without a configured limit counts as unlimited."""
+    model = config.model
+    host = inf if model.activation_host_mb is None else model.activation_host_mb * MIB
+    rooms = {Place.HOST: TierCapacity(host if device == "cuda" else 0.0, host_s)}
+    return rooms | {Place.DISK: TierCapacity(model.activation_disk_mb * MIB, DISK_BYTES_PER_S)}
 
 
 def _work(config: Config, shape: Shape, role: str, texts: SequenceLengths, device: str, again: bool) -> Work:
@@ -83,12 +85,19 @@ def _work(config: Config, shape: Shape, role: str, texts: SequenceLengths, devic
 
 
 def describe_activations(found: ActivationPlan, role: str) -> Iterator[str]:
-    """Yield a line if layers are offloaded or recomputed."""
+    """Yield a line on offloaded and recomputed layers, and one on the endurance of the disk."""
     layers = found.places.layers
-    named = {Place.HOST: "in host memory", Place.RECOMPUTE: "recomputed"}
-    parts = ", ".join(f"{layers.count(place)} {name}" for place, name in named.items() if place in layers)
-    if parts:
-        yield f"{role}: activations of {len(layers)} layers in a micro-batch of {found.tokens:,} tokens: {parts}"
+    counts = {place: layers.count(place) for place in (*TIERS, Place.RECOMPUTE) if place in layers}
+    if not counts:
+        return
+    named = {Place.HOST: "in host memory", Place.DISK: "on disk", Place.RECOMPUTE: "recomputed"}
+    parts = ", ".join(f"{count} {named[place]}" for place, count in counts.items())
+    yield f"{role}: activations of {len(layers)} layers in a micro-batch of {found.tokens:,} tokens: {parts}"
+    if written := found.offloaded_bytes(Place.DISK):
+        yield (
+            f"{role}: each such micro-batch writes {written / GIB:.2f} GiB to disk; a drive rated for "
+            f"{ENDURANCE / 1e12:.0f} TB written endures {ENDURANCE / written:,.0f} of them"
+        )
 
 
 WORKSPACES = 128 << 20  # bytes of cuBLAS workspaces for two recording streams (Hopper)

@@ -23,6 +23,7 @@ from rlfuse.engines.memory.activations import (
 from rlfuse.engines.memory.model_memory import ITEM, STATES, ModelMemory, Part
 from rlfuse.engines.memory.model_sizes import Shape
 from rlfuse.engines.memory.residency import MODELS, PHASES, TRAINING, Item, contents
+from rlfuse.engines.trainer.activation_placement import Place
 from rlfuse.engines.trainer.backends import model_memory
 from rlfuse.engines.vllm.gpu_settings import gpu_arguments
 from rlfuse.engines.vllm.kv_cache import HEADROOM, UNKNOWN, Bounds, max_kv_cache_bytes, size_kv_cache
@@ -332,7 +333,8 @@ def _host(config: Config, shapes: Mapping[str, Shape], device: str) -> float:
     if config.model.enable_activation_offload and config.training.pipeline_parallel_size == 1:
         learning = {role: shape for role, shape in shapes.items() if role in PASS_OF}
         away += max(
-            largest_activation_plan(config, shape, role, device).offloaded_bytes for role, shape in learning.items()
+            largest_activation_plan(config, shape, role, device).offloaded_bytes(Place.HOST)
+            for role, shape in learning.items()
         )
     if config.actor.offload_optimizer:
         width = config.training.tensor_model_parallel_size

@@ -1,8 +1,11 @@
-"""Offloading of activations of long micro-batches to host memory, or their recomputation.
+"""Offloading of activations of long micro-batches to host memory or disk, or their recomputation.
 
 Role: a trainer rank runs forward passes with gradients in `RankActivations.offloaded`; autograd's saved tensors are
-moved to host memory and prefetched in the backward pass, as `activation_placement` decides. Invariants: gradients are
-bitwise equal to those without offloading; ranks that communicate while a layer is recomputed use the same placement.
+moved to a tier and prefetched in the backward pass. `activation_placement` decides, `activation_stores` stores the
+bytes. Invariants: gradients are bitwise equal to those without offloading. Parameters, small storages and tensors saved
+by embedding, head and loss stay on the device. Ranks that communicate while a layer is recomputed use the same
+placement, for the maximum of their sizes. A layer's size is measured on the last layer, which stays on the device; in
+the first micro-batch layers are recomputed.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,8 +30,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rlfuse.cluster.host_memory import free_bytes
 from rlfuse.config.schema import Config
-from rlfuse.engines.trainer.activation_placement import HostCapacity, Layer, Place, Placement, place_activations
-from rlfuse.engines.trainer.activation_stores import MAX_PENDING_COPIES, HostMemory, Wait, measure_speed
+from rlfuse.engines.trainer.activation_placement import Layer, Place, Placement, TierCapacity, place_activations
+from rlfuse.engines.trainer.activation_stores import MAX_PENDING_COPIES, Disk, HostMemory, Wait, measure_speed
 from rlfuse.engines.trainer.cost_measurement import matmul_rate
 from rlfuse.engines.trainer.model_inputs import Batch
 from rlfuse.engines.trainer.sharded_model import ShardedModel
@@ -35,6 +39,7 @@ from rlfuse.errors import EngineError
 from rlfuse.events import Span
 
 MIB, GIB = 1 << 20, 1 << 30
+TIER_NAMES = {Place.HOST: "host memory", Place.DISK: "disk"}
 LAYER_EFFICIENCY = 0.5
 """Fraction of the rate of large matrix products that layers reach."""
 MIN_STORAGE_BYTES = 1 << 20
@@ -47,9 +52,8 @@ class Budget:
 
     device: float
     """Bytes of activations that may stay on the device."""
-    host: HostCapacity
-    store: HostMemory | None
-    """None: nothing is offloaded."""
+    tiers: Mapping[Place, TierCapacity]
+    stores: Mapping[Place, HostMemory | Disk]
 
 
 class RankActivations:
@@ -68,38 +72,42 @@ class RankActivations:
     def offloaded(self, name: str, batch: Batch, span: Span) -> Iterator[None]:
         """Offload activations of a forward pass in the block; `span` gets the number of layers per place, and bytes."""
         model, part = self._models[name], batch.part.group if batch.part else None
-        store = self._budget.store
-        before = store.written if store else 0
+        before = {place: store.written for place, store in self._budget.stores.items()}
         with model.offloaded(batch, dist.group.WORLD if self._sync_placement else part):
             yield
         counts = Counter(model.places.layers)
         span.attributes |= {f"layers_{place}": counts[place] for place in Place if place in counts}
-        if store:
-            span.attributes["host_bytes"] = store.written - before
+        for place, store in self._budget.stores.items():
+            span.attributes[f"{place}_bytes"] = store.written - before[place]
 
     def __str__(self) -> str:
-        """Return a line for the log with the limits and the measured speed of the host."""
-        places, host = f"{self._budget.device / GIB:.1f} GiB of the device", self._budget.host
-        if self._budget.store:
-            places += f", {host.bytes / GIB:.1f} GiB of host memory at {host.bytes_per_s / GIB:.1f} GiB/s"
+        """Return a line for the log with the capacity and measured speed of each tier."""
+        tiers = [
+            f"{room.bytes / GIB:.1f} GiB of {TIER_NAMES[place]} at {room.bytes_per_s / GIB:.1f} GiB/s"
+            for place, room in self._budget.tiers.items()
+        ]
+        places = ", ".join([f"{self._budget.device / GIB:.1f} GiB of the device", *tiers])
         return f"activation offload, per rank: {places}; the rest is recomputed"
 
 
 def _budget(config: Config, device: str) -> Budget:
-    """Return the budget that all ranks can provide."""
-    model, cuda = config.model, device != "cpu"
-    if model.activation_host_mb is not None:
-        size = model.activation_host_mb * MIB
-    else:
-        size = free_bytes() // 4 // config.trainer.n_gpus_per_node if cuda else 0
-    least = torch.tensor(size, dtype=torch.int64, device=device)
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    if not (size := int(least)):
-        return Budget(model.activation_device_mb * MIB, HostCapacity(), None)
-    store = HostMemory(size, cuda)
-    speed = torch.tensor(measure_speed(store, size, device), dtype=torch.float64, device=device)
-    dist.all_reduce(speed, dist.ReduceOp.MIN)
-    return Budget(model.activation_device_mb * MIB, HostCapacity(size, float(speed)), store)
+    """Return the budget that all ranks can provide; EngineError if the disk is not writable."""
+    model, cuda, stores = config.model, device != "cpu", {}
+    host = model.activation_host_mb
+    host = free_bytes() // 4 // config.trainer.n_gpus_per_node if host is None else host * MIB
+    sizes = {Place.HOST: host if cuda else 0, Place.DISK: model.activation_disk_mb * MIB}
+    rooms = {}
+    for place, size in sizes.items():
+        least = torch.tensor(size, dtype=torch.int64, device=device)
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        if not (size := int(least)):
+            continue
+        folder = Path(config.trainer.default_local_dir).absolute()
+        stores[place] = HostMemory(size, cuda) if place is Place.HOST else Disk(size, cuda, folder)
+        speed = torch.tensor(measure_speed(stores[place], size, device), dtype=torch.float64, device=device)
+        dist.all_reduce(speed, dist.ReduceOp.MIN)
+        rooms[place] = TierCapacity(size, float(speed))
+    return Budget(model.activation_device_mb * MIB, rooms, stores)
 
 
 class ActivationOffloading:
@@ -163,8 +171,8 @@ class ActivationOffloading:
 
     def _settle_stores(self) -> None:
         """Free offloaded memory: after the next layer, and before head and loss, which need the most."""
-        if self._budget.store:
-            self._budget.store.settle()
+        for store in self._budget.stores.values():
+            store.settle()
 
     def _places(self, batch: Batch, sync_group: dist.ProcessGroup | None) -> Placement:
         tokens = _tokens(batch)
@@ -175,7 +183,7 @@ class ActivationOffloading:
             dist.all_reduce(most, dist.ReduceOp.MAX, group=sync_group)
             layer = most.tolist()
         return place_activations(
-            len(self._layers), Layer(*layer), self._budget.device, self._budget.host, self._recompute_all
+            len(self._layers), Layer(*layer), self._budget.device, self._budget.tiers, self._recompute_all
         )
 
     def _layer_hooks(self, number: int, layer: nn.Module, counter: _SizeCounter) -> Iterator[Any]:
@@ -203,17 +211,18 @@ class ActivationOffloading:
         place = self.places.inputs if place is Place.RECOMPUTE else place
         if place is Place.DEVICE or storage.nbytes() < MIN_STORAGE_BYTES or not _is_plain(tensor):
             return tensor.detach()
-        stored = self._offload(tensor, storage)
+        stored = self._stored_at(place, tensor, storage)
         return tensor.detach() if stored is None else _View(stored, tensor)
 
-    def _offload(self, tensor: Tensor, storage: torch.UntypedStorage) -> _Stored | None:
-        """Store a tensor's storage in host memory; None if there is no capacity."""
+    def _stored_at(self, place: Place, tensor: Tensor, storage: torch.UntypedStorage) -> _Stored | None:
+        """Store a tensor's storage at its tier or a slower one; None if there is no capacity."""
         key = (storage.data_ptr(), storage.nbytes(), tensor._version)
         stored = self._stored.get(key)
         if stored is not None and stored.source() is storage:
             return stored
-        store = self._budget.store
-        if store is None or not store.has_room(key[1]):
+        tiers = [tier for tier in self._budget.stores if tier in (place, Place.DISK)]
+        store = next((self._budget.stores[t] for t in tiers if self._budget.stores[t].has_room(key[1])), None)
+        if store is None:
             return None
         stored = self._stored[key] = _Stored(store, tensor, storage, self._last)
         self._last = weakref.ref(stored)
@@ -230,7 +239,7 @@ class _Stored:
 
     def __init__(
         self,
-        store: HostMemory,
+        store: HostMemory | Disk,
         tensor: Tensor,
         storage: torch.UntypedStorage,
         before: weakref.ref[_Stored] | None,

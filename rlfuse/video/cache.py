@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlfuse.cluster import remote, scratch
 from rlfuse.errors import EngineError
@@ -43,9 +44,11 @@ class _Entry:
 class EmbeddingCache:
     """Cache of one node. A `holder` is the name of a user of entries, such as a step; held entries are not evicted."""
 
-    def __init__(self, limit_bytes: int, disk: str | None = None, root: str = "/dev/shm"):
+    def __init__(
+        self, limit_bytes: int, disk: str | None = None, disk_bytes: int | None = None, root: str = "/dev/shm"
+    ):
         self.limit_bytes = limit_bytes
-        self.disk = DiskTier(disk) if disk else None
+        self.disk = DiskTier(disk, disk_bytes) if disk else None
         self.folder, self._lock = scratch.make(scratch.EMBEDDINGS, Path(root))
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently used first
         self._counts: Counter[str] = Counter()
@@ -176,8 +179,8 @@ WAIT_S = 60.0
 class DiskTier:
     """On-disk copies of embeddings, written in a background thread."""
 
-    def __init__(self, folder: str):
-        self.folder = Path(folder)
+    def __init__(self, folder: str, limit_bytes: int | None):
+        self.folder, self.limit_bytes = Path(folder), limit_bytes
         self.folder.mkdir(parents=True, exist_ok=True)
         self.failures = 0
         self.problems: list[str] = []
@@ -190,12 +193,13 @@ class DiskTier:
     def load(self, key: str, size: int, target: str) -> bool:
         """Copy an entry to the file `target` of `size` bytes; return False if it is missing or incomplete."""
         try:
+            os.utime(self._file(key))  # for eviction by least recent use
             data = np.memmap(self._file(key), np.uint8, "r")
             if len(data) != size:
                 raise OSError(f"it has {len(data)} bytes instead of {size}")
             write_bytes(target, 0, data)
             return True
-        except (OSError, ValueError) as error:  # removed, truncated by a host crash, or empty
+        except (OSError, ValueError) as error:  # evicted by another run, truncated by a host crash, or empty
             self._problem(f"{self._file(key)} could not be read: {error}")
             return False
 
@@ -221,11 +225,23 @@ class DiskTier:
             with open(partial, "rb+") as file:
                 os.fsync(file.fileno())
             os.rename(partial, self._file(key))
+            self._trim()
         except OSError as error:
             partial.unlink(missing_ok=True)
             self._problem(f"embedding {key} could not be saved to {self.folder}: {error}")
         finally:
             self._saving.pop(key, None)
+
+    def _trim(self) -> None:
+        if self.limit_bytes is None:
+            return
+        found = [(file.stat(), file) for file in self.folder.iterdir()]
+        excess = sum(status.st_size for status, _ in found) - self.limit_bytes
+        for status, file in sorted(found, key=lambda pair: pair[0].st_mtime):
+            if excess <= 0:
+                return
+            file.unlink(missing_ok=True)
+            excess -= status.st_size
 
     def _problem(self, message: str) -> None:
         self.failures += 1
@@ -241,6 +257,7 @@ class CacheSettings:
 
     limit_bytes: int
     disk: str | None = None
+    disk_bytes: int | None = None
     root: str = "/dev/shm"
 
 
@@ -255,8 +272,15 @@ class EmbeddingStore:
     async def start(self, nodes: Mapping[str, str]) -> None:
         settings = self.settings
         for name, node in nodes.items():
-            cache = remote.on_node(EmbeddingCache, node, self.environment)
-            self._caches[name] = cache.remote(settings.limit_bytes, settings.disk, settings.root)
+            self._caches[name] = (
+                ray.remote(EmbeddingCache)
+                .options(
+                    num_cpus=0,
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+                    runtime_env={"env_vars": self.environment},
+                )
+                .remote(settings.limit_bytes, settings.disk, settings.disk_bytes, settings.root)
+            )
         await self._all("counters")
 
     async def lookup(self, key: str, tokens: int, hidden: int, holder: str) -> Embedding | None:

@@ -178,6 +178,18 @@ def test_a_file_cut_short_on_disk_is_a_miss_and_told(make, tmp_path):
     put(second, "a")  # the room it had was given back
 
 
+def test_disk_tier_keeps_what_was_used_last(make, tmp_path):
+    disk = tmp_path / "disk"
+    cache = make(disk=str(disk), disk_bytes=2 * BYTES)
+    for key in "ab":
+        put(cache, key)
+        cache.disk.finish(key)
+    os.utime(disk / "b.bf16", (0, 0))
+    put(cache, "c")
+    cache.disk.finish("c")
+    assert sorted(file.name for file in disk.iterdir()) == ["a.bf16", "c.bf16"]
+
+
 def test_key_depends_on_content_plan_and_tower(tmp_path):
     clip = tmp_path / "clip.mp4"
     clip.write_bytes(b"one")

@@ -1,9 +1,8 @@
 """Driver-side base class of groups of trainer ranks: start, calls, optimizer steps and device moves.
 
-Role: base of `TrainerGroup` (and its `OfflineTrainer`) and `PipelineTrainer`. A rollout slot spans
-`rollout.tensor_model_parallel_size` ranks, which share its rate. Invariants: calls on single slots run concurrently, a
-call on all ranks runs exclusively; a failure is raised once, that of a dead rank before those of ranks waiting for it;
-a rank that hangs in a `WATCHED` call is killed within about cluster.heartbeat_s. Waits at most cluster.timeout_s.
+A rollout slot spans `rollout.tensor_model_parallel_size` ranks. Calls on single slots run concurrently, a call on all
+ranks runs exclusively; a failure is raised once, that of a dead rank before those of ranks waiting for it; a rank that
+hangs in a `WATCHED` call is killed within about cluster.heartbeat_s. Waits at most cluster.timeout_s.
 """
 
 from __future__ import annotations

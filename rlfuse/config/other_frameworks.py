@@ -269,6 +269,11 @@ TRL = {name: (key, note) for key, note, names, _ in _TRL_AND_OPENRLHF for name i
 OPENRLHF = {name: (key, note) for key, note, _, names in _TRL_AND_OPENRLHF for name in names.split()}
 
 
+def keys_of(table: Mapping[str, tuple[str, str]], names: str) -> dict[str, str]:
+    """Return the rlfuse keys of these names, separated by spaces, from `TRL` or `OPENRLHF`."""
+    return {name: table[name][0] for name in names.split()}
+
+
 def counterpart(name: str, known: frozenset[str]) -> Counterpart | None:
     """Return the counterpart of a name of verl, TRL or OpenRLHF; None if it is unknown. `known`: the keys of rlfuse.
 

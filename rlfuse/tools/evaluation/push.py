@@ -16,6 +16,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from rlfuse.config.facts import is_hub_name
 from rlfuse.config.rewards import read_entries
 from rlfuse.config.secrets import hidden, hidden_text
 from rlfuse.errors import UserError
@@ -156,12 +157,11 @@ def card_of(source: Source, name: str) -> str:
     run = open_run(source.run) if source.run and (source.run / "config.yaml").is_file() else None
     facts = _facts(run, source.step) if run else {}
     base = run.config["model"]["path"] if run else None
-    on_hub = base and base.count("/") <= 1 and not base.startswith((".", "/", "~")) and not os.path.exists(base)
     kind = "text-generation" if source.answers else "text-classification"
     tags = ["rlfuse", "reinforcement-learning", *([facts["Algorithm"]] if "Algorithm" in facts else [])]
     data = ModelCardData(
         library_name="transformers",
-        base_model=base if on_hub else None,
+        base_model=base if base and is_hub_name(base) else None,
         pipeline_tag=kind,
         tags=tags if source.answers else ["rlfuse", "reward-model"],
     )

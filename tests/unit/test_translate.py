@@ -442,6 +442,8 @@ TRL = "trl grpo --model_name_or_path m --dataset_name ./d --reward_funcs a.b.c -
         ("--use_peft", {}, {"model.path": "LoRA is not supported"}),
         ("--use_vllm --vllm_importance_sampling_mode token_truncate --vllm_importance_sampling_cap 2",
          {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": 2.0}, {}),
+        ("--use_vllm --vllm_importance_sampling_clip_min 0.5",
+         {f"{CORRECTION}.rollout_is_threshold_lower": 0.5, "trainer.total_epochs": 3}, {}),
         ("--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs '{\"min_lr_rate\": 0.1}'",
          {"actor.optim.lr_scheduler_type": "cosine", "actor.optim.min_lr_ratio": 0.1}, {}),
         ("--adam_beta2 0.95", {"actor.optim.betas": [0.9, 0.95]}, {}),

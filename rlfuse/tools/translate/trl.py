@@ -139,7 +139,8 @@ READ = {
     *("dtype", "torch_dtype", "bf16", "fp16", "deepspeed", "max_length", "completion_only_loss"),
     *("sapo_temperature_pos", "sapo_temperature_neg", "adam_beta1", "adam_beta2", "adam_epsilon", "project"),
     *("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha", "vllm_importance_sampling_correction"),
-    *("vllm_importance_sampling_mode", "vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max"),
+    *("vllm_importance_sampling_mode", "vllm_importance_sampling_cap"),
+    *("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
     *("assistant_only_loss", "accelerate_config", "config_file", "num_processes", "nproc_per_node"),
 }
 """Settings that the functions below read together."""

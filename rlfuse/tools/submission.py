@@ -153,7 +153,7 @@ def _bounded(call: Callable[[], Any], what: str) -> Any:
             remedy = "pass the token of the cluster: --token-file, or RAY_AUTH_TOKEN_PATH"
         elif "No available agent" in text:
             remedy = (
-                "the agent of the head node does not run, usually because another cluster of that machine has its port: "
+                "the agent of the head node does not run, usually because another cluster there has its port: "
                 "restart it as `ray start --head --dashboard-agent-listen-port=PORT`"
             )
         raise SubmitError(f"could not {what}: {text[:400]}; {remedy}") from error

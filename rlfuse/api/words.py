@@ -13,10 +13,13 @@ from typing import Any
 
 from hydra.core.override_parser.types import Quote, QuotedString
 
-from rlfuse.config.documentation import by_name
+from rlfuse.config.declare import did_you_mean
+from rlfuse.config.documentation import by_name, groups
 from rlfuse.config.keys import PRESET_GROUPS
 from rlfuse.errors import ConfigError
 
+ARGUMENTS = ("model", "reward", "dataset", "eval_dataset", "prompts")
+"""Arguments of the functions in `commands` that take objects."""
 SPECIAL = re.compile(r"([\\()\[\]{}:=,\s])")
 """Characters that Hydra requires to be escaped in a key of a dictionary."""
 KEY = re.compile(r"[^\x00-\x1f!\"#&';<>^`~\x7f-\U0010ffff]+")
@@ -24,10 +27,16 @@ KEY = re.compile(r"[^\x00-\x1f!\"#&';<>^`~\x7f-\U0010ffff]+")
 
 
 def setting_words(settings: Mapping[str, Any], group: str = "") -> list[str]:
-    """Return nested settings as overrides: {"trainer": {"save_freq": 5}} -> ["trainer.save_freq=5"]."""
+    """Return nested settings as overrides: {"trainer": {"save_freq": 5}} -> ["trainer.save_freq=5"].
+
+    Raises ConfigError for a misspelt argument.
+    """
     words: list[str] = []
     for key, value in settings.items():
         name = f"{group}{key}"
+        if name.isidentifier() and not group and name not in (*groups(), *PRESET_GROUPS):
+            meant = did_you_mean(name, [*ARGUMENTS, *groups(), *PRESET_GROUPS])
+            raise ConfigError([f"{name}={value!r}: is not an argument or a group of keys{meant}"])
         if isinstance(value, Mapping) and name not in by_name():
             words += setting_words(value, f"{name}.")
         elif name in PRESET_GROUPS and isinstance(value, str):

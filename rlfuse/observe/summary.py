@@ -117,10 +117,11 @@ def draw_curve(path: Path, rows: Sequence[Mapping[str, float]], name: str, valid
 def summary_text(summary: Mapping[str, Any], folder: Path) -> str:
     """Return the final lines of a run: results, files and next commands."""
     steps, after, name = summary["steps"], summary["resumed_after"], summary["val_name"]
-    ran = f"{steps} steps" if not after else f"{steps} steps, resumed after step {after}"
+    resumed = f", resumed after step {after}" if after else ""
     window = summary["reward_window"]
     first = f"first and last {window} steps" if window > 1 else "first and last step"
-    lines = [f"{ran} in {summary['seconds']:.0f} s, fusion={summary['fusion']} ({summary['label']})"]
+    ran = f"{steps - after} steps in {summary['seconds']:.0f} s{resumed}"
+    lines = [f"{ran}, fusion={summary['fusion']} ({summary['label']})"]
     if summary["reward_first"] is not None:
         rewards = " -> ".join(figure(summary[key]) for key in ("reward_first", "reward_last"))
         lines.append(f"  mean reward   {rewards}   ({first})")

@@ -141,7 +141,7 @@ def assigned(key, value):
         (
             {"trianer": {"save_freq": 1}},
             ConfigError,
-            "trianer.save_freq=1: unknown key; did you mean",
+            "trianer={.save_freq.: 1}: is not an argument or a group of keys; did you mean trainer",
         ),
         ({"trainer": {"save_freq": object()}}, ConfigError, "trainer.save_freq: got object; a setting is a number"),
         (

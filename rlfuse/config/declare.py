@@ -148,7 +148,7 @@ class Key:
         """The valid range of a number: `0 or more and 1 or less`; empty for other keys."""
         bounds = ((self.above, "above {:g}"), (self.at_least, "{:g} or more"), (self.at_most, "{:g} or less"))
         words = " and ".join(form.format(bound) for bound, form in bounds if bound is not None)
-        return f"-1 or {words}" if self.or_minus_one else words
+        return f"-1, or {words}" if self.or_minus_one else words
 
     @property
     def limits(self) -> str:

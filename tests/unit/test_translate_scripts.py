@@ -1,9 +1,69 @@
-"""`rlfuse translate script.py`: the arguments of TRL's trainers and configs in Python scripts become settings."""
+"""Scripts that `rlfuse translate` reads and never runs: shell, and Python that calls a trainer of TRL."""
 
 import pytest
 
 from rlfuse.errors import ConfigError
 from rlfuse.tools.translate.command import read, translate
+from rlfuse.tools.translate.shell import Script
+
+SHELL = r"""
+A="x y"; B=${B:-"${C:-$HOME/q}"}   # comment
+LIST=(one "two $A")
+LIST+=('three#3')
+N=$((2 * (3 + 4) - 1))
+UNKNOWN=$(date +%s)
+for i in 1 2; do INSIDE=$i; done
+LAST=0; for LAST in 1 2; do :; done; SET=1; set_it() { SET=2; }
+NAME=a; NAME+=_b; OPTIONS="x=1 y=$UNSET"; OPTIONS+=" z=3"
+run2 $LAST $SET $NAME $OPTIONS
+run $A "$A" '$A' $'a\tb' $B ${LIST[@]} "${LIST[@]}" $N $PWD/f "$(pwd)" "$UNKNOWN" $INSIDE $EMPTY "$@" \
+   # in between \
+   last=a\ b`date`; other
+"""
+
+
+def test_a_script_is_read_as_a_shell_would_and_never_run():
+    (words,) = [words for words in Script().commands(SHELL) if words[0].text == "run"]
+    assert [word.text for word in words[1:]] == [
+        *("x", "y", "x y", "$A", r"$'a\tb'", "${oc.env:HOME}/q", "one", "two", "x", "y", "three#3"),
+        *("one", "two x y", "three#3"),
+        *("13", "f", ".", "$(date +%s)", "$INSIDE", "$EMPTY", "last=a b`date`"),
+    ]
+    assert [word.unknown for word in words[-4:]] == [("$(date +%s)",), ("$INSIDE",), ("$EMPTY",), ("`date`",)]
+    (words,) = [words for words in Script().commands(SHELL) if words[0].text == "run2"]
+    assert [word.text for word in words[1:]] == ["$LAST", "$SET", "a_b", "x=1", "y=$UNSET", "z=3"]
+    assert [bool(word.unknown) for word in words[1:]] == [True, True, False, False, True, False]
+    for text in ("$((1/0))", "$((9**9**9))", "${A%b}", "'open", '"open', "${open", "$(open", "a=(1", "`a", "\\", "$"):
+        assert next(Script().commands(f"run {text}"))[0].text == "run"
+
+
+ODD = r"""cat > notes.txt <<'END'
+python3 -m verl.trainer.main_ppo data.train_files=never.parquet
+it's no command
+END
+[ -n "$LONG" ] && LENGTH=4096
+ARGS=(
+    data.train_batch_size=64
+    # the reader's own
+    actor_rollout_ref.actor.optim.total_training_steps=500
+)
+python3 -m verl.trainer.main_ppo "${ARGS[@]}" \
+    data.max_response_length=$LENGTH data.max_prompt_length=512 trainer.total_epochs=$EPOCHS \
+    trainer.experiment_name="one \
+two" trainer.project_name=`date +%F` > out.log 2>&1
+"""
+
+
+def test_odd_scripts_are_read_as_a_shell_would(tmp_path):
+    (tmp_path / "run.sh").write_text(ODD)
+    job = translate(read([str(tmp_path / "run.sh")]))
+    assert job.settings["data.train_batch_size"] == 64 and "data.train_files" not in job.settings
+    assert job.settings["trainer.experiment_name"] == "one two", "a continued line in quotes is one"
+    assert "trainer.total_training_steps" not in job.settings, "verl puts the run's own number there"
+    assert {"data.max_response_length", "trainer.total_epochs"} <= job.undecided.keys()
+    assert "trainer.project_name=`date +%F`" in str(job.notes)
+    assert "trainer.total_epochs" not in job.settings, "an unknown value is not replaced by the default"
+
 
 GRPO = """
 from datasets import load_dataset

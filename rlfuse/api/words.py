@@ -15,7 +15,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 
 from rlfuse.config.declare import did_you_mean
 from rlfuse.config.documentation import by_name, groups
-from rlfuse.config.keys import PRESET_GROUPS
+from rlfuse.config.keys import PRESET_GROUPS, parse_override
 from rlfuse.errors import ConfigError
 
 ARGUMENTS = ("model", "reward", "dataset", "eval_dataset", "prompts")
@@ -44,6 +44,17 @@ def setting_words(settings: Mapping[str, Any], group: str = "") -> list[str]:
         else:
             words.append(f"{name}={as_hydra(value, name)}")
     return words
+
+
+def split_presets(
+    overrides: Sequence[str], settings: Mapping[str, Any]
+) -> tuple[dict[str, str], list[str], dict[str, Any]]:
+    """Return the presets that these arguments select, and the arguments without them."""
+    parsed = {each: parse_override(each) for each in overrides}
+    presets = {each.name: str(each.value) for each in parsed.values() if each.name in PRESET_GROUPS}
+    presets |= {name: each for name, each in settings.items() if name in PRESET_GROUPS and isinstance(each, str)}
+    rest = {name: each for name, each in settings.items() if presets.get(name) != each}
+    return presets, [each for each in overrides if parsed[each].name not in presets], rest
 
 
 def plain_value(value: Any, name: str) -> Any:

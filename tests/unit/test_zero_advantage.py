@@ -1,7 +1,9 @@
 """Rows without advantage: the predicate against gradients of the loss, for every algorithm and every other term."""
 
+import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,13 +13,17 @@ from test_experience import config, groups
 
 from rlfuse.algorithms.experience import Experience
 from rlfuse.algorithms.objectives import actor_objective
-from rlfuse.algorithms.zero_advantage import has_only_zero_terms, skip_blocker, skip_note
+from rlfuse.algorithms.zero_advantage import SKIPPED_SHARE, has_only_zero_terms, skip_blocker, skip_note
 from rlfuse.config.compose import compose_job
 from rlfuse.config.rewards import RewardEntry
 from rlfuse.config.schema import ActorConfig
+from rlfuse.costs.model import Costs
 from rlfuse.costs.spans import skipped_share
 from rlfuse.errors import ConfigError
 from rlfuse.events import Span
+from rlfuse.fusion.lengths import Lengths
+from rlfuse.fusion.tuning import RECENT_STEPS
+from rlfuse.run.build import _tuning
 from rlfuse.run.trial_calls import call_custom_functions
 from rlfuse.samples import padded
 
@@ -257,3 +263,13 @@ def test_the_share_of_a_recorded_step_is_that_of_its_updates():
 
     passes = Span("update_actor", "driver", 0.0, 1.0, samples=("1/0/0",))
     assert skipped_share([passes, step(30, 0), step(10, 10)]) == 0.25 and skipped_share([passes]) == 0.0
+
+
+def test_a_resumed_run_expects_the_share_of_its_last_steps(tmp_path):
+    rows = [{"step": 0}, *({"step": step, SKIPPED_SHARE: step / 10} for step in range(1, 7))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = SimpleNamespace(folder=tmp_path, drained=set(), returning=set())
+    trainer = SimpleNamespace(lockstep=False, lockstep_backward=False, pipelined=False)
+    engines = SimpleNamespace(rollout=[None], trainer=trainer)
+    tuning = _tuning(composed("algorithm=dr_grpo"), job, engines, Costs(), Lengths(8), print)
+    assert tuning.skipped_share == pytest.approx((0.3 + 0.4 + 0.5 + 0.6) / RECENT_STEPS)

@@ -27,7 +27,7 @@ def skip_blocker(actor: ActorConfig) -> str:
     if why := _never_skips(actor):
         return why
     if actor.use_kl_loss:
-        return "actor.use_kl_loss=true adds a KL term to every token (algorithm.use_kl_in_reward does not)"
+        return "actor.use_kl_loss=true adds a KL term to every token"
     if actor.entropy_coeff:
         return f"actor.entropy_coeff={actor.entropy_coeff:g} adds an entropy bonus to every token"
     return ""
@@ -51,18 +51,31 @@ def may_skip(actor: ActorConfig) -> bool:
 
 
 def expects_skips(config: Config) -> bool:
-    """Return whether rows can be skipped, and advantages are not normalised over the batch, so that some may be 0."""
-    return not (skip_blocker(config.actor) or traits_of(config.algorithm.adv_estimator).whitens)
+    """Return whether rows without advantage are skipped, and some are likely to have none."""
+    return not (skip_blocker(config.actor) or _is_rarely_zero(config) or _kl_reason(config))
 
 
 def skip_note(config: Config) -> str:
     """Return a line for users about skipped responses; empty if skipping is off, or if advantages are rarely 0."""
-    whitens = traits_of(config.algorithm.adv_estimator).whitens
-    if config.trainer.is_offline or whitens or config.actor.skip_zero_advantage == "false":
+    if config.trainer.is_offline or _is_rarely_zero(config) or config.actor.skip_zero_advantage == "false":
         return ""
-    if why := skip_blocker(config.actor):
+    if why := skip_blocker(config.actor) or _kl_reason(config):
         return f"responses without advantage are not skipped in the actor's passes: {why}"
     return "responses without advantage are skipped in the actor's passes (actor.skip_zero_advantage=auto)"
+
+
+def _is_rarely_zero(config: Config) -> bool:
+    """Return whether advantages are normalised over the batch or differences to the reference, so hardly any is 0."""
+    traits = traits_of(config.algorithm.adv_estimator)
+    return bool(traits.whitens) or traits.needs_reference
+
+
+def _kl_reason(config: Config) -> str:
+    """Return the reason why every response has an advantage after the first update; empty if there is none."""
+    algorithm = config.algorithm
+    if not (algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef):
+        return ""
+    return "algorithm.use_kl_in_reward=true gives every response an advantage"
 
 
 def has_only_zero_terms(actor: ActorConfig, tensors: Mapping[str, np.ndarray], mask: np.ndarray) -> bool:

@@ -13,7 +13,7 @@ from test_experience import config, groups
 
 from rlfuse.algorithms.experience import Experience
 from rlfuse.algorithms.objectives import actor_objective
-from rlfuse.algorithms.zero_advantage import SKIPPED_SHARE, has_only_zero_terms, skip_blocker, skip_note
+from rlfuse.algorithms.zero_advantage import SKIPPED_SHARE, expects_skips, has_only_zero_terms, skip_blocker, skip_note
 from rlfuse.config.compose import compose_job
 from rlfuse.config.rewards import RewardEntry
 from rlfuse.config.schema import ActorConfig
@@ -218,12 +218,15 @@ def test_the_key_takes_auto_or_false(written):
         (["algorithm=dr_grpo"], "responses without advantage are skipped"),
         (["algorithm=dr_grpo", "actor.entropy_coeff=0.01"], "are not skipped .*: actor.entropy_coeff=0.01 adds"),
         (["algorithm=grpo", "actor.use_kl_loss=true"], "are not skipped .*: actor.use_kl_loss=true adds"),
+        (["algorithm=rloo", "algorithm.use_kl_in_reward=true"], "are not skipped .*: algorithm.use_kl_in_reward=true"),
+        (["algorithm=distill", "ref.path=teacher"], "^$"),
         (["algorithm=dr_grpo", "actor.skip_zero_advantage=false"], "^$"),
         (["algorithm=ppo"], "^$"),  # whitened
     ],
 )
 def test_a_job_says_what_it_skips_and_why_not(words, says):
-    assert re.search(says, skip_note(composed(*words)))
+    found = composed(*words)
+    assert re.search(says, skip_note(found)) and expects_skips(found) == ("are skipped" in says)
 
 
 @pytest.mark.parametrize(

@@ -224,9 +224,12 @@ async def test_rows_without_advantage_can_be_skipped(started, trained, rows, sta
     assert distance(found[1][1], found[0][1]) < 1e-5
 
 
-async def test_the_ratio_is_one_until_the_tower_is_updated_and_true_after(started, trained, rows, folder, tmp_path):
+@pytest.mark.parametrize("stage", [1, 3])
+async def test_the_ratio_is_one_until_the_tower_is_updated_and_true_after(
+    started, trained, rows, folder, tmp_path, stage
+):
     group, _ = started
-    config = trained(clip=0.5)
+    config = trained(stage, clip=0.5)
     config.actor.optim.lr = 2e-5  # ratios stay near enough to 1
     await group.take(config)
     old = await scores_of(group, "actor", rows)

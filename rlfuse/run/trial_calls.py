@@ -105,7 +105,11 @@ def _learn(config: Config, entries: Sequence[RewardEntry], groups: Sequence[Grou
 def _check_zero_without_advantage(
     actor: ActorConfig, log_probs: torch.Tensor, mask: torch.Tensor, tensors: dict[str, torch.Tensor]
 ) -> None:
-    """Raise ConfigError unless a row with the advantages 0 has no loss, no gradient and no effect on the others."""
+    """Raise ConfigError unless a row with the advantages 0 has no loss, no gradient and no effect on the others.
+
+    Ratios of new to old probabilities are below, within and above the clip range.
+    """
+    log_probs = log_probs + (torch.arange(mask.shape[1]) % 3 - 1.0)
     advantages = torch.arange(len(mask), dtype=torch.float32)[:, None].expand(mask.shape)  # 0 in the first row
     tensors = tensors | {"advantages": mask_response(advantages, mask)}
 

@@ -128,7 +128,7 @@ class RankGroup:
 
         `lr_factor`: fraction of the full learning rate. ValueError unless `lengths` are the tokens in the loss of the
         rows accumulated since the last step and of the `skipped` ones, in any order. Diagnostics are means over the
-        accumulated rows. Without tokens, or if all rows are skipped, the gradient is 0.
+        accumulated rows. Without tokens, or if all rows are skipped, gradient and loss are 0.
         """
         accumulated = self._accumulated[model]
         if not accumulated and not skipped:
@@ -148,7 +148,7 @@ class RankGroup:
         count = loss_divisor(lengths, mode, longest) if any(lengths) else 1.0
         sums = await self._all("step", f"update the {model}", model, count, lr_factor)
         if not accumulated:
-            sums = [({}, facts) for _, facts in sums]  # without diagnostics of fillers
+            sums = [({"pg_loss": 0.0}, facts) for _, facts in sums]  # without diagnostics of fillers
         return step_metrics(model, sums, count, accumulated)
 
     async def _accumulate_zero(self, model: str) -> None:

@@ -17,9 +17,10 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
+from rlfuse.engines.vllm.history import CONTEXT, DRAFTED_PER_AGREED
 from rlfuse.engines.vllm.request_arguments import draft_of, drawn_tokens
 
-NO_TOKEN = -1
+NO_TOKEN, NO_RECENT = -1, -2
 
 
 class HistorySpeculator(BaseSpeculator):
@@ -72,13 +73,34 @@ class HistorySpeculator(BaseSpeculator):
         if dummy_run:
             return last.contiguous()
         rows, length = self.rows[indices], self.requests.total_len.gpu[indices, None].long()
-        recent = length - 1 - self._steps
-        tokens = self.requests.all_token_ids.gpu[indices[:, None], recent.clamp(min=0)]
-        agrees = (tokens == rows.gather(1, recent.clamp(min=0))) | (recent < self.starts[indices, None])
-        agreed = agrees.int().cumprod(1).sum(1, keepdim=True)
-        drafts = rows.gather(1, (length + self._steps).clamp(max=rows.shape[1] - 1)).long()
-        usable = (self._steps <= agreed) & (drafts != NO_TOKEN) & (num_sampled > 0)[: len(indices), None]
+        recent = length - 1 - torch.arange(CONTEXT, device=rows.device)
+        is_prompt, recent = recent < self.starts[indices, None], recent.clamp(min=0)
+        tokens = self.requests.all_token_ids.gpu[indices[:, None], recent]
+        same = ((tokens == rows.gather(1, recent)) | is_prompt).all(1, keepdim=True)
+        start, agreed = _best_places(rows, length, torch.where(is_prompt, NO_RECENT, tokens))
+        start = torch.where(same | (agreed == 0), length, start)
+        count = torch.where(same, self.limit, DRAFTED_PER_AGREED * (agreed + 1))
+        drafts = rows.gather(1, (start + self._steps).clamp(max=rows.shape[1] - 1)).long()
+        usable = (self._steps < count) & (drafts != NO_TOKEN) & (num_sampled > 0)[: len(indices), None]
         return torch.where(usable, drafts, last)
+
+
+def _best_places(rows: torch.Tensor, length: torch.Tensor, recent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return where each draft has most of the latest tokens before it, the place nearest to `length`, and how many.
+
+    `rows`: [requests, positions]; `length`: [requests, 1]; `recent`: [requests, CONTEXT], the latest token first. The
+    results have the shape of `length`.
+    """
+    width = rows.shape[1]
+    padded = torch.nn.functional.pad(rows, (CONTEXT, 0), value=NO_TOKEN)
+    running, agreed = rows != NO_TOKEN, torch.zeros_like(rows, dtype=torch.int64)
+    for back in range(1, CONTEXT + 1):
+        running = running & (padded[:, CONTEXT - back : CONTEXT - back + width] == recent[:, back - 1 : back])
+        agreed += running
+    places = torch.arange(width, device=rows.device)
+    distances = 2 * (places - length).abs() + (places > length)
+    best = (4 * width * agreed - distances).argmax(1, keepdim=True)
+    return best, agreed.gather(1, best)
 
 
 def set_draft(speculator: HistorySpeculator, index: int, params: SamplingParams) -> None:

@@ -33,13 +33,12 @@ from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from rlfuse.engines.vllm.acceptance import EqualitySampler, accept_equal
+from rlfuse.engines.vllm.acceptance import PHILOX_PER_DRAW, EqualitySampler, accept_equal, advance
 from rlfuse.engines.vllm.history_speculator import HistorySpeculator, set_draft
 from rlfuse.engines.vllm.proposer import Proposer, propose_drafts
 from rlfuse.engines.vllm.receiver import ReceiverExtension
 from rlfuse.engines.vllm.request_arguments import drafts_from_history, drawn_tokens
 
-PHILOX_PER_DRAW = 4
 BUILT_IN_PROCESSORS = 3
 """Number of vLLM's built-in logits processors; custom ones may need to run at each step."""
 WITHOUT_MODEL = ("ngram", "suffix", "custom_class")
@@ -54,8 +53,7 @@ class CountedGenerator(torch.Generator):
     def reposition(self) -> None:
         """Set the state after the request's tokens."""
         self.manual_seed(self.request.sampling_params.seed)
-        if draws := drawn(self.request) + len(self.request.output_token_ids):
-            torch.randint(0, 1 << 31, (draws,), generator=self)
+        advance(self, drawn(self.request) + len(self.request.output_token_ids))
 
     def get_offset(self) -> int:
         """Return any number; vLLM only passes it to `set_offset`."""
@@ -78,7 +76,7 @@ def position(request: CachedRequestState) -> None:
         request.generator.request = request
         request.generator.reposition()
     else:
-        request.generator.set_offset(PHILOX_PER_DRAW * drawn(request))
+        advance(request.generator, drawn(request))
 
 
 class WorkerExtension(ReceiverExtension):

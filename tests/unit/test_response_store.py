@@ -75,14 +75,27 @@ RECORD = HEADER_BYTES + 40
 def test_a_damaged_file_is_read_up_to_the_damage_and_continued_there(store, path, damage, expected):
     store.close()
     path.write_bytes(damage(path.read_bytes()))
+    unfinished = path.with_name(f".{FILE}.12.part")
+    unfinished.touch()
     reader = StoredResponses(path)
     assert found(reader, 1, 2, 3) == expected
     reader.close()
     again = ResponseStore(path, 1 << 20)
     again.add(step=5, key=8, token_ids=tokens(800))
     again.close()
+    assert not unfinished.exists()
     reader = StoredResponses(path)
     assert found(reader, 1, 2, 3, 8) == [*expected, (5, 800)]
+    reader.close()
+
+
+def test_a_file_that_is_truncated_while_it_is_read_has_the_responses_before(store, path, monkeypatch):
+    size = path.stat().st_size
+    store.close()
+    os.truncate(path, size - 3)
+    monkeypatch.setattr(response_store.os, "fstat", lambda _: os.stat_result([0] * 6 + [size] + [0] * 3))
+    reader = StoredResponses(path)
+    assert found(reader, 1, 2, 3) == [(4, 100), (4, 200), None]
     reader.close()
 
 
@@ -189,6 +202,12 @@ def test_an_evaluation_drafts_from_the_nearest_step(tmp_path):
     groups = make_groups(prompts(2), 2, 7, 6, scope=VALIDATION)
     assert attach_nearest(groups, 6, paths) == run / "eval" / "global_step_8" / FILE
     assert [sample.draft[0] for group in groups for sample in group.samples] == [8, 9, 8, 9]
+    interrupted = ResponseStore(run / "eval/interrupted" / FILE, 1 << 20)  # has one response
+    interrupted.add(6, groups[0].samples[0].draft_key, tokens(70))
+    interrupted.close()
+    removed = run / "eval/removed" / FILE
+    assert attach_nearest(groups, 6, [*paths, interrupted.path, removed]) == interrupted.path
+    assert [sample.draft[0] for group in groups for sample in group.samples] == [70, 9, 8, 9]
     ResponseStore(run / FILE, 1 << 20).close()
     assert (run / FILE) in stores(Source("m", 6, run), folder), "the run's own validations"
     others = [replace(group.samples[0], seed=1, draft=None) for group in groups]

@@ -6,7 +6,7 @@ Role: engines verify these drafts, so an unsuitable file costs time and changes 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 from rlfuse.run_folder.response_store import FILE, StoredResponses
@@ -22,20 +22,20 @@ def stores(source: Source, folder: Path) -> list[Path]:
 
 
 def attach_nearest(groups: Sequence[Group], step: int, paths: Iterable[Path]) -> Path | None:
-    """Set the drafts of these samples from the file with responses of the nearest step; return its path.
+    """Set the draft of each sample from the file of the nearest step that has its response; return the nearest file.
 
-    Of files with equally near steps, the newest is used. None: no file has a response to one of these prompts with
-    its seed.
+    Of files with equally near steps, the newest comes first. None: no file has a response to one of these prompts with
+    its seed. Files that can't be read, for example removed ones, are left out.
     """
     keys = [sample.draft_key for group in groups for sample in group.samples]
     found: list[tuple[int, float, Path]] = []
     for path in paths:
-        with closing(StoredResponses(path)) as stored:
+        with suppress(OSError), closing(StoredResponses(path)) as stored:
             if steps := [known for key in keys if (known := stored.step_of(key)) is not None]:
                 found.append((abs(max(steps) - step), -path.stat().st_mtime, path))
-    if not found:
-        return None
-    nearest = min(found)[2]
-    with closing(StoredResponses(nearest)) as stored:
-        attach(stored, groups)
+    nearest = None
+    for *_, path in sorted(found, reverse=True):
+        with suppress(OSError), closing(StoredResponses(path)) as stored:
+            attach(stored, groups)
+            nearest = path
     return nearest

@@ -21,8 +21,14 @@ def run_drafts(config: Config, after: int, log: RunLog) -> Drafts:
     """Return the drafts of a run that continues after the step `after`."""
     if (store := log.responses) is None:
         return Drafts()
-    wanted = config.rollout.draft == HISTORY or store.last_step > after
-    return Drafts(store=store, are_wanted=wanted, repeated_until=store.last_step, say=log.say)
+    over_epochs = config.rollout.draft == HISTORY
+    return Drafts(
+        store=store,
+        are_wanted=over_epochs or store.last_step > after,
+        repeated_until=store.last_step,
+        epoch_limit_mb=config.rollout.draft_store_mb if over_epochs else 0,
+        say=log.say,
+    )
 
 
 def run_engines(config: Config, after: int, log: RunLog, device: str) -> Config:

@@ -34,6 +34,9 @@ class StoredResponses(Protocol):
 class ResponseStore(StoredResponses, Protocol):
     """The same, of a run that adds responses."""
 
+    @property
+    def dropped(self) -> int: ...
+
     def add(self, step: int, key: int, token_ids: np.ndarray) -> None: ...
 
 
@@ -53,6 +56,8 @@ class Drafts:
     """Samples get drafts, which engines use unless they can't verify them."""
     repeated_until: int = 0
     """Last step that ran, at least in part, before this attempt; 0 once a repeated step differed."""
+    epoch_limit_mb: int = 0
+    """Size of the store if it should hold the responses of an epoch; 0 once it was reported as too small."""
     say: Callable[[str], None] = print
     _identical: list[bool] = field(default_factory=list)
     """Of the responses of a repeated step: whether they are those of the first time."""
@@ -75,7 +80,13 @@ class Drafts:
         self.store.add(sample.step, sample.draft_key, token_ids)
 
     def report(self, step: int) -> None:
-        """Print whether the responses of a repeated step are those of the first time."""
+        """Print whether the responses of a repeated step are those of the first time, and whether drafts get lost."""
+        if self.epoch_limit_mb and self.store is not None and self.store.dropped:
+            self.say(
+                f"rollout.draft_store_mb={self.epoch_limit_mb} is reached: the oldest responses were dropped, and "
+                "their prompts are generated without drafts. Raise it until the responses of an epoch fit."
+            )
+            self.epoch_limit_mb = 0
         count, identical = len(self._identical), sum(self._identical)
         self._identical.clear()
         if not count:

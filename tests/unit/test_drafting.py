@@ -37,6 +37,7 @@ def test_a_run_that_continues_after_step_3(last_step, changes, device, draft, li
     assert run_engines(config, 3, log, device).rollout.draft == draft
     assert len(said) == (line is not None) and all(line in each for each in said), said
     drafts = run_drafts(config, 3, log)
+    assert drafts.epoch_limit_mb == (256 if changes.get("rollout.draft") == "history" else 0)
     assert drafts.are_wanted == (draft == "history" or line is not None) and drafts.repeated_until == last_step
 
 

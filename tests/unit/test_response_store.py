@@ -187,6 +187,20 @@ def test_a_repeated_step_gets_its_responses_as_drafts_and_is_compared_with_them(
         assert not any(sample.draft is not None for group in groups for sample in group.samples), "other seeds"
 
 
+@pytest.mark.parametrize(("limit_mb", "lines"), [(256, 1), (0, 0)], ids=["over epochs", "of repeated steps"])
+def test_a_store_that_is_too_small_for_an_epoch_is_reported_once(path, limit_mb, lines):
+    said, store = [], ResponseStore(path, len(MAGIC) + 4 * RECORD)
+    drafts = Drafts(store=store, are_wanted=True, epoch_limit_mb=limit_mb, say=said.append)
+    drafts.report(1)
+    assert not said
+    for sample in answered(make_groups(prompts(4), 2, 7, 1)):
+        drafts.record(sample)
+    for step in (1, 2):
+        drafts.report(step)
+    assert len(said) == lines and all("rollout.draft_store_mb=256 is reached" in line for line in said)
+    store.close()
+
+
 def test_an_evaluation_drafts_from_the_nearest_step(tmp_path):
     run = tmp_path / "run"
     for name, step in (("eval/global_step_2", 2), ("eval/global_step_8", 8), ("eval/mine", 5)):

@@ -208,6 +208,9 @@ class RewardFailure:
     traceback: str = ""
 
 
+SEPARATOR = -1
+"""Between the responses of a draft, which no token equals."""
+
 PASSES = {"old_log_prob": ("actor", "old_log_probs"), "ref": ("ref", "ref_log_probs"), "values": ("critic", "values")}
 """Kind of scoring -> the model that runs the forward pass, and the tensor that the pass adds to a sample."""
 
@@ -229,8 +232,8 @@ class Sample:
     is_baseline: bool = False
     """It is `Group.baseline`."""
     draft: np.ndarray | None = None
-    """int32: an earlier response with the same seed, which engines that draft verify instead of decoding token by
-    token; it never changes the response. None: there is none."""
+    """int32: an earlier response with the same seed, then others to the prompt, each after a SEPARATOR. Engines that
+    draft verify their tokens instead of decoding token by token; they never change the response. None: none."""
 
     @property
     def id(self) -> str:

@@ -1,6 +1,7 @@
 """Earlier responses as drafts of a run's samples, and their comparison with those of a repeated step.
 
-Role: the controller records each finished response; samples with the same prompt and seed get it as their draft.
+Role: the controller records each finished response; samples with the same prompt get it as their draft, and draw most
+of its tokens again if they have the same seed.
 Invariant: engines verify drafts, which change responses only by rounding. Waits: for nothing but small writes to disk.
 """
 
@@ -12,7 +13,11 @@ from typing import Protocol
 
 import numpy as np
 
-from rlfuse.samples import Group, Sample
+from rlfuse.samples import SEPARATOR, Group, Sample
+
+OTHER_RESPONSES = 2
+"""Maximum number of other responses to the prompt in a draft; more gained nothing (`tests/benchmarks/README.md`)."""
+NONE, BETWEEN = np.array([], np.int32), np.array([SEPARATOR], np.int32)
 
 
 class StoredResponse(Protocol):
@@ -41,10 +46,17 @@ class ResponseStore(StoredResponses, Protocol):
 
 
 def attach(stored: StoredResponses, groups: Sequence[Group]) -> None:
-    """Set the drafts of these samples: the stored responses to the same prompts with the same seeds."""
-    for sample in (sample for group in groups for sample in group.generated):
-        if (found := stored.find(sample.draft_key)) is not None:
-            sample.draft = found.token_ids
+    """Set the drafts of these samples: the stored response with the same seed, and others to the prompt."""
+    for group in groups:
+        found = [stored.find(sample.draft_key) for sample in group.generated]
+        for place, sample in enumerate(group.generated):
+            others = [each for each in (*found[place + 1 :], *found[:place]) if each is not None][:OTHER_RESPONSES]
+            own = found[place]
+            if own is not None or others:
+                parts = [NONE if own is None else own.token_ids]
+                for other in others:
+                    parts += [BETWEEN, other.token_ids]
+                sample.draft = np.concatenate(parts)
 
 
 @dataclass(kw_only=True)

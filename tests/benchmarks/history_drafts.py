@@ -33,8 +33,10 @@ from rlfuse.fusion.board import Board
 from rlfuse.fusion.policies import stream
 from rlfuse.protocols import Sampling
 from rlfuse.run.build import run
+from rlfuse.run_folder.response_store import StoredResponse
 from rlfuse.samples import Group
 from rlfuse.step.controller import Controller
+from rlfuse.step.drafts import attach
 from rlfuse.step.executor import Executor, StepContext
 
 JOB = (
@@ -73,7 +75,7 @@ class Benchmark:
 
     def __init__(self, repeats: int):
         self.repeats, self.found = repeats, defaultdict[str, Measured](Measured)
-        self._neighbour: dict[str, np.ndarray] = {}
+        self._neighbour = Responses()
 
     async def drive(self, controller: Controller, _: int) -> None:
         """Train two epochs, and measure between steps."""
@@ -102,17 +104,17 @@ class Benchmark:
         groups: Sequence[Group],
         drawn: Sampling,
         counts: bool = True,
-    ) -> dict[str, np.ndarray]:
-        """Generate alternately; return the responses by sample id without their step."""
-        responses: dict[str, np.ndarray] = {}
+    ) -> Responses:
+        """Generate alternately; return the responses."""
+        responses = Responses()
         for repeat in range(self.repeats if counts else 1):
             times = {}
             for drafts in (False, True) if (repeat + step) % 2 else (True, False):
-                fresh = with_drafts(groups, {key(s): s.draft for g in groups for s in g.generated} if drafts else {})
+                fresh = without_responses(groups, drafts)
                 await controller.journal.collect(step)
                 times[drafts] = await generate(controller, fresh, step, drawn)
                 spans = [span for span in await controller.journal.collect(step) if "drafted" in span.attributes]
-                found = {key(s): s.response.token_ids for group in fresh for s in group.generated}
+                found = Responses({s.draft_key: s.response.token_ids for group in fresh for s in group.generated})
                 if drafts and counts:
                     measured = self.found[name]
                     measured.accepted += sum(span.attributes["accepted"] for span in spans)
@@ -142,17 +144,31 @@ class Benchmark:
         return "\n".join(lines)
 
 
-def key(sample) -> str:
-    """Return the id of the sample without its step."""
-    return sample.id.partition("/")[2]
+class Responses(dict[int, np.ndarray]):
+    """Responses by `Sample.draft_key`."""
+
+    def find(self, key: int) -> StoredResponse | None:
+        return StoredResponse(0, self[key]) if key in self else None
 
 
-def with_drafts(groups: Sequence[Group], drafts: dict[str, np.ndarray]) -> list[Group]:
-    """Return the groups without responses, with these drafts."""
+def without_responses(groups: Sequence[Group], keep_drafts: bool) -> list[Group]:
+    """Return copies of the groups without responses."""
     return [
-        replace(group, samples=[replace(s, draft=drafts.get(key(s)), response=None, tensors={}) for s in group.samples])
+        replace(
+            group,
+            samples=[
+                replace(s, draft=s.draft if keep_drafts else None, response=None, tensors={}) for s in group.samples
+            ],
+        )
         for group in groups
     ]
+
+
+def with_drafts(groups: Sequence[Group], responses: Responses) -> list[Group]:
+    """Return copies of the groups whose drafts are these responses."""
+    copies = without_responses(groups, keep_drafts=False)
+    attach(responses, copies)
+    return copies
 
 
 async def generate(controller: Controller, groups: Sequence[Group], step: int, drawn: Sampling) -> float:

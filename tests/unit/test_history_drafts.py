@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from rlfuse.engines.vllm.request_arguments import DRAFT, DRAWN
+from rlfuse.samples import SEPARATOR
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # importing it takes long: by one process
 
@@ -57,8 +58,22 @@ def test_of_equally_good_places_the_nearest_is_used():
     from rlfuse.engines.vllm.history import continuation
 
     draft = np.array([1, 2, 3, 4, 1, 2, 5, 6, 1, 2, 7, 8], np.int32)
-    for length, following in ((4, 3), (7, 5), (9, 7), (20, 7)):
+    for length, following in ((4, 3), (7, 5), (9, 7), (900, 7)):
         assert continuation(draft, length, np.array([9, 1, 2], np.int32), 1).tolist() == [following]
+
+
+def test_another_response_is_used_where_more_tokens_agree_and_a_draft_ends_with_its_response():
+    from rlfuse.engines.vllm.history import continuation
+
+    draft = np.array([1, 2, 3, 4, SEPARATOR, 8, 2, 3, 5, 6, SEPARATOR, 7, 7], np.int32)
+    for response, following in (
+        ([1, 2], [3, 4]),
+        ([2, 3], [4]),
+        ([8, 2, 3], [5, 6]),
+        ([7, 3, 5], [6]),
+        ([4], [2, 3, 4]),
+    ):
+        assert continuation(draft, len(response), np.array(response, np.int32), 9).tolist() == following
 
 
 class States:
@@ -91,10 +106,11 @@ def test_the_speculator_of_v2_drafts_as_the_proposer_of_v1():
         order = chance.permutation(requests)[: chance.integers(1, requests + 1)]
         expected, last = [], torch.full((requests, 1), 99, dtype=torch.int64)
         for index in order:
-            prompt, draft = chance.integers(1, 5, chance.integers(1, 9)), chance.integers(1, 5, chance.integers(0, 30))
+            prompt, draft = chance.integers(1, 5, chance.integers(1, 9)), chance.integers(1, 5, chance.integers(0, 50))
+            draft[20:][chance.random(len(draft[20:])) < 0.1] = SEPARATOR
             response = chance.integers(1, 5, chance.integers(1, 25))
             same = np.flatnonzero(chance.random(min(len(draft), len(response))) < 0.8)
-            response[same] = draft[same]
+            response[same] = abs(draft[same])
             drawn = int(chance.integers(0, len(response)))
             extra = {DRAWN: drawn} | ({DRAFT: draft.astype(np.int32).tobytes()} if len(draft) else {})
             params, tokens = SimpleNamespace(extra_args=extra), [*prompt.tolist(), *response.tolist()]

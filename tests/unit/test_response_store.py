@@ -8,8 +8,8 @@ import pytest
 
 from rlfuse.run_folder import response_store
 from rlfuse.run_folder.response_store import FILE, HEADER_BYTES, MAGIC, ResponseStore, StoredResponses
-from rlfuse.samples import VALIDATION, Prompt, Response, make_groups
-from rlfuse.step.drafts import Drafts
+from rlfuse.samples import SEPARATOR, VALIDATION, Prompt, Response, make_groups
+from rlfuse.step.drafts import OTHER_RESPONSES, Drafts, attach
 from rlfuse.tools.evaluation.neighbours import attach_nearest, stores
 from rlfuse.tools.evaluation.source import Source
 
@@ -174,7 +174,7 @@ def test_a_repeated_step_gets_its_responses_as_drafts_and_is_compared_with_them(
     groups = make_groups(prompts(3), 2, 7, 3)
     drafts.attach(groups)
     assert [[s.draft is not None for s in g.samples] for g in groups] == [[True] * 2, [True] * 2, [False] * 2]
-    assert groups[0].samples[1].draft.tolist() == tokens(1).tolist()
+    assert groups[0].samples[1].draft.tolist() == [*tokens(1), SEPARATOR, *tokens(0)]
     for sample in answered(groups, first):
         drafts.record(sample)
     assert all(sample.draft is None for group in groups for sample in group.samples)
@@ -185,6 +185,23 @@ def test_a_repeated_step_gets_its_responses_as_drafts_and_is_compared_with_them(
         groups = make_groups(prompts(2), 2, 7, 4)
         later.attach(groups)
         assert not any(sample.draft is not None for group in groups for sample in group.samples), "other seeds"
+
+
+@pytest.mark.parametrize("missing", [(), (1,), (0, 2), (0, 1, 2, 3)], ids=str)
+def test_a_draft_has_the_next_responses_to_the_prompt_after_its_own(store, missing):
+    [group] = make_groups(prompts(1), 4, 7, 1)
+    for sample in answered([group]):
+        if sample.rollout_index not in missing:
+            store.add(1, sample.draft_key, sample.response.token_ids)
+    attach(store, [group])
+    for sample in group.samples:
+        after = [index % 4 for index in range(sample.rollout_index + 1, sample.rollout_index + 4)]
+        others = [index for index in after if index not in missing][:OTHER_RESPONSES]
+        expected = [] if sample.rollout_index in missing else tokens(sample.rollout_index).tolist()
+        for index in others:
+            expected += [SEPARATOR, *tokens(index)]
+        assert (sample.draft is None) == (not expected)
+        assert sample.draft is None or (sample.draft.tolist() == expected and sample.draft.dtype == np.int32)
 
 
 @pytest.mark.parametrize(("limit_mb", "lines"), [(256, 1), (0, 0)], ids=["over epochs", "of repeated steps"])

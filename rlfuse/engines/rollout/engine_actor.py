@@ -43,7 +43,7 @@ class Request:
     is_greedy: bool = False
     """It is decoded greedily, whatever the sampling of the call."""
     draft: np.ndarray | None = None
-    """int32: an earlier response with the same seed, see `Sample.draft`."""
+    """int32: earlier responses, see `Sample.draft`."""
 
     @classmethod
     def of(cls, sample: Sample, partial: Partial = EMPTY_PARTIAL) -> Request:

@@ -1,7 +1,8 @@
-"""Proposer of drafts from an earlier response with the same seed, which requests carry (`Request.draft`).
+"""Proposer of drafts from earlier responses, which requests carry (`Sample.draft`).
 
-The draft continues at the same position of the response while the latest tokens agree with it, and after a difference
-where most of them do, because tokens may have been inserted or left out. Little agreement gives a short draft.
+Drafts continue at the same position of the response with the same seed while the latest tokens agree with it. After a
+difference they continue where most of the latest tokens agree, in that response or another to the same prompt, because
+tokens may have been inserted or left out. Little agreement gives a short draft.
 Invariant: drafts depend on the tokens of the request only, so a sample continues on another engine.
 """
 
@@ -12,6 +13,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from rlfuse.engines.vllm.proposer import Proposer
 from rlfuse.engines.vllm.request_arguments import draft_of, drawn_tokens
+from rlfuse.samples import SEPARATOR
 
 CONTEXT = 8
 """Number of latest tokens that are compared with the draft."""
@@ -24,17 +26,20 @@ def continuation(draft: np.ndarray, length: int, recent: np.ndarray, limit: int)
 
     `recent`: the last tokens of the response, `CONTEXT` of them or all.
     """
-    if np.array_equal(draft[length - len(recent) : length], recent):
-        return draft[length : length + limit]
-    agreed, running = np.zeros(len(draft), np.int64), np.ones(len(draft), bool)
-    for back, token in enumerate(recent[::-1], 1):
-        running[:back] = False
-        running[back:] &= draft[:-back] == token
-        agreed += running
-    most, places = agreed.max(initial=0), np.arange(len(draft))
-    distances = 2 * np.abs(places - length) + (places > length)
-    start = int(np.where(agreed == most, distances, 2 * (length + len(draft))).argmin()) if most else length
-    return draft[start : start + min(limit, DRAFTED_PER_AGREED * (most + 1))]
+    start = length
+    if not np.array_equal(draft[length - len(recent) : length], recent):
+        agreed, running = np.zeros(len(draft), np.int64), draft != SEPARATOR
+        for back, token in enumerate(recent[::-1], 1):
+            running[:back] = False
+            running[back:] &= draft[:-back] == token
+            agreed += running
+        places, most = np.arange(len(draft)), int(agreed.max(initial=0))
+        distances = 2 * np.abs(places - length) + (places > length)
+        start = int((4 * (length + len(draft)) * agreed - distances).argmax()) if most else length
+        limit = min(limit, DRAFTED_PER_AGREED * (most + 1))
+    following = draft[start : start + limit]
+    ends = np.flatnonzero(following == SEPARATOR)
+    return following[: ends[0]] if len(ends) else following
 
 
 class HistoryProposer(Proposer):

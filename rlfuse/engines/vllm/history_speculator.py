@@ -19,8 +19,9 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from rlfuse.engines.vllm.history import CONTEXT, DRAFTED_PER_AGREED
 from rlfuse.engines.vllm.request_arguments import draft_of, drawn_tokens
+from rlfuse.samples import SEPARATOR
 
-NO_TOKEN, NO_RECENT = -1, -2
+NO_RECENT = -2
 
 
 class HistorySpeculator(BaseSpeculator):
@@ -33,7 +34,7 @@ class HistorySpeculator(BaseSpeculator):
         self.requests = req_states
         self.limit = vllm_config.speculative_config.num_speculative_tokens
         requests, length = req_states.max_num_reqs, req_states.max_model_len
-        self.rows = torch.full((requests, length + self.limit), NO_TOKEN, dtype=torch.int32, device=device)
+        self.rows = torch.full((requests, length + self.limit), SEPARATOR, dtype=torch.int32, device=device)
         """Draft at its positions in the sequence."""
         self.starts = torch.zeros(requests, dtype=torch.int64, device=device)
         """Position of the first response token."""
@@ -81,7 +82,8 @@ class HistorySpeculator(BaseSpeculator):
         start = torch.where(same | (agreed == 0), length, start)
         count = torch.where(same, self.limit, DRAFTED_PER_AGREED * (agreed + 1))
         drafts = rows.gather(1, (start + self._steps).clamp(max=rows.shape[1] - 1)).long()
-        usable = (self._steps < count) & (drafts != NO_TOKEN) & (num_sampled > 0)[: len(indices), None]
+        usable = (self._steps < count) & (drafts != SEPARATOR) & (num_sampled > 0)[: len(indices), None]
+        usable = usable.int().cumprod(1).bool()
         return torch.where(usable, drafts, last)
 
 
@@ -92,8 +94,8 @@ def _best_places(rows: torch.Tensor, length: torch.Tensor, recent: torch.Tensor)
     results have the shape of `length`.
     """
     width = rows.shape[1]
-    padded = torch.nn.functional.pad(rows, (CONTEXT, 0), value=NO_TOKEN)
-    running, agreed = rows != NO_TOKEN, torch.zeros_like(rows, dtype=torch.int64)
+    padded = torch.nn.functional.pad(rows, (CONTEXT, 0), value=SEPARATOR)
+    running, agreed = rows != SEPARATOR, torch.zeros_like(rows, dtype=torch.int64)
     for back in range(1, CONTEXT + 1):
         running = running & (padded[:, CONTEXT - back : CONTEXT - back + width] == recent[:, back - 1 : back])
         agreed += running
@@ -106,7 +108,7 @@ def _best_places(rows: torch.Tensor, length: torch.Tensor, recent: torch.Tensor)
 def set_draft(speculator: HistorySpeculator, index: int, params: SamplingParams) -> None:
     """Copy the draft of a new request to its row."""
     draft, start = draft_of(params), int(speculator.requests.prompt_len.np[index]) - drawn_tokens(params)
-    row = np.full(speculator.rows.shape[1], NO_TOKEN, np.int32)
+    row = np.full(speculator.rows.shape[1], SEPARATOR, np.int32)
     row[start : start + len(draft)] = draft[: len(row) - start]
     speculator.rows[index].copy_(torch.from_numpy(row), non_blocking=True)
     speculator.starts[index] = start

@@ -12,7 +12,7 @@ import numpy as np
 DRAWN = "rlfuse_drawn"
 """Key: number of tokens at the end of the prompt that are part of the response."""
 DRAFT = "rlfuse_draft"
-"""Key: an earlier response with the same seed, as bytes of int32."""
+"""Key: earlier responses (`Sample.draft`), as bytes of int32."""
 
 HISTORY_ENGINE = "rlfuse_history"
 """Key of `VllmConfig.additional_config`: the engine drafts from earlier responses."""
@@ -24,12 +24,12 @@ def drawn_tokens(params: Any) -> int:
 
 
 def has_draft(params: Any) -> bool:
-    """Return whether the request has an earlier response."""
+    """Return whether the request has earlier responses."""
     return DRAFT in (params.extra_args or {})
 
 
 def draft_of(params: Any) -> np.ndarray:
-    """Return the earlier response, int32 [T]; empty if there is none."""
+    """Return the earlier responses (`Sample.draft`), int32; empty if there are none."""
     return np.frombuffer((params.extra_args or {}).get(DRAFT, b""), np.int32)
 
 

@@ -55,7 +55,7 @@ from rlfuse.engines.vllm.support import unsupported_reasons
 from rlfuse.engines.weights.sync import resolve_transfer
 from rlfuse.errors import EngineError
 from rlfuse.protocols import Load, Part, Sampling
-from rlfuse.samples import Partial, Response
+from rlfuse.samples import SEPARATOR, Partial, Response
 
 
 class RolloutWorker(EngineBase):
@@ -254,7 +254,7 @@ class RolloutWorker(EngineBase):
     def _draft(self, request: Request) -> np.ndarray | None:
         """Return the request's draft if the engine can verify it: a file may have responses of another model."""
         draft = request.draft
-        if draft is None or not len(draft) or draft.min() < 0 or draft.max() >= self._draft_vocabulary:
+        if draft is None or not len(draft) or draft.min() < SEPARATOR or draft.max() >= self._draft_vocabulary:
             return None
         return draft
 

@@ -117,7 +117,7 @@ def engine_arguments(
 
 def draft_arguments(threshold: int, rollout: RolloutConfig, device: str) -> dict[str, Any]:
     """Return the arguments for speculative decoding: while at most `threshold` samples are decoded, or, with
-    rollout.draft=history, for all samples that have an earlier response.
+    rollout.draft=history, for all samples that have earlier responses.
 
     Drafts do not change tokens (`acceptance`). Raises ValueError for a threshold below 0, several pipeline stages or
     data-parallel ranks, and a `speculative_config`.
@@ -236,8 +236,7 @@ def sampling_params(
     logit_bias: dict[int, float] | None,
     draft: np.ndarray | None = None,
 ) -> Any:
-    """Return vLLM's SamplingParams for at most `max_tokens` more tokens of the request. `draft`: an earlier response,
-    int32."""
+    """Return vLLM's SamplingParams for at most `max_tokens` more tokens of the request. `draft`: see `Sample.draft`."""
     import rlfuse.engines.vllm.front_end  # noqa: F401  (patches stop texts of continued samples)
 
     parameters = _shared_params(sampling).clone()

@@ -17,7 +17,7 @@ from rlfuse.samples import SEPARATOR, Group, Sample
 
 OTHER_RESPONSES = 2
 """Maximum number of other responses to the prompt in a draft; more gained nothing (`tests/benchmarks/README.md`)."""
-NONE, BETWEEN = np.array([], np.int32), np.array([SEPARATOR], np.int32)
+BETWEEN = np.array([SEPARATOR], np.int32)
 
 
 class StoredResponse(Protocol):
@@ -46,15 +46,14 @@ class ResponseStore(StoredResponses, Protocol):
 
 
 def attach(stored: StoredResponses, groups: Sequence[Group]) -> None:
-    """Set the drafts of these samples: the stored response with the same seed, and others to the prompt."""
+    """Set the drafts of these samples: those with a stored response to the prompt with their seed."""
     for group in groups:
         found = [stored.find(sample.draft_key) for sample in group.generated]
-        for place, sample in enumerate(group.generated):
-            others = [each for each in (*found[place + 1 :], *found[:place]) if each is not None][:OTHER_RESPONSES]
-            own = found[place]
-            if own is not None or others:
-                parts = [NONE if own is None else own.token_ids]
-                for other in others:
+        for place, (sample, own) in enumerate(zip(group.generated, found, strict=True)):
+            if own is not None:
+                others = [each for each in (*found[place + 1 :], *found[:place]) if each is not None]
+                parts = [own.token_ids]
+                for other in others[:OTHER_RESPONSES]:
                     parts += [BETWEEN, other.token_ids]
                 sample.draft = np.concatenate(parts)
 

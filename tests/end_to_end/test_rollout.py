@@ -44,7 +44,7 @@ from rlfuse.events import Recorder
 from rlfuse.files import read_rows
 from rlfuse.fusion.slot_table import SlotTable
 from rlfuse.protocols import Engines, Load, Sampling
-from rlfuse.samples import Partial, make_groups
+from rlfuse.samples import SEPARATOR, Partial, make_groups
 from rlfuse.tools.evaluation.answering import run_until_done
 from rlfuse.tools.evaluation.display import Display
 from rlfuse.tools.evaluation.responses import Responses
@@ -439,7 +439,7 @@ async def test_tail_speculation_keeps_greedy_tokens(engine, drafting, tiny_model
 
 
 async def test_earlier_responses_change_no_token_and_most_are_accepted(engine, drafting, tiny_model):
-    """Drafts that are right, wrong in parts, of other prompts, too short, too long, and of another vocabulary."""
+    """Drafts that are right, wrong in parts, shifted, of other prompts, too short, too long, of another vocabulary."""
     await drafting.stop()
     await drafting.start(model_config(tiny_model), settings(draft="history"), 512, "cpu")
     drawn = Sampling(0.7, 0.95, -1, 60)
@@ -456,6 +456,8 @@ async def test_earlier_responses_change_no_token_and_most_are_accepted(engine, d
         "wrong in parts": wrong,
         "shorter": [each[:9] for each in right],
         "of other prompts": right[1:] + right[:1],
+        "after another response": [np.concatenate([[4] * 9, [SEPARATOR], each]).astype(np.int32) for each in right],
+        "with inserted tokens": [np.insert(each, [3, 9, 9], 3) for each in right],
         "of another vocabulary": [each + 1_000_000 for each in right],
     }
     accepted = {}
@@ -484,7 +486,9 @@ async def test_earlier_responses_change_no_token_and_most_are_accepted(engine, d
     assert sum(span.attributes.get("accepted", 0) for span in await drained(drafting, "decode")) > 3 * len(begun) > 0
     tokens, length = sum(map(len, right)), max(map(len, right))
     assert accepted["right"][0] > 0.8 * tokens and accepted["right"][1] < length / 4
-    assert accepted["wrong in parts"][0] > 0.4 * tokens and accepted["shorter"][0] > 0
+    for name in ("wrong in parts", "after another response", "with inserted tokens"):
+        assert accepted[name][0] > 0.4 * tokens and accepted[name][1] < length / 2, name
+    assert accepted["shorter"][0] > 0
     assert accepted["of another vocabulary"] == (0, accepted["of another vocabulary"][1])
 
 

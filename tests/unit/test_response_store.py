@@ -195,13 +195,15 @@ def test_a_draft_has_the_next_responses_to_the_prompt_after_its_own(store, missi
             store.add(1, sample.draft_key, sample.response.token_ids)
     attach(store, [group])
     for sample in group.samples:
-        after = [index % 4 for index in range(sample.rollout_index + 1, sample.rollout_index + 4)]
-        others = [index for index in after if index not in missing][:OTHER_RESPONSES]
-        expected = [] if sample.rollout_index in missing else tokens(sample.rollout_index).tolist()
-        for index in others:
-            expected += [SEPARATOR, *tokens(index)]
-        assert (sample.draft is None) == (not expected)
-        assert sample.draft is None or (sample.draft.tolist() == expected and sample.draft.dtype == np.int32)
+        if (own := sample.rollout_index) in missing:
+            assert sample.draft is None
+        else:
+            others = [index % 4 for index in range(own + 1, own + 4) if index % 4 not in missing]
+            parts = [
+                tokens(own),
+                *(part for index in others[:OTHER_RESPONSES] for part in ([SEPARATOR], tokens(index))),
+            ]
+            assert sample.draft.tolist() == np.concatenate(parts).tolist() and sample.draft.dtype == np.int32
 
 
 @pytest.mark.parametrize(("limit_mb", "lines"), [(256, 1), (0, 0)], ids=["over epochs", "of repeated steps"])

@@ -106,6 +106,27 @@ def test_the_rule_of_v1_changes_no_token_and_no_log_prob():
     assert accepted > 200
 
 
+@pytest.mark.parametrize("mode", ["processed_logprobs", "processed_logits"])
+def test_rows_with_one_generator_draw_what_vllm_draws(mode):
+    import torch
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+    from rlfuse.engines.vllm.acceptance import _forward_cpu, sample_on_cpu
+
+    logits, sampler = torch.randn(40, VOCABULARY), TopKTopPSampler(mode)
+    owners = [3, 3, 3, None, 5, *[7] * 30, None, 8, 8]
+    found = []
+    for draw in (_forward_cpu, sample_on_cpu):
+        torch.manual_seed(0)
+        made = {owner: torch.Generator().manual_seed(owner) for owner in {*owners} - {None}}
+        generators = {row: made[owner] for row, owner in enumerate(owners) if owner is not None}
+        tokens, scores = draw(sampler, logits.clone(), generators, None, torch.full((40,), 0.9))
+        found.append((tokens, scores, *(made[owner].get_state() for owner in sorted(made))))
+    assert all(torch.equal(left, right) for left, right in zip(*found, strict=True))
+    tokens, _ = sample_on_cpu(sampler, logits.clone(), {}, None, None)
+    assert tokens.shape == (40,)
+
+
 def test_the_rule_of_v2_in_the_interpreter():
     """In a separate process: what Triton's interpreter can run is decided when Triton is imported."""
     file = Path(__file__).parent.parent / "gpu" / "test_11_drafts.py"

@@ -10,6 +10,7 @@ A token is `argmax(logits + Gumbel(seed, position))`, after temperature, min_p, 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import groupby
 
 import torch
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
@@ -20,6 +21,7 @@ from vllm.v1.sample.logits_processor.builtin import (
     MinTokensLogitsProcessor,
 )
 from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
@@ -50,6 +52,8 @@ class EqualitySampler(RejectionSampler):
         [drafts + requests, vocabulary]. Returns tokens [requests, most tokens of a request] with
         `PLACEHOLDER_TOKEN_ID` after the first difference, and log-probs [requests * tokens, ...].
         """
+        if not metadata.max_spec_len:
+            return self.sampler(logits=logits, sampling_metadata=sampling_metadata)
         drafted = torch.tensor(metadata.num_draft_tokens, device=logits.device)
         last, generators = metadata.bonus_logits_indices, sampling_metadata.generators
         states = {i: each.get_state() for i, each in generators.items() if metadata.num_draft_tokens[i]}
@@ -60,11 +64,12 @@ class EqualitySampler(RejectionSampler):
         rows = torch.minimum((last - drafted)[:, None] + places, last[:, None])
         accepted = (drawn.sampled_token_ids[:, 0] == drafts)[rows]  # False where a request has no draft
         counts = accepted.int().cumprod(1).sum(1) + 1
+        numbers = counts.tolist()
         for i, state in states.items():
-            if (count := int(counts[i])) <= metadata.num_draft_tokens[i]:
+            if numbers[i] <= metadata.num_draft_tokens[i]:
                 generators[i].set_state(state)
-                advance(generators[i], count)
-        rows, places = rows[:, : int(counts.max())], places[: int(counts.max())]
+                advance(generators[i], numbers[i])
+        rows, places = rows[:, : max(numbers)], places[: max(numbers)]
         tokens = drawn.sampled_token_ids[rows, 0].masked_fill_(places >= counts[:, None], PLACEHOLDER_TOKEN_ID)
         log_probs = drawn.logprobs_tensors
         if log_probs is not None:
@@ -118,6 +123,34 @@ def _of_rows(metadata: SamplingMetadata, requests: torch.Tensor, places: torch.T
         generators={row: metadata.generators[i] for row, i in owners if i in metadata.generators},
         logitsprocs=LogitsProcessors(_RowProcessor(each, requests, places, count) for each in active),
     )
+
+
+_forward_cpu = TopKTopPSampler.forward_cpu
+
+
+def sample_on_cpu(
+    self: TopKTopPSampler,
+    logits: torch.Tensor,
+    generators: dict[int, torch.Generator],
+    k: torch.Tensor | None,
+    p: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Draw as vLLM's `TopKTopPSampler.forward_cpu`, with one call for consecutive rows of a generator.
+
+    One call per row would take most of the sampler's time in a step with drafts.
+    """
+    if self.use_fp64_gumbel or self.logprobs_mode != "processed_logprobs":
+        return _forward_cpu(self, logits, generators, k, p)
+    logits = apply_top_k_top_p(logits, k, p)
+    seeds = torch.randint(0, 1 << 31, (len(logits),))
+    parts = [
+        torch.randint(0, 1 << 31, (len(list(rows)),), generator=generator)
+        for generator, rows in groupby(generators.values())
+    ]
+    if parts:
+        seeds[list(generators)] = torch.cat(parts)
+    drawn = torch.ops._C.fused_gumbel_argmax(logits.to(torch.float32), seeds)
+    return drawn, logits.log_softmax(dim=-1, dtype=torch.float32)
 
 
 def advance(generator: torch.Generator, draws: int) -> None:

@@ -25,6 +25,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu import spec_decode
 from vllm.v1.worker.gpu.sample import logprob
@@ -33,7 +34,7 @@ from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from rlfuse.engines.vllm.acceptance import PHILOX_PER_DRAW, EqualitySampler, accept_equal, advance
+from rlfuse.engines.vllm.acceptance import PHILOX_PER_DRAW, EqualitySampler, accept_equal, advance, sample_on_cpu
 from rlfuse.engines.vllm.history_speculator import HistorySpeculator, set_draft
 from rlfuse.engines.vllm.proposer import Proposer, propose_drafts
 from rlfuse.engines.vllm.receiver import ReceiverExtension
@@ -160,3 +161,4 @@ gpu_model_runner.RejectionSampler = EqualitySampler
 gpu_model_runner.build_logitsprocs = _all_logitsprocs
 gpu_model_runner.GPUModelRunner.propose_draft_token_ids = _drafts
 rejection_sampler.rejection_sample = accept_equal
+TopKTopPSampler.forward_cpu = sample_on_cpu

@@ -74,6 +74,16 @@ def test_a_head_that_vllm_has_no_kernel_for_is_told_on_cpus_alone(config):
             "cuda",
             "conflicts with rollout.engine_kwargs.speculative_config",
         ),
+        (
+            {"fusion.tail_speculation": 2, "rollout.engine_kwargs": {"pipeline_parallel_size": 2}},
+            "cuda",
+            "conflicts with rollout.engine_kwargs.pipeline_parallel_size",
+        ),
+        (
+            {"fusion.tail_speculation": 2, "rollout.engine_kwargs": {"logits_processors": ["m:Processor"]}},
+            "cpu",
+            "conflicts with rollout.engine_kwargs.logits_processors",
+        ),
         ({"rollout.draft": "suffix", "fusion.tail_speculation": 2}, "cuda", "vLLM has no suffix decoding"),
         ({"rollout.draft": "suffix", "fusion.tail_speculation": 2}, "cpu", "the package arctic-inference is not inst"),
     ],

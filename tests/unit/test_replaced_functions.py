@@ -50,7 +50,7 @@ DRAFTS = {
     "vllm.v1.sample.rejection_sampler.RejectionSampler": "forward parse_output",
     "vllm.v1.sample.logits_processor": "build_logitsprocs",
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner": (
-        "_sample _calc_spec_decode_metadata _bookkeeping_sync propose_draft_token_ids"
+        "_sample _calc_spec_decode_metadata _bookkeeping_sync propose_draft_token_ids _input_fits_in_drafter"
     ),
     f"{V2}.sample.sampler.Sampler": "sample _sample_random apply_sampling_params",
     f"{V2}.spec_decode.rejection_sampler.RejectionSampler": "__call__ _verify _verify_in_chunks _get_logprobs_tensors",
@@ -72,7 +72,7 @@ HISTORY = {
         (SCHEDULER, "b165f8e7c7f80c51"),
         (SAMPLER, "b94cc6d77a1914cb"),
         (STOP_TEXTS, "f3a866115adb662d"),
-        (DRAFTS, "859efeec8a7e8c13"),
+        (DRAFTS, "eaaeacc80c23682f"),
         (HISTORY, "b9209786462563ea"),
     ],
     ids=["scheduler", "sampler", "stop texts", "drafts", "earlier responses"],
@@ -83,7 +83,8 @@ def test_functions_that_are_replaced_are_those_that_the_replacement_was_written_
 
     vllm_s = {"add_request": steps._add_request, "apply_staged_writes": steps._apply_staged_writes}
     digest, runner = hashlib.sha256(), steps.gpu_model_runner.GPUModelRunner
-    drafts = mock.patch.object(runner, "propose_draft_token_ids", steps._propose_draft_token_ids)
+    names = "propose_draft_token_ids", "_input_fits_in_drafter"
+    drafts = mock.patch.multiple(runner, **{name: getattr(steps, f"_{name.strip('_')}") for name in names})
     with mock.patch.multiple(steps.Sampler, **vllm_s), drafts:
         for place, names in replaced.items():
             holder = resolved(place)

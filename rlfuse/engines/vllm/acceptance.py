@@ -3,7 +3,9 @@
 A token is `argmax(logits + Gumbel(seed, position))`, after temperature, min_p, top_k and top_p. Invariants:
 - a draft is accepted if and only if it equals that token; vLLM's rule is equal in distribution, but draws other tokens;
 - a request draws one number per token of its response, as without drafts, so it can continue on another engine;
-- log-probs are of the verifying pass.
+- log-probs are of the verifying pass;
+- V1: no sampling parameter depends on earlier tokens of the response (penalties, min_tokens, bad words); `setup` sets
+  none, and `support` refuses custom logits processors.
 `worker_extension` installs both rules: `EqualitySampler` for the V1 model runner, `accept_equal` for V2.
 """
 

@@ -29,7 +29,7 @@ from rlfuse.engines.vllm.gpu_settings import engine_settings, gpu_arguments
 from rlfuse.engines.vllm.importing import CPU_ENVIRONMENT, ENVIRONMENT
 from rlfuse.engines.vllm.kv_cache import DRAFT_TOKENS, HISTORY_TOKENS
 from rlfuse.engines.vllm.request_arguments import DRAFT, DRAWN, HISTORY_ENGINE
-from rlfuse.engines.vllm.support import DRAFT_CONFLICTS, NIXL_ON_GPUS
+from rlfuse.engines.vllm.support import NIXL_ON_GPUS
 from rlfuse.engines.weights.sync import MIB, resolve_transfer
 from rlfuse.errors import EngineError
 from rlfuse.events import Span
@@ -72,7 +72,7 @@ def rollout_env(
 def engine_arguments(
     model: ModelConfig, rollout: RolloutConfig, max_model_len: int, device: str, tail_speculation: int = 0
 ) -> dict[str, Any]:
-    """Return the job's AsyncEngineArgs, except vLLM's config objects. ValueError: see `draft_arguments`."""
+    """Return the job's AsyncEngineArgs, except vLLM's config objects."""
     from transformers import AutoConfig
 
     from rlfuse.engines.vllm.prompts import prompt_arguments
@@ -119,18 +119,13 @@ def draft_arguments(threshold: int, rollout: RolloutConfig, device: str) -> dict
     """Return the arguments for speculative decoding: while at most `threshold` samples are decoded, or, with
     rollout.draft=history, for all samples that have earlier responses.
 
-    Drafts do not change tokens (`acceptance`). Raises ValueError for a threshold below 0, several pipeline stages or
-    data-parallel ranks, and a `speculative_config`.
+    Drafts do not change tokens (`acceptance`); `support` checks at startup what excludes them.
     """
-    if threshold < 0:
-        raise ValueError(f"fusion.tail_speculation={threshold}: set a number of samples, or 0 to disable it")
-    most, tokens, given = rollout.max_num_seqs, DRAFT_TOKENS, f"fusion.tail_speculation={threshold}"
+    most, tokens = rollout.max_num_seqs, DRAFT_TOKENS
     if rollout.draft == HISTORY:
-        threshold, tokens, given = most, HISTORY_TOKENS, f"rollout.draft={HISTORY}"
+        threshold, tokens = most, HISTORY_TOKENS
     if not threshold:
         return {}
-    if clash := DRAFT_CONFLICTS & set(rollout.engine_kwargs):
-        raise ValueError(f"{given} conflicts with rollout.engine_kwargs.{min(clash)}; remove one of them")
     schedule = [(1, min(threshold, most), tokens)]
     if threshold < most:
         schedule.append((threshold + 1, most, 0))

@@ -30,8 +30,9 @@ CPU_BLOCK = 32
 """On CPUs, block_size must be a multiple of this number of tokens."""
 BYPASSES_RELOAD = {"gpt_oss", "mimo_v2_flash", "step3_text", "step3p5"}
 """Model types whose `load_weights` bypasses vLLM's layerwise reload; `receiver` detects others in the first push."""
-DRAFT_CONFLICTS = {"speculative_config", "pipeline_parallel_size", "data_parallel_size"}
-"""Keys of rollout.engine_kwargs that exclude drafts."""
+DRAFT_CONFLICTS = {"speculative_config", "pipeline_parallel_size", "data_parallel_size", "logits_processors"}
+"""Keys of rollout.engine_kwargs that exclude drafts. Custom logits processors may depend on earlier tokens, which are
+not updated between the draft tokens of a step."""
 NUMERICS_DIFFER = {
     "bloom": "vLLM computes its exact GELU, transformers the tanh approximation that it was trained with"
 }
@@ -47,9 +48,10 @@ def unsupported_reasons(config: Config, trains: bool = True) -> list[str]:
     """Return why vLLM cannot generate with the policy or, if it `trains`, receive its weights; each with its key."""
     path = config.model.path
     if (model := _model_config(config, path)) is None:
-        return [*_connector(config), *_drafting(config), *_history(config)]
+        return [*_connector(config), *_drafting(config), *_draft_conflicts(config)]
     given = f"model.path={path}"
-    found = [*_connector(config), *_drafting(config), *_history(config), *_latent_attention(given, config, model)]
+    found = [*_connector(config), *_drafting(config), *_draft_conflicts(config)]
+    found += _latent_attention(given, config, model)
     found += _training_limits(given, config, model) if trains else ()
     if "hf_overrides" in config.rollout.engine_kwargs:  # vLLM uses a modified configuration
         return found
@@ -73,7 +75,7 @@ def unplannable_reasons(config: Config, device: str) -> list[str]:
         found += [*_connector(planned), *_drafting(planned)]
     return [
         *found,
-        *_history(planned),
+        *_draft_conflicts(planned),
         *_latent_attention(given, planned, model),
         *_training_limits(given, planned, model),
     ]
@@ -153,15 +155,16 @@ def _drafting(config: Config) -> Iterator[str]:
         yield f"rollout.draft=suffix: the package arctic-inference is not installed; {remedy}"
 
 
-def _history(config: Config) -> Iterator[str]:
-    if config.rollout.draft != HISTORY:
-        return
-    if threshold := config.fusion.tail_speculation:
-        valid = f"must be 0 with rollout.draft={HISTORY}, which drafts for every number of samples"
-        yield f"fusion.tail_speculation={threshold}: {valid}; set it to 0, or rollout.draft=ngram"
-    if clash := DRAFT_CONFLICTS & set(config.rollout.engine_kwargs):
-        given = f"rollout.engine_kwargs.{min(clash)}"
-        yield f"rollout.draft={HISTORY}: conflicts with {given}; remove it, or set rollout.draft=ngram"
+def _draft_conflicts(config: Config) -> Iterator[str]:
+    threshold = config.fusion.tail_speculation
+    drafting, value, remedy = "fusion.tail_speculation", threshold, "set fusion.tail_speculation=0"
+    if config.rollout.draft == HISTORY:
+        if threshold:
+            valid = f"must be 0 with rollout.draft={HISTORY}, which drafts for every number of samples"
+            yield f"fusion.tail_speculation={threshold}: {valid}; set it to 0, or rollout.draft=ngram"
+        drafting, value, remedy = "rollout.draft", HISTORY, "set rollout.draft=ngram"
+    if value and (clash := DRAFT_CONFLICTS & set(config.rollout.engine_kwargs)):
+        yield f"{drafting}={value}: conflicts with rollout.engine_kwargs.{min(clash)}; remove it, or {remedy}"
 
 
 def _latent_attention(given: str, config: Config, model: PreTrainedConfig) -> Iterator[str]:

@@ -9,7 +9,8 @@ seed and position. vLLM can undo a draw (chunks of a long prompt draw unused tok
 adds this on CPUs.
 
 With drafts, vLLM draws other tokens and ignores min_p and logit biases in the V1 model runner; `acceptance` replaces
-its rules, and all sampling parameters apply.
+its rules, and all sampling parameters of `setup` apply. V1 would draft token 0 for all requests if one is near the
+maximum length; proposers without a model limit their drafts themselves.
 
 In the V2 model runner, the parameters of all requests (15 arrays) are copied to the device only after a request was
 added instead of at every step, and the ranks of sampled tokens are not computed, because nothing reads them.
@@ -27,7 +28,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.worker import gpu_model_runner
-from vllm.v1.worker.gpu import spec_decode
+from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.sample import logprob
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
@@ -126,6 +127,7 @@ logprob._ranks_kernel = NoKernel()
 
 _build_logitsprocs = gpu_model_runner.build_logitsprocs
 _propose_draft_token_ids = gpu_model_runner.GPUModelRunner.propose_draft_token_ids
+_input_fits_in_drafter = gpu_model_runner.GPUModelRunner._input_fits_in_drafter
 
 
 def _all_logitsprocs(vllm_config: VllmConfig, *args: Any) -> Any:
@@ -144,21 +146,28 @@ def _drafts(self: Any, scheduler_output: SchedulerOutput, sampled: Any, *args: A
     return _propose_draft_token_ids(self, scheduler_output, sampled, *args)
 
 
-_init_speculator = spec_decode.init_speculator
+def _fits(self: Any, attention: Any) -> bool:
+    """Return whether the drafter can run for all requests. `attention`: metadata of the step."""
+    without_model = self.speculative_config.method in WITHOUT_MODEL and attention is not None
+    return without_model or _input_fits_in_drafter(self, attention)
+
+
+_init_speculator = model_runner.init_speculator
 _speculators: dict[RequestState, HistorySpeculator] = {}
 """Requests of a model runner -> its speculator."""
 
 
 def _speculator(vllm_config: VllmConfig, device: torch.device, req_states: RequestState) -> Any:
-    """Build the speculator of the V2 model runner, which looks this function up when it is imported."""
+    """Build the speculator of the V2 model runner."""
     if drafts_from_history(vllm_config):
         return _speculators.setdefault(req_states, HistorySpeculator(vllm_config, device, req_states))
     return _init_speculator(vllm_config, device, req_states)
 
 
-spec_decode.init_speculator = _speculator
+model_runner.init_speculator = _speculator
 gpu_model_runner.RejectionSampler = EqualitySampler
 gpu_model_runner.build_logitsprocs = _all_logitsprocs
 gpu_model_runner.GPUModelRunner.propose_draft_token_ids = _drafts
+gpu_model_runner.GPUModelRunner._input_fits_in_drafter = _fits
 rejection_sampler.rejection_sample = accept_equal
 TopKTopPSampler.forward_cpu = sample_on_cpu

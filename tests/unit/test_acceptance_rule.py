@@ -78,9 +78,14 @@ def verify(logits, drafts, drawn):
     return tokens, [lists.slice_request(i, len(each)).logprobs[:, 0].tolist() for i, each in enumerate(tokens)], batch
 
 
-def test_the_rule_of_v1_changes_no_token_and_no_log_prob():
+@pytest.mark.parametrize("rows", [None, 5], ids=["all rows at once", "5 rows at once"])
+def test_the_rule_of_v1_changes_no_token_and_no_log_prob(rows, monkeypatch):
     import torch
 
+    from rlfuse.engines.vllm import acceptance
+
+    if rows:
+        monkeypatch.setattr(acceptance, "MAX_LOGITS", rows * VOCABULARY)
     logits = 3 * torch.randn(len(SAMPLING), DRAFTS + 1, VOCABULARY, generator=torch.Generator().manual_seed(3))
     steps = [verify(logits[:, place:], [[]] * len(SAMPLING), place) for place in range(DRAFTS + 1)]
     expected = np.array([tokens for tokens, _, _ in steps])[..., 0].T

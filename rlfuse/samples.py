@@ -208,9 +208,6 @@ class RewardFailure:
     traceback: str = ""
 
 
-SEPARATOR = -1
-"""Between the responses of a draft, which no token equals."""
-
 PASSES = {"old_log_prob": ("actor", "old_log_probs"), "ref": ("ref", "ref_log_probs"), "values": ("critic", "values")}
 """Kind of scoring -> the model that runs the forward pass, and the tensor that the pass adds to a sample."""
 
@@ -231,9 +228,9 @@ class Sample:
     (actor.mask_truncated_completions)."""
     is_baseline: bool = False
     """It is `Group.baseline`."""
-    draft: np.ndarray | None = None
-    """int32: an earlier response with the same seed, then others to the prompt, each after a SEPARATOR. Engines that
-    draft verify their tokens instead of decoding token by token; they never change the response. None: none."""
+    drafts: tuple[np.ndarray, ...] = ()
+    """int32 each: an earlier response with the same seed, then others to the prompt. Engines that draft verify their
+    tokens instead of decoding token by token; they never change the response."""
 
     @property
     def id(self) -> str:

@@ -1,7 +1,7 @@
 """Earlier responses as drafts of a run's samples, and their comparison with those of a repeated step.
 
-Role: the controller records each finished response; samples with the same prompt get it as their draft, and draw most
-of its tokens again if they have the same seed.
+Role: the controller records each finished response. Samples with the same prompt and seed get it as a draft, with those
+of other samples of the prompt.
 Invariant: engines verify drafts, which change responses only by rounding. Waits: for nothing but small writes to disk.
 """
 
@@ -13,11 +13,10 @@ from typing import Protocol
 
 import numpy as np
 
-from rlfuse.samples import SEPARATOR, Group, Sample
+from rlfuse.samples import Group, Sample
 
 OTHER_RESPONSES = 2
-"""Maximum number of other responses to the prompt in a draft; more gained nothing (`tests/benchmarks/README.md`)."""
-BETWEEN = np.array([SEPARATOR], np.int32)
+"""Maximum number of other responses in the drafts of a sample (measured: `tests/benchmarks/README.md`)."""
 
 
 class StoredResponse(Protocol):
@@ -46,16 +45,14 @@ class ResponseStore(StoredResponses, Protocol):
 
 
 def attach(stored: StoredResponses, groups: Sequence[Group]) -> None:
-    """Set the drafts of these samples: those with a stored response to the prompt with their seed."""
+    """Set the drafts of the samples that have a stored response: it, and others to the prompt."""
     for group in groups:
         found = [stored.find(sample.draft_key) for sample in group.generated]
-        for place, (sample, own) in enumerate(zip(group.generated, found, strict=True)):
+        responses = [None if each is None else each.token_ids for each in found]
+        for place, (sample, own) in enumerate(zip(group.generated, responses, strict=True)):
             if own is not None:
-                others = [each for each in (*found[place + 1 :], *found[:place]) if each is not None]
-                parts = [own.token_ids]
-                for other in others[:OTHER_RESPONSES]:
-                    parts += [BETWEEN, other.token_ids]
-                sample.draft = np.concatenate(parts)
+                others = [each for each in (*responses[place + 1 :], *responses[:place]) if each is not None]
+                sample.drafts = (own, *others[:OTHER_RESPONSES])
 
 
 @dataclass(kw_only=True)
@@ -80,7 +77,7 @@ class Drafts:
 
     def record(self, sample: Sample) -> None:
         """Store the response of a finished sample; compare it with the stored one if its step is repeated."""
-        sample.draft = None
+        sample.drafts = ()
         if self.store is None:
             return
         token_ids = sample.require_response().token_ids

@@ -178,7 +178,7 @@ def without_responses(groups: Sequence[Group], keep_drafts: bool) -> list[Group]
         replace(
             group,
             samples=[
-                replace(s, draft=s.draft if keep_drafts else None, response=None, tensors={}) for s in group.samples
+                replace(s, drafts=s.drafts if keep_drafts else (), response=None, tensors={}) for s in group.samples
             ],
         )
         for group in groups

@@ -44,7 +44,7 @@ from rlfuse.events import Recorder
 from rlfuse.files import read_rows
 from rlfuse.fusion.slot_table import SlotTable
 from rlfuse.protocols import Engines, Load, Sampling
-from rlfuse.samples import SEPARATOR, Partial, make_groups
+from rlfuse.samples import Partial, make_groups
 from rlfuse.tools.evaluation.answering import run_until_done
 from rlfuse.tools.evaluation.display import Display
 from rlfuse.tools.evaluation.responses import Responses
@@ -452,14 +452,15 @@ async def test_earlier_responses_change_no_token_and_most_are_accepted(engine, d
         "wrong in parts": wrong,
         "shorter": [each[:9] for each in right],
         "of other prompts": right[1:] + right[:1],
-        "after another response": [np.concatenate([[4] * 9, [SEPARATOR], each]).astype(np.int32) for each in right],
+        "after another response": [(np.full(9, 4, np.int32), each) for each in right],
         "with inserted tokens": [np.insert(each, [3, 9, 9], 3) for each in right],
         "of another vocabulary": [each + 1_000_000 for each in right],
     }
     accepted = {}
     for name, given in drafts.items():
+        given = [each if isinstance(each, tuple) else (each,) for each in given]
         await drafting.drain()
-        with_drafts = [replace(each, draft=draft) for each, draft in zip(samples, given, strict=True)]
+        with_drafts = [replace(each, drafts=earlier) for each, earlier in zip(samples, given, strict=True)]
         found = await collect(drafting, with_drafts, drawn)
         for each in samples:
             assert found[each.id].token_ids.tolist() == expected[each.id].token_ids.tolist(), (name, each.id)
@@ -473,7 +474,7 @@ async def test_earlier_responses_change_no_token_and_most_are_accepted(engine, d
         for each in samples
         if len(expected[each.id].token_ids) > 10
     }  # on another engine
-    moved = [replace(each, draft=expected[each.id].token_ids) for each in samples if each.id in begun]
+    moved = [replace(each, drafts=(expected[each.id].token_ids,)) for each in samples if each.id in begun]
     await drafting.drain()
     found = {name: result async for name, result in drafting.generate(moved, drawn, begun)}
     assert {name: each.token_ids.tolist() for name, each in found.items()} == {

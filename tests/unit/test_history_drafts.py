@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rlfuse.engines.vllm.request_arguments import DRAFT, DRAWN
-from rlfuse.samples import SEPARATOR
+from rlfuse.engines.vllm.request_arguments import DRAFT, DRAWN, SEPARATOR, draft_of, join_drafts
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # importing it takes long: by one process
 
@@ -74,6 +73,12 @@ def test_another_response_is_used_where_more_tokens_agree_and_a_draft_ends_with_
         ([4], [2, 3, 4]),
     ):
         assert continuation(draft, len(response), np.array(response, np.int32), 9).tolist() == following
+
+
+def test_earlier_responses_are_joined():
+    responses = [np.array(each, np.int64) for each in ([1, 2], [3], [])]
+    joined = draft_of(SimpleNamespace(extra_args={DRAFT: join_drafts(responses)}))
+    assert joined.tolist() == [1, 2, SEPARATOR, 3, SEPARATOR] and not len(draft_of(SimpleNamespace(extra_args=None)))
 
 
 class States:

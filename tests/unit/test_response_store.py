@@ -8,7 +8,7 @@ import pytest
 
 from rlfuse.run_folder import response_store
 from rlfuse.run_folder.response_store import FILE, HEADER_BYTES, MAGIC, ResponseStore, StoredResponses
-from rlfuse.samples import SEPARATOR, VALIDATION, Prompt, Response, make_groups
+from rlfuse.samples import VALIDATION, Prompt, Response, make_groups
 from rlfuse.step.drafts import OTHER_RESPONSES, Drafts, attach
 from rlfuse.tools.evaluation.neighbours import attach_nearest, stores
 from rlfuse.tools.evaluation.source import Source
@@ -173,18 +173,18 @@ def test_a_repeated_step_gets_its_responses_as_drafts_and_is_compared_with_them(
     drafts = Drafts(store=store, are_wanted=True, repeated_until=3, say=said.append)
     groups = make_groups(prompts(3), 2, 7, 3)
     drafts.attach(groups)
-    assert [[s.draft is not None for s in g.samples] for g in groups] == [[True] * 2, [True] * 2, [False] * 2]
-    assert groups[0].samples[1].draft.tolist() == [*tokens(1), SEPARATOR, *tokens(0)]
+    assert [[len(s.drafts) for s in g.samples] for g in groups] == [[2] * 2, [2] * 2, [0] * 2]
+    assert [each.tolist() for each in groups[0].samples[1].drafts] == [tokens(1).tolist(), tokens(0).tolist()]
     for sample in answered(groups, first):
         drafts.record(sample)
-    assert all(sample.draft is None for group in groups for sample in group.samples)
+    assert all(not sample.drafts for group in groups for sample in group.samples)
     drafts.report(3)
     drafts.report(4)
     assert len(said) == 1 and line in said[0]
     for later in (Drafts(store=store, are_wanted=True), Drafts(store=store), Drafts()):
         groups = make_groups(prompts(2), 2, 7, 4)
         later.attach(groups)
-        assert not any(sample.draft is not None for group in groups for sample in group.samples), "other seeds"
+        assert not any(sample.drafts for group in groups for sample in group.samples), "other seeds"
 
 
 @pytest.mark.parametrize("missing", [(), (1,), (0, 2), (0, 1, 2, 3)], ids=str)
@@ -195,15 +195,10 @@ def test_a_draft_has_the_next_responses_to_the_prompt_after_its_own(store, missi
             store.add(1, sample.draft_key, sample.response.token_ids)
     attach(store, [group])
     for sample in group.samples:
-        if (own := sample.rollout_index) in missing:
-            assert sample.draft is None
-        else:
-            others = [index % 4 for index in range(own + 1, own + 4) if index % 4 not in missing]
-            parts = [
-                tokens(own),
-                *(part for index in others[:OTHER_RESPONSES] for part in ([SEPARATOR], tokens(index))),
-            ]
-            assert sample.draft.tolist() == np.concatenate(parts).tolist() and sample.draft.dtype == np.int32
+        own = sample.rollout_index
+        others = [index % 4 for index in range(own + 1, own + 4) if index % 4 not in missing][:OTHER_RESPONSES]
+        expected = [] if own in missing else [tokens(index).tolist() for index in (own, *others)]
+        assert [each.tolist() for each in sample.drafts] == expected
 
 
 @pytest.mark.parametrize(("limit_mb", "lines"), [(256, 1), (0, 0)], ids=["over epochs", "of repeated steps"])
@@ -234,15 +229,15 @@ def test_an_evaluation_drafts_from_the_nearest_step(tmp_path):
     assert len(paths) == 3
     groups = make_groups(prompts(2), 2, 7, 6, scope=VALIDATION)
     assert attach_nearest(groups, 6, paths) == run / "eval" / "global_step_8" / FILE
-    assert [sample.draft[0] for group in groups for sample in group.samples] == [8, 9, 8, 9]
+    assert [sample.drafts[0][0] for group in groups for sample in group.samples] == [8, 9, 8, 9]
     interrupted = ResponseStore(run / "eval/interrupted" / FILE, 1 << 20)  # has one response
     interrupted.add(6, groups[0].samples[0].draft_key, tokens(70))
     interrupted.close()
     removed = run / "eval/removed" / FILE
     assert attach_nearest(groups, 6, [*paths, interrupted.path, removed]) == interrupted.path
-    assert [sample.draft[0] for group in groups for sample in group.samples] == [70, 9, 8, 9]
+    assert [sample.drafts[0][0] for group in groups for sample in group.samples] == [70, 9, 8, 9]
     ResponseStore(run / FILE, 1 << 20).close()
     assert (run / FILE) in stores(Source("m", 6, run), folder), "the run's own validations"
-    others = [replace(group.samples[0], seed=1, draft=None) for group in groups]
+    others = [replace(group.samples[0], seed=1, drafts=()) for group in groups]
     assert attach_nearest([replace(groups[0], samples=others)], 6, paths) is None
     assert attach_nearest(groups, 6, []) is None and os.listdir(run / "eval" / "mine") == [FILE]

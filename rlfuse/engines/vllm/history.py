@@ -1,4 +1,4 @@
-"""Proposer of drafts from earlier responses, which requests carry (`Sample.draft`).
+"""Proposer of drafts from earlier responses, which requests carry (`Sample.drafts`).
 
 Drafts continue at the same position of the response with the same seed while the latest tokens agree with it. After a
 difference they continue where most of the latest tokens agree, in that response or another to the same prompt, because
@@ -12,8 +12,7 @@ import numpy as np
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from rlfuse.engines.vllm.proposer import Proposer
-from rlfuse.engines.vllm.request_arguments import draft_of, drawn_tokens
-from rlfuse.samples import SEPARATOR
+from rlfuse.engines.vllm.request_arguments import SEPARATOR, draft_of, drawn_tokens
 
 CONTEXT = 8
 """Number of latest tokens that are compared with the draft."""

@@ -18,8 +18,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
 from rlfuse.engines.vllm.history import CONTEXT, DRAFTED_PER_AGREED
-from rlfuse.engines.vllm.request_arguments import draft_of, drawn_tokens
-from rlfuse.samples import SEPARATOR
+from rlfuse.engines.vllm.request_arguments import SEPARATOR, draft_of, drawn_tokens
 
 NO_RECENT = -2
 

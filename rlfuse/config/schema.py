@@ -433,8 +433,8 @@ class FusionConfig:
     excess: float = key(0.25, BATCH, above=0)
     """Additional prompts per step, as a fraction of the batch (tail_batching, over_sampling, partial_rollout)."""
     tail_speculation: int = key(0, ROUNDING, at_least=0)
-    """Speculative decoding while at most this many samples are decoding, with drafts from rollout.draft; tokens are the
-    same as without. 0 disables it."""
+    """Speculative decoding while at most this many samples are decoding, with drafts from rollout.draft, which change
+    tokens only by rounding. 0 disables it."""
     credit_samples: int | None = key(None, SCHEDULING, at_least=1)
     """Maximum number of finished samples waiting to be scored before generation pauses; null: all samples of a step."""
     credit_mb: float | None = key(None, SCHEDULING, unit="MiB", above=0)

@@ -131,10 +131,12 @@ _input_fits_in_drafter = gpu_model_runner.GPUModelRunner._input_fits_in_drafter
 
 
 def _all_logitsprocs(vllm_config: VllmConfig, *args: Any) -> Any:
-    """Build the processors as without drafts; `EqualitySampler` applies all of them."""
-    undrafted = copy(vllm_config)
-    undrafted.speculative_config = None
-    return _build_logitsprocs(undrafted, *args)
+    """Build the processors as without drafts; `EqualitySampler` applies all of them. vLLM refuses custom ones."""
+    *_, custom = args
+    if not custom:
+        vllm_config = copy(vllm_config)
+        vllm_config.speculative_config = None
+    return _build_logitsprocs(vllm_config, *args)
 
 
 def _drafts(self: Any, scheduler_output: SchedulerOutput, sampled: Any, *args: Any) -> Any:

@@ -37,7 +37,7 @@ class KeptWorker(RolloutWorker):
     """Starts an engine, and ends it for a job that needs one of another kind, or when no job will come."""
 
     async def start(self, model, rollout, *more):
-        kind = model.path, model.dtype, rollout.tensor_model_parallel_size, rollout.quantization, rollout.draft
+        kind = model.path, model.dtype, rollout.tensor_model_parallel_size, rollout.quantization, rollout.draft, more[2]
         if self._engine is not None and kind != self._kind:
             await self.end()
             start_over(self, int(self.name.partition("/")[2]))

@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -106,16 +107,21 @@ def write_repeating(model: Path, folder: Path) -> Path:
     return folder
 
 
-async def assert_drafts_change_nothing(slot: int, model: Path, samples: list[Sample], samplings: list[Sampling]):
+async def assert_drafts_change_nothing(
+    slot: int, model: Path, samples: list[Sample], samplings: list[Sampling], draft: str = "ngram"
+):
     """Generate on an engine without drafts, then on one with; return the responses of the second."""
     handle, found = new_handle(slot), []
     await handle.start(model_config(model), settings(), 512, "cpu")
     expected = [await collect(handle, samples, each) for each in samplings]
     await handle.stop()
-    await handle.start(model_config(model), settings(), 512, "cpu", tail_speculation=16)
+    await handle.start(model_config(model), settings(draft=draft), 512, "cpu", 16 * (draft == "ngram"))
     for sampling, undrafted in zip(samplings, expected, strict=True):
         await handle.drain()
-        found.append(await collect(handle, samples, sampling))
+        earlier = [replace(each, drafts=(undrafted[each.id].token_ids.copy(),)) for each in samples]
+        for each in earlier:
+            each.drafts[0][9::10] = 3
+        found.append(await collect(handle, earlier, sampling))
         drafted, accepted = await drafts(handle)
         assert drafted > accepted > 0
         for name, response in undrafted.items():

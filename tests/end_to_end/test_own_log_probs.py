@@ -1,6 +1,8 @@
-"""First mini-batches have no pass for old log-probs: a job's curves are those with it."""
+"""First mini-batches have no pass for old log-probs, or those of engines, with drafts: a job's curves are the same."""
 
 import numpy as np
+import pytest
+from rollouts import write_repeating
 
 from rlfuse.events import read_events
 from rlfuse.observe.tracking import read_metrics
@@ -31,3 +33,25 @@ def test_a_jobs_curves_are_to_the_last_bit_those_with_a_pass_before(driven, tmp_
         names = [name for name in want if name.startswith(told) and "reward_kl" not in name]
         assert {"actor/ppo_kl", "actor/grad_norm", "training/rollout_probs_diff_max"} <= {*names}
         np.testing.assert_equal({name: have[name] for name in names}, {name: want[name] for name in names})
+
+
+def test_with_the_engines_log_probs_drafts_change_no_curve(driven, ending_model, tmp_path):
+    """Responses repeat themselves, so that n-grams are accepted."""
+    settings = {
+        "model.path": write_repeating(ending_model, tmp_path / "repeating"), "actor.optim.lr": 1e-5,
+        "data.max_response_length": 60, "data.train_batch_size": 6, "rollout.n": 2, "rollout.temperature": 0.3,
+        "actor.ppo_mini_batch_size": 3, "algorithm.old_log_probs": "engine", "trainer.total_training_steps": 2,
+        "trainer.n_gpus_per_node": 1, "trainer.val_before_train": "false", "fusion": "serial",
+    }  # fmt: skip
+    rows = []
+    for name, more in (("drafts", {"fusion.tail_speculation": 16}), ("none", {})):
+        changed = settings | {"trainer.experiment_name": name} | more
+        status, text = driven("rlfuse_command", tmp_path, "train", **changed)
+        assert status == 0, text
+        rows.append([row for row in read_metrics(tmp_path / "runs" / "rlfuse" / name / "metrics.jsonl") if row["step"]])
+    told = ("actor/", "critic/rewards", "critic/advantages", "response_length/")
+    for have, want in zip(*rows, strict=True):
+        assert have["fusion/draft_acceptance"] > 0 and "fusion/draft_acceptance" not in want
+        names = [name for name in want if name.startswith(told)]
+        assert {"actor/ppo_kl", "actor/grad_norm", "response_length/mean"} <= {*names}
+        assert {name: have[name] for name in names} == pytest.approx({name: want[name] for name in names}, 1e-3, 1e-4)

@@ -332,8 +332,10 @@ DRAFTED = {
     "top_k": Sampling(1.0, 1.0, 20, 440),
     "min_p": Sampling(1.0, 1.0, -1, 440, min_p=0.1),
     "all": Sampling(0.7, 0.9, 50, 440, min_p=0.02),
-    "stop strings": Sampling(0.7, 1.0, -1, 440, stop=("w11", "w12 w", "never")),
+    "stop strings": Sampling(0.7, 1.0, -1, 440, stop=("w11", "8w7", "never")),
+    "end of the context": Sampling(0.7, 1.0, -1, 500),
 }
+MOVED = DRAFTED["all"], Sampling(0.7, 1.0, -1, 440, stop=("8w7", "9w7", "never"))
 
 
 def assert_same(found, expected):
@@ -365,8 +367,9 @@ async def test_drafts_change_no_token(engine, drafting, trainer, tiny_model):
         assert drafted > accepted > 0, name
         tokens += sum(len(response.token_ids) for response in found.values())
     assert tokens > 10_000
-    for carry in ("tokens", "kv"):
-        await assert_moves_change_nothing(engine, drafting, carry)
+    for sampling, carry in itertools.product(MOVED, ("tokens", "kv")):
+        texts = await assert_moves_change_nothing(engine, drafting, sampling, carry)
+        assert any(stop in text for stop in sampling.stop for text in texts) == bool(sampling.stop)
     crowd = [sample(320 + i) for i in range(16)]  # too many to draft, until some have ended
     assert_same(await collect(drafting, crowd), await collect(engine, crowd))
 
@@ -376,9 +379,9 @@ async def test_drafts_change_no_token(engine, drafting, trainer, tiny_model):
     await WeightPush(exporter, [engine], bucket_mb=1).push(7)
 
 
-async def assert_moves_change_nothing(engine, drafting, carry):
-    """Samples move between the engines; they end as on the one that does not draft."""
-    sampling, samples = DRAFTED["all"], [sample(340 + i) for i in range(8)]
+async def assert_moves_change_nothing(engine, drafting, sampling, carry):
+    """Samples move between the engines; they end as on the one that does not draft. Returns the texts."""
+    samples = [sample(340 + i) for i in range(8)]
     expected = await collect(engine, samples, sampling)
     left, partials, done, moved = samples, {}, {}, 0
     await asyncio.gather(engine.drain(), drafting.drain())
@@ -397,6 +400,7 @@ async def assert_moves_change_nothing(engine, drafting, carry):
             break
     assert_same(done, expected)
     assert moved > len(samples)
+    return [response.text for response in done.values()]
 
 
 async def take(engine, samples, sampling, partials):
@@ -440,13 +444,21 @@ async def test_earlier_responses_change_no_token_and_most_are_accepted(engine, d
     await drafting.start(model_config(tiny_model), settings(draft="history"), 512, "cpu")
     drawn = Sampling(0.7, 0.95, -1, 60)
     samples = [sample(90 + i, k, length=20) for i in range(5) for k in range(2)]
+    for name, length in (("min_p", 20), ("stop strings", 20), ("end of the context", 470)):
+        asked = [sample(400 + i, length=length) for i in range(10)]
+        first = await collect(engine, asked, DRAFTED[name])
+        again = [replace(each, drafts=(first[each.id].token_ids,)) for each in asked]
+        await drafting.drain()
+        assert_same(await collect(drafting, again, DRAFTED[name]), first)
+        drafted, accepted = await drafts(drafting)
+        assert accepted > 0.9 * drafted > 0, name
     expected = await collect(engine, samples, drawn)
     right = [expected[each.id].token_ids for each in samples]
     wrong = [each.copy() for each in right]
     for each in wrong:
         each[7::11] = 3
     longer = [np.concatenate([each, each]) for each in right]
-    drafts = {
+    kinds = {
         "right": right,
         "longer": longer,
         "wrong in parts": wrong,
@@ -457,7 +469,7 @@ async def test_earlier_responses_change_no_token_and_most_are_accepted(engine, d
         "of another vocabulary": [each + 1_000_000 for each in right],
     }
     accepted = {}
-    for name, given in drafts.items():
+    for name, given in kinds.items():
         given = [each if isinstance(each, tuple) else (each,) for each in given]
         await drafting.drain()
         with_drafts = [replace(each, drafts=earlier) for each, earlier in zip(samples, given, strict=True)]

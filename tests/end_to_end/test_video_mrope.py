@@ -134,7 +134,7 @@ async def test_drafts_change_no_token(ray_cluster, folder, ask, tmp_path):
     model = write_repeating(WRITERS[folder.name](tmp_path / "model", SmallModel()), tmp_path / "repeating")
     samples = [ask(60 + i, prompt="{}<video>{}") for i in range(8)]
     samplings = [replace(WARM, max_tokens=300), replace(WARM, max_tokens=300, temperature=0.7)]
-    for responses in await assert_drafts_change_nothing(23, model, samples, samplings):
+    for responses in await assert_drafts_change_nothing(23, model, samples, samplings, "history"):
         assert sum(len(response.token_ids) for response in responses.values()) > 500
 
 

@@ -14,6 +14,7 @@ def found(driven, tmp_path_factory):
     """What wide_steps.py saw."""
     settings = {
         "rollout.tensor_model_parallel_size": 2,
+        "rollout.draft": "history",
         "data.train_batch_size": 8,
         "data.max_response_length": 60,
         "data.max_prompt_length": 80,
@@ -35,6 +36,10 @@ def test_both_parts_of_the_engine_have_the_trainers_weights_after_every_step(fou
 def test_a_sample_goes_on_from_the_kv_caches_of_both_parts(found):
     assert found["moved"] == found["expected"]
     assert min(found["carried"]) > 0 and min(found["cached"]) >= 64  # of 70 in the prompt, in blocks of 32
+
+
+def test_drafts_change_no_token(found):
+    assert found["identical"] and found["accepted"] > 0.8 * found["tokens"] > 0
 
 
 def test_its_processes_hear_nobody_else_and_end_with_it(found):

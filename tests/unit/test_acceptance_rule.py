@@ -111,6 +111,21 @@ def test_the_rule_of_v1_changes_no_token_and_no_log_prob(rows, monkeypatch):
     assert accepted > 200
 
 
+def test_custom_logits_processors_are_refused_with_drafts():
+    """They may depend on earlier tokens, which V1 does not update between the tokens of a draft."""
+    import torch
+    from vllm.config import DeviceConfig, VllmConfig
+    from vllm.v1.sample.logits_processor import STR_SPEC_DEC_REJECTS_LOGITSPROCS
+    from vllm.v1.worker import gpu_model_runner
+
+    import rlfuse.engines.vllm.worker_extension  # noqa: F401  (replaces the function)
+
+    config = VllmConfig(device_config=DeviceConfig("cpu"))
+    config.speculative_config = object()
+    with pytest.raises(ValueError, match=STR_SPEC_DEC_REJECTS_LOGITSPROCS):
+        gpu_model_runner.build_logitsprocs(config, torch.device("cpu"), False, False, ("custom.Processor",))
+
+
 @pytest.mark.parametrize("mode", ["processed_logprobs", "processed_logits"])
 def test_rows_with_one_generator_draw_what_vllm_draws(mode):
     import torch
@@ -132,9 +147,10 @@ def test_rows_with_one_generator_draw_what_vllm_draws(mode):
     assert tokens.shape == (40,)
 
 
-def test_the_rule_of_v2_in_the_interpreter():
+@pytest.mark.parametrize("name", ["test_11_drafts.py", "test_12_draft_engines.py"])
+def test_the_rule_of_v2_in_the_interpreter(name):
     """In a separate process: what Triton's interpreter can run is decided when Triton is imported."""
-    file = Path(__file__).parent.parent / "gpu" / "test_11_drafts.py"
+    file = Path(__file__).parent.parent / "gpu" / name
     command = sys.executable, "-m", "pytest", file, "-q", "-n0", "-p", "no:cacheprovider"
     variables = {"TRITON_INTERPRET": "1", "RLFUSE_TEST_DEVICE": "cpu", "TORCHDYNAMO_DISABLE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | variables)

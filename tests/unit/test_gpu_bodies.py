@@ -27,7 +27,7 @@ CARD_ALONE = {
     "test_the_quickstart_learns",
 }
 """Bodies that need a GPU, or a whole engine or job, which tests/end_to_end covers on CPUs."""
-INTERPRETED = ("test_9_log_probs.py", "test_11_drafts.py")
+INTERPRETED = ("test_9_log_probs.py", "test_11_drafts.py", "test_12_draft_engines.py")
 """Their bodies need Triton's interpreter, in which test_fused_log_probs.py and test_acceptance_rule.py run them."""
 
 

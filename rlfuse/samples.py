@@ -228,9 +228,9 @@ class Sample:
     (actor.mask_truncated_completions)."""
     is_baseline: bool = False
     """It is `Group.baseline`."""
-    draft: np.ndarray | None = None
-    """int32: an earlier response with the same seed, which engines that draft verify instead of decoding token by
-    token; it never changes the response. None: there is none."""
+    drafts: tuple[np.ndarray, ...] = ()
+    """int32 each: an earlier response with the same seed, then others to the prompt. Engines that draft verify their
+    tokens instead of decoding token by token; they never change the response."""
 
     @property
     def id(self) -> str:

@@ -136,7 +136,7 @@ async def _run(inputs: JobInputs, job: Job, log: RunLog, run_controller: RunCont
     config = inference.with_transfer(inputs.config, slots.device)
     rollouts = inference.rollout_handles(config, slots, log.journal.recorder, log.say)
     video = inference.video_parts(config, inputs.video_model, slots, log.say) if inputs.video_model else None
-    health, served = start_health_monitor(config, slots, log), run_engines(config, job.state["step"], log, slots.device)
+    health, served = start_health_monitor(config, slots, log), run_engines(config, job.state["step"], log)
     try:
         start_trainer, shared = _trainer_start(config, slots, video, log), SharedDevices(served, log.say)
         occupants = slots.occupants(config.rollout.tensor_model_parallel_size)

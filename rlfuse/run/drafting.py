@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rlfuse.algorithms.covariance import SELECTING
 from rlfuse.config.custom_functions import with_values
 from rlfuse.config.rollout import HISTORY
 from rlfuse.config.schema import Config
@@ -21,18 +20,24 @@ def run_drafts(config: Config, after: int, log: RunLog) -> Drafts:
     """Return the drafts of a run that continues after the step `after`."""
     if (store := log.responses) is None:
         return Drafts()
-    wanted = config.rollout.draft == HISTORY or store.last_step > after
-    return Drafts(store=store, are_wanted=wanted, repeated_until=store.last_step, say=log.say)
+    over_epochs = config.rollout.draft == HISTORY
+    return Drafts(
+        store=store,
+        are_wanted=over_epochs or store.last_step > after,
+        repeated_until=store.last_step,
+        epoch_limit_mb=config.rollout.draft_store_mb if over_epochs else 0,
+        say=log.say,
+    )
 
 
-def run_engines(config: Config, after: int, log: RunLog, device: str) -> Config:
+def run_engines(config: Config, after: int, log: RunLog) -> Config:
     """Return the configuration of a run's engines, which draft if `run_drafts` are wanted."""
     drafts = run_drafts(config, after, log)
     if not drafts.are_wanted:
         return config
-    if config.trainer.deterministic and (why := rounding_obstacle(config, device)):
+    if config.trainer.deterministic:
         repeated = f"Steps {after + 1} to {drafts.repeated_until} are repeated without drafts"
-        log.say(f"{repeated}: trainer.deterministic=true, and {why}")
+        log.say(f"{repeated}: trainer.deterministic=true, and engines round differently with drafts")
         return config
     return with_drafts(config, log.say)
 
@@ -47,17 +52,3 @@ def with_drafts(config: Config, say: Callable[[str], None], trains: bool = True)
         return drafting
     say(f"Earlier responses are not used as drafts. {'. '.join(reasons)}")
     return config
-
-
-def rounding_obstacle(config: Config, device: str) -> str | None:
-    """Return why the weights after a step with drafts may differ from those without by rounding; None if they don't."""
-    if device != "cpu" or config.model.dtype != "float32":
-        return f"{config.model.dtype} rounds differently in other batches on {device}"
-    algorithm, actor = config.algorithm, config.actor
-    readers = {
-        "algorithm.old_log_probs=engine": algorithm.old_log_probs == "engine",
-        "algorithm.rollout_correction": algorithm.rollout_correction.is_enabled,
-        f"actor.loss_mode={actor.loss_mode}": actor.loss_mode in SELECTING,
-    }
-    reader = next((name for name, reads in readers.items() if reads), None)
-    return reader and f"{reader} reads the engine's log-probs, which round differently in other batches"

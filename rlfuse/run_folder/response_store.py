@@ -9,7 +9,6 @@ verified. Waits: for nothing.
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
 import zlib
@@ -94,23 +93,26 @@ class StoredResponses:
         self._file.close()
 
     def _scan(self) -> int:
-        """Index all valid records; return the byte offset of their end, 0 for a file of another format."""
+        """Index all valid records; return the byte offset of their end, 0 for a file of another format.
+
+        The file is read instead of mapped, because its writer may truncate it meanwhile.
+        """
         size = os.fstat(self._file.fileno()).st_size
-        if size < len(MAGIC):
-            return 0
-        with mmap.mmap(self._file.fileno(), size, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as content:
-            if content[: len(MAGIC)] != MAGIC:
+        with os.fdopen(os.dup(self._file.fileno()), "rb") as content:
+            content.seek(0)
+            if content.read(len(MAGIC)) != MAGIC:
                 return 0
             start = len(MAGIC)
-            while start + HEADER_BYTES <= size:
-                (checksum,) = CHECKSUM.unpack_from(content, start)
-                step, key, tokens = FIELDS.unpack_from(content, start + CHECKSUM.size)
+            while start + HEADER_BYTES <= size and len(header := content.read(HEADER_BYTES)) == HEADER_BYTES:
+                step, key, tokens = FIELDS.unpack_from(header, CHECKSUM.size)
                 place = _Place(step, start + HEADER_BYTES, tokens)
-                end = start + place.bytes
-                if end > size or zlib.crc32(content[start + CHECKSUM.size : end]) != checksum:
+                if start + place.bytes > size:
+                    break
+                checksum = zlib.crc32(content.read(tokens * TOKEN.itemsize), zlib.crc32(header[CHECKSUM.size :]))
+                if (checksum,) != CHECKSUM.unpack_from(header):
                     break
                 self._remember(key, place)
-                start = end
+                start += place.bytes
             return start
 
     def _remember(self, key: int, place: _Place) -> None:
@@ -137,6 +139,8 @@ class ResponseStore(StoredResponses):
 
     def _open(self) -> IO[bytes]:
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        for unfinished in self.path.parent.glob(f".{self.path.name}.*.part"):  # of a killed writer
+            unfinished.unlink(missing_ok=True)
         return self.path.open("a+b", buffering=0)
 
     def add(self, step: int, key: int, token_ids: np.ndarray) -> None:

@@ -4,9 +4,10 @@
 
 A quickstart of two epochs with rollout.draft=history. Before each step of the second epoch its samples are generated
 without drafts, with the responses of the first epoch, and with their own, as after a crash; every four steps the
-held-out prompts are answered without drafts and with the responses of four steps before, as `rlfuse eval` does with
-neighbouring checkpoints. Orders alternate; medians of the ratios are reported. Tokens must be identical. Another
-`--layers` or `--width` trains a starting policy of that size first.
+held-out prompts are answered without drafts, with the responses of four steps before, as `rlfuse eval` does with
+neighbouring checkpoints, and with their own. A response's own tokens are the best possible drafts, so these rows are
+limits of the others. Orders alternate; medians are reported. CPU time is that of all processes, which varies less on a
+busy machine. Tokens must be identical. Another `--layers` or `--width` trains a starting policy of that size first.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 from rlfuse.config import sampling
 from rlfuse.config.compose import load
@@ -33,8 +36,10 @@ from rlfuse.fusion.board import Board
 from rlfuse.fusion.policies import stream
 from rlfuse.protocols import Sampling
 from rlfuse.run.build import run
+from rlfuse.run_folder.response_store import StoredResponse
 from rlfuse.samples import Group
 from rlfuse.step.controller import Controller
+from rlfuse.step.drafts import attach
 from rlfuse.step.executor import Executor, StepContext
 
 JOB = (
@@ -48,24 +53,28 @@ JOB = (
 )
 STEPS_BETWEEN = 4
 """Steps between neighbouring checkpoints."""
-EPOCH, REPEATED, NEIGHBOURS = "second epoch", "repeated step", f"eval of a checkpoint {STEPS_BETWEEN} steps later"
+EPOCH, REPEATED = "second epoch", "repeated step"
+NEIGHBOURS, SAME = f"eval of a checkpoint {STEPS_BETWEEN} steps later", "eval of the same checkpoint"
 
 
 @dataclass
 class Measured:
-    """Pairs of generations of the same samples."""
+    """Pairs of generations of the same samples: (without, with drafts)."""
 
     seconds: list[tuple[float, float]] = field(default_factory=list)
-    """(without, with drafts)."""
+    cpu_seconds: list[tuple[float, float]] = field(default_factory=list)
+    steps: list[tuple[float, float]] = field(default_factory=list)
+    """Mean per engine."""
     tokens: int = 0
     accepted: int = 0
     drafted: int = 0
     identical: int = 0
     responses: int = 0
 
-    @property
-    def ratios(self) -> list[float]:
-        return sorted(plain / drafted for plain, drafted in self.seconds)
+
+def ratios(pairs: Sequence[tuple[float, float]]) -> list[float]:
+    """Return the gains, ascending."""
+    return sorted(plain / drafted for plain, drafted in pairs)
 
 
 class Benchmark:
@@ -73,7 +82,7 @@ class Benchmark:
 
     def __init__(self, repeats: int):
         self.repeats, self.found = repeats, defaultdict[str, Measured](Measured)
-        self._neighbour: dict[str, np.ndarray] = {}
+        self._neighbour = Responses()
 
     async def drive(self, controller: Controller, _: int) -> None:
         """Train two epochs, and measure between steps."""
@@ -91,6 +100,8 @@ class Benchmark:
                 groups = with_drafts(await controller.groups.validation_groups(step), self._neighbour)
                 drawn = sampling.validation(config)
                 found = await self._measure(controller, NEIGHBOURS, step, groups, drawn, counts=bool(self._neighbour))
+                if self._neighbour:
+                    await self._measure(controller, SAME, step, with_drafts(groups, found), drawn)
                 self._neighbour = found
             print(f"step {step} of {controller.total_steps}", flush=True)
 
@@ -102,21 +113,25 @@ class Benchmark:
         groups: Sequence[Group],
         drawn: Sampling,
         counts: bool = True,
-    ) -> dict[str, np.ndarray]:
-        """Generate alternately; return the responses by sample id without their step."""
-        responses: dict[str, np.ndarray] = {}
+    ) -> Responses:
+        """Generate alternately; return the responses."""
+        responses = Responses()
         for repeat in range(self.repeats if counts else 1):
-            times = {}
+            costs = {}
             for drafts in (False, True) if (repeat + step) % 2 else (True, False):
-                fresh = with_drafts(groups, {key(s): s.draft for g in groups for s in g.generated} if drafts else {})
+                fresh = without_responses(groups, drafts)
                 await controller.journal.collect(step)
-                times[drafts] = await generate(controller, fresh, step, drawn)
-                spans = [span for span in await controller.journal.collect(step) if "drafted" in span.attributes]
-                found = {key(s): s.response.token_ids for group in fresh for s in group.generated}
+                used = cpu_seconds()
+                seconds = await generate(controller, fresh, step, drawn)
+                used = cpu_seconds() - used
+                spans = [span for span in await controller.journal.collect(step) if span.kind == "decode"]
+                engines = len({span.where for span in spans})
+                costs[drafts] = seconds, used, sum(span.attributes["steps"] for span in spans) / engines
+                found = Responses({s.draft_key: s.response.token_ids for group in fresh for s in group.generated})
                 if drafts and counts:
                     measured = self.found[name]
-                    measured.accepted += sum(span.attributes["accepted"] for span in spans)
-                    measured.drafted += sum(span.attributes["drafted"] for span in spans)
+                    measured.accepted += sum(span.attributes.get("accepted", 0) for span in spans)
+                    measured.drafted += sum(span.attributes.get("drafted", 0) for span in spans)
                     measured.tokens += sum(map(len, found.values()))
                 for each, tokens in found.items():
                     if each in responses and counts:
@@ -124,35 +139,67 @@ class Benchmark:
                         self.found[name].responses += 1
                 responses |= found
             if counts:
-                self.found[name].seconds.append((times[False], times[True]))
+                measured = self.found[name]
+                for pairs, pair in zip(
+                    (measured.seconds, measured.cpu_seconds, measured.steps),
+                    zip(costs[False], costs[True], strict=True),
+                    strict=True,
+                ):
+                    pairs.append(pair)
         return responses
 
     def table(self) -> str:
-        """Medians, and the median of the ratios with their range."""
-        head = ("", "without", "with drafts", "faster", "range", "accepted of drafts", "of tokens", "identical")
+        """Medians, and the range of the gain."""
+        head = ("", "without", "with drafts", "faster", "range", "CPU time", "engine steps", "accepted of drafts",
+                "of tokens", "identical")  # fmt: skip
         lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
         for name, each in self.found.items():
             plain, drafted = (statistics.median(times) for times in zip(*each.seconds, strict=True))
-            low, middle, high = each.ratios[0], statistics.median(each.ratios), each.ratios[-1]
+            steps = " / ".join(f"{statistics.mean(counts):.0f}" for counts in zip(*each.steps, strict=True))
+            gains, cpu_gain = ratios(each.seconds), statistics.median(ratios(each.cpu_seconds))
             lines.append(
-                f"| {name} | {plain:.2f} s | {drafted:.2f} s | {middle:.2f}x | {low:.2f} to {high:.2f} | "
-                f"{each.accepted / max(1, each.drafted):.1%} | {each.accepted / each.tokens:.1%} | "
-                f"{each.identical:,} of {each.responses:,} responses |"
+                f"| {name} | {plain:.2f} s | {drafted:.2f} s | {statistics.median(gains):.2f}x | {gains[0]:.2f} to "
+                f"{gains[-1]:.2f} | {cpu_gain:.2f}x | {steps} | {each.accepted / max(1, each.drafted):.0%} | "
+                f"{each.accepted / each.tokens:.0%} | {each.identical:,} of {each.responses:,} responses |"
             )
         return "\n".join(lines)
 
 
-def key(sample) -> str:
-    """Return the id of the sample without its step."""
-    return sample.id.partition("/")[2]
+class Responses(dict[int, np.ndarray]):
+    """Responses by `Sample.draft_key`."""
+
+    def find(self, key: int) -> StoredResponse | None:
+        return StoredResponse(0, self[key]) if key in self else None
 
 
-def with_drafts(groups: Sequence[Group], drafts: dict[str, np.ndarray]) -> list[Group]:
-    """Return the groups without responses, with these drafts."""
+def without_responses(groups: Sequence[Group], keep_drafts: bool) -> list[Group]:
+    """Return copies of the groups without responses."""
     return [
-        replace(group, samples=[replace(s, draft=drafts.get(key(s)), response=None, tensors={}) for s in group.samples])
+        replace(
+            group,
+            samples=[
+                replace(s, drafts=s.drafts if keep_drafts else (), response=None, tensors={}) for s in group.samples
+            ],
+        )
         for group in groups
     ]
+
+
+def with_drafts(groups: Sequence[Group], responses: Responses) -> list[Group]:
+    """Return copies of the groups whose drafts are these responses."""
+    copies = without_responses(groups, keep_drafts=False)
+    attach(responses, copies)
+    return copies
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and of all processes that it started."""
+    total, driver = 0.0, psutil.Process()
+    for process in (driver, *driver.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
 
 
 async def generate(controller: Controller, groups: Sequence[Group], step: int, drawn: Sampling) -> float:

@@ -118,9 +118,9 @@ async def assert_drafts_change_nothing(
     await handle.start(model_config(model), settings(draft=draft), 512, "cpu", 16 * (draft == "ngram"))
     for sampling, undrafted in zip(samplings, expected, strict=True):
         await handle.drain()
-        earlier = [replace(each, draft=undrafted[each.id].token_ids.copy()) for each in samples]
+        earlier = [replace(each, drafts=(undrafted[each.id].token_ids.copy(),)) for each in samples]
         for each in earlier:
-            each.draft[9::10] = 3
+            each.drafts[0][9::10] = 3
         found.append(await collect(handle, earlier, sampling))
         drafted, accepted = await drafts(handle)
         assert drafted > accepted > 0

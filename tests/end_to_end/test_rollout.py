@@ -439,7 +439,7 @@ async def test_tail_speculation_keeps_greedy_tokens(engine, drafting, tiny_model
 
 
 async def test_earlier_responses_change_no_token_and_most_are_accepted(engine, drafting, tiny_model):
-    """Drafts that are right, wrong in parts, of other prompts, too short, too long, and of another vocabulary."""
+    """Drafts that are right, wrong in parts, shifted, of other prompts, too short, too long, of another vocabulary."""
     await drafting.stop()
     await drafting.start(model_config(tiny_model), settings(draft="history"), 512, "cpu")
     drawn = Sampling(0.7, 0.95, -1, 60)
@@ -447,7 +447,7 @@ async def test_earlier_responses_change_no_token_and_most_are_accepted(engine, d
     for name, length in (("min_p", 20), ("stop strings", 20), ("end of the context", 470)):
         asked = [sample(400 + i, length=length) for i in range(10)]
         first = await collect(engine, asked, DRAFTED[name])
-        again = [replace(each, draft=first[each.id].token_ids) for each in asked]
+        again = [replace(each, drafts=(first[each.id].token_ids,)) for each in asked]
         await drafting.drain()
         assert_same(await collect(drafting, again, DRAFTED[name]), first)
         drafted, accepted = await drafts(drafting)
@@ -464,12 +464,15 @@ async def test_earlier_responses_change_no_token_and_most_are_accepted(engine, d
         "wrong in parts": wrong,
         "shorter": [each[:9] for each in right],
         "of other prompts": right[1:] + right[:1],
+        "after another response": [(np.full(9, 4, np.int32), each) for each in right],
+        "with inserted tokens": [np.insert(each, [3, 9, 9], 3) for each in right],
         "of another vocabulary": [each + 1_000_000 for each in right],
     }
     accepted = {}
     for name, given in kinds.items():
+        given = [each if isinstance(each, tuple) else (each,) for each in given]
         await drafting.drain()
-        with_drafts = [replace(each, draft=draft) for each, draft in zip(samples, given, strict=True)]
+        with_drafts = [replace(each, drafts=earlier) for each, earlier in zip(samples, given, strict=True)]
         found = await collect(drafting, with_drafts, drawn)
         for each in samples:
             assert found[each.id].token_ids.tolist() == expected[each.id].token_ids.tolist(), (name, each.id)
@@ -483,7 +486,7 @@ async def test_earlier_responses_change_no_token_and_most_are_accepted(engine, d
         for each in samples
         if len(expected[each.id].token_ids) > 10
     }  # on another engine
-    moved = [replace(each, draft=expected[each.id].token_ids) for each in samples if each.id in begun]
+    moved = [replace(each, drafts=(expected[each.id].token_ids,)) for each in samples if each.id in begun]
     await drafting.drain()
     found = {name: result async for name, result in drafting.generate(moved, drawn, begun)}
     assert {name: each.token_ids.tolist() for name, each in found.items()} == {
@@ -492,7 +495,9 @@ async def test_earlier_responses_change_no_token_and_most_are_accepted(engine, d
     assert sum(span.attributes.get("accepted", 0) for span in await drained(drafting, "decode")) > 3 * len(begun) > 0
     tokens, length = sum(map(len, right)), max(map(len, right))
     assert accepted["right"][0] > 0.8 * tokens and accepted["right"][1] < length / 4
-    assert accepted["wrong in parts"][0] > 0.4 * tokens and accepted["shorter"][0] > 0
+    for name in ("wrong in parts", "after another response", "with inserted tokens"):
+        assert accepted[name][0] > 0.4 * tokens and accepted[name][1] < length / 2, name
+    assert accepted["shorter"][0] > 0
     assert accepted["of another vocabulary"] == (0, accepted["of another vocabulary"][1])
 
 

@@ -77,7 +77,7 @@ class Steps:
     async def repeat(self, samples, expected):
         """The same samples, with their responses as drafts."""
         await self.engine.drain()
-        found = await self.take([replace(one, draft=expected[one.id].token_ids) for one in samples])
+        found = await self.take([replace(one, drafts=(expected[one.id].token_ids,)) for one in samples])
         return {
             "identical": all(found[key].token_ids.tolist() == expected[key].token_ids.tolist() for key in expected),
             "accepted": sum(span.attributes.get("accepted", 0) for span in await self.engine.drain()),

@@ -78,9 +78,14 @@ def verify(logits, drafts, drawn):
     return tokens, [lists.slice_request(i, len(each)).logprobs[:, 0].tolist() for i, each in enumerate(tokens)], batch
 
 
-def test_the_rule_of_v1_changes_no_token_and_no_log_prob():
+@pytest.mark.parametrize("rows", [None, 5], ids=["all rows at once", "5 rows at once"])
+def test_the_rule_of_v1_changes_no_token_and_no_log_prob(rows, monkeypatch):
     import torch
 
+    from rlfuse.engines.vllm import acceptance
+
+    if rows:
+        monkeypatch.setattr(acceptance, "MAX_LOGITS", rows * VOCABULARY)
     logits = 3 * torch.randn(len(SAMPLING), DRAFTS + 1, VOCABULARY, generator=torch.Generator().manual_seed(3))
     steps = [verify(logits[:, place:], [[]] * len(SAMPLING), place) for place in range(DRAFTS + 1)]
     expected = np.array([tokens for tokens, _, _ in steps])[..., 0].T
@@ -119,6 +124,27 @@ def test_custom_logits_processors_are_refused_with_drafts():
     config.speculative_config = object()
     with pytest.raises(ValueError, match=STR_SPEC_DEC_REJECTS_LOGITSPROCS):
         gpu_model_runner.build_logitsprocs(config, torch.device("cpu"), False, False, ("custom.Processor",))
+
+
+@pytest.mark.parametrize("mode", ["processed_logprobs", "processed_logits"])
+def test_rows_with_one_generator_draw_what_vllm_draws(mode):
+    import torch
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+    from rlfuse.engines.vllm.acceptance import _forward_cpu, sample_on_cpu
+
+    logits, sampler = torch.randn(40, VOCABULARY), TopKTopPSampler(mode)
+    owners = [3, 3, 3, None, 5, *[7] * 30, None, 8, 8]
+    found = []
+    for draw in (_forward_cpu, sample_on_cpu):
+        torch.manual_seed(0)
+        made = {owner: torch.Generator().manual_seed(owner) for owner in {*owners} - {None}}
+        generators = {row: made[owner] for row, owner in enumerate(owners) if owner is not None}
+        tokens, scores = draw(sampler, logits.clone(), generators, None, torch.full((40,), 0.9))
+        found.append((tokens, scores, *(made[owner].get_state() for owner in sorted(made))))
+    assert all(torch.equal(left, right) for left, right in zip(*found, strict=True))
+    tokens, _ = sample_on_cpu(sampler, logits.clone(), {}, None, None)
+    assert tokens.shape == (40,)
 
 
 @pytest.mark.parametrize("name", ["test_11_drafts.py", "test_12_draft_engines.py"])

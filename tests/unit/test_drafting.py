@@ -8,42 +8,36 @@ from rlfuse.config.custom_functions import with_values
 from rlfuse.config.schema import Config
 from rlfuse.run.drafting import run_drafts, run_engines, with_drafts
 
-FLOAT32 = {"model.dtype": "float32"}
-EXACT = {"trainer.deterministic": True}
-ENGINE_LOG_PROBS = "reads the engine's log-probs, which round differently in other batches"
+WITHOUT_DRAFTS = "Steps 4 to 5 are repeated without drafts: trainer.deterministic=true"
 
 
 @pytest.mark.parametrize(
-    ("last_step", "changes", "device", "draft", "line"),
+    ("last_step", "changes", "draft", "line"),
     [
-        (3, {}, "cpu", "ngram", None),
-        (5, {}, "cpu", "history", None),
-        (5, {}, "cuda", "history", None),
-        (3, {"rollout.draft": "history"}, "cpu", "history", None),
-        (5, EXACT | FLOAT32, "cpu", "history", None),
-        (5, EXACT, "cpu", "ngram", "Steps 4 to 5 are repeated without drafts: trainer.deterministic=true, and bf"),
-        (5, EXACT | FLOAT32, "cuda", "ngram", "float32 rounds differently in other batches on cuda"),
-        (5, EXACT | FLOAT32 | {"algorithm.old_log_probs": "engine"}, "cpu", "ngram", f"engine {ENGINE_LOG_PROBS}"),
-        (5, EXACT | FLOAT32 | {"actor.loss_mode": "clip_cov"}, "cpu", "ngram", f"clip_cov {ENGINE_LOG_PROBS}"),
-        (5, {"fusion.tail_speculation": 2}, "cpu", "ngram", "not used as drafts. fusion.tail_speculation=2: must be 0"),
-        (5, {"rollout.name": "transformers"}, "cpu", "ngram", "drafts. rollout.draft=history: rollout.name="),
+        (3, {}, "ngram", None),
+        (5, {}, "history", None),
+        (3, {"rollout.draft": "history"}, "history", None),
+        (5, {"trainer.deterministic": True}, "ngram", WITHOUT_DRAFTS),
+        (5, {"fusion.tail_speculation": 2}, "ngram", "not used as drafts. fusion.tail_speculation=2: must be 0"),
+        (5, {"rollout.name": "transformers"}, "ngram", "drafts. rollout.draft=history: rollout.name="),
     ],
     ids=str,
 )  # fmt: skip
-def test_a_run_that_continues_after_step_3(last_step, changes, device, draft, line, tiny):
+def test_a_run_that_continues_after_step_3(last_step, changes, draft, line, tiny):
     said = []
     config = with_values(Config(), {"model.path": tiny} | changes)
     log = SimpleNamespace(responses=SimpleNamespace(last_step=last_step), say=said.append)
-    assert run_engines(config, 3, log, device).rollout.draft == draft
+    assert run_engines(config, 3, log).rollout.draft == draft
     assert len(said) == (line is not None) and all(line in each for each in said), said
     drafts = run_drafts(config, 3, log)
+    assert drafts.epoch_limit_mb == (256 if changes.get("rollout.draft") == "history" else 0)
     assert drafts.are_wanted == (draft == "history" or line is not None) and drafts.repeated_until == last_step
 
 
 def test_a_run_without_a_store_drafts_nothing(tiny):
     log = SimpleNamespace(responses=None, say=pytest.fail)
     config = with_values(Config(), {"model.path": tiny})
-    assert run_engines(config, 3, log, "cpu") is config and not run_drafts(config, 3, log).are_wanted
+    assert run_engines(config, 3, log) is config and not run_drafts(config, 3, log).are_wanted
 
 
 def test_an_evaluation_drafts_with_a_model_that_could_not_be_trained(tiny):

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rlfuse.engines.vllm.request_arguments import DRAFT, DRAWN
+from rlfuse.engines.vllm.request_arguments import DRAFT, DRAWN, SEPARATOR, draft_of, join_drafts
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # importing it takes long: by one process
 
-LIMIT, LONGEST = 4, 64
+LIMIT, LONGEST = 12, 64
 
 
 @pytest.mark.parametrize(
@@ -21,20 +21,64 @@ LIMIT, LONGEST = 4, 64
         ([1, 2, 3, 4, 5, 6], [7, 8]),
         ([1, 2, 3, 4, 5, 6, 7, 8], []),
         ([1, 2, 3, 4, 5, 6, 7, 8, 9], []),
-        ([1, 9], [3]),
-        ([1, 9, 3], [4, 5]),
-        ([9, 2, 3], [4, 5, 6]),
+        ([1, 9], [3, 4, 5, 6]),
         ([9] * 7, [8]),
+        ([9] * 12, []),
         ([1, 9, 3, 4, 5, 6], [7, 8]),
-        ([9, 2, 3, 4, 5], [6, 7, 8]),
+        ([1, 2, 9, 3, 4], [5, 6, 7, 8]),
+        ([1, 4, 5], [6, 7, 8]),
+        ([9, 9, 9, 9, 9, 9, 9, 9, 9, 1, 2], [3, 4, 5, 6]),
     ],
     ids=str,
 )
 def test_a_draft_continues_where_the_latest_tokens_agree(response, drafts):
+    from rlfuse.engines.vllm.history import CONTEXT, continuation
+
+    draft, recent = np.arange(1, 9, dtype=np.int32), np.array(response[-CONTEXT:], np.int32)
+    assert continuation(draft, len(response), recent, 4).tolist() == drafts
+
+
+@pytest.mark.parametrize(
+    ("response", "count"),
+    [([7] * 20, 30), ([*[7] * 19, 8], 4), ([*[7] * 18, 8, 7], 8), ([*[7] * 16, 8, 7, 7, 7], 16)],
+    ids=["all agree", "none", "one", "three"],
+)
+def test_little_agreement_gives_a_short_draft(response, count):
+    """The draft has the response's tokens, but no tokens that continue it elsewhere."""
+    from rlfuse.engines.vllm.history import CONTEXT, continuation
+
+    draft, recent = np.arange(100, 200, dtype=np.int32), np.array(response[-CONTEXT:], np.int32)
+    agreed = next(number for number in range(21) if response[::-1][number : number + 1] != [7])
+    draft[20 - agreed : 20] = 7
+    assert continuation(draft, 20, recent, 30).tolist() == draft[20 : 20 + count].tolist()
+
+
+def test_of_equally_good_places_the_nearest_is_used():
     from rlfuse.engines.vllm.history import continuation
 
-    draft, recent = np.arange(1, 9, dtype=np.int32), np.array(response[-LIMIT:], np.int32)
-    assert continuation(draft, len(response), recent, LIMIT).tolist() == drafts
+    draft = np.array([1, 2, 3, 4, 1, 2, 5, 6, 1, 2, 7, 8], np.int32)
+    for length, following in ((4, 3), (7, 5), (9, 7), (900, 7)):
+        assert continuation(draft, length, np.array([9, 1, 2], np.int32), 1).tolist() == [following]
+
+
+def test_another_response_is_used_where_more_tokens_agree_and_a_draft_ends_with_its_response():
+    from rlfuse.engines.vllm.history import continuation
+
+    draft = np.array([1, 2, 3, 4, SEPARATOR, 8, 2, 3, 5, 6, SEPARATOR, 7, 7], np.int32)
+    for response, following in (
+        ([1, 2], [3, 4]),
+        ([2, 3], [4]),
+        ([8, 2, 3], [5, 6]),
+        ([7, 3, 5], [6]),
+        ([4], [2, 3, 4]),
+    ):
+        assert continuation(draft, len(response), np.array(response, np.int32), 9).tolist() == following
+
+
+def test_earlier_responses_are_joined():
+    responses = [np.array(each, np.int64) for each in ([1, 2], [3], [])]
+    joined = draft_of(SimpleNamespace(extra_args={DRAFT: join_drafts(responses)}))
+    assert joined.tolist() == [1, 2, SEPARATOR, 3, SEPARATOR] and not len(draft_of(SimpleNamespace(extra_args=None)))
 
 
 class States:
@@ -67,10 +111,11 @@ def test_the_speculator_of_v2_drafts_as_the_proposer_of_v1():
         order = chance.permutation(requests)[: chance.integers(1, requests + 1)]
         expected, last = [], torch.full((requests, 1), 99, dtype=torch.int64)
         for index in order:
-            prompt, draft = chance.integers(1, 5, chance.integers(1, 9)), chance.integers(1, 5, chance.integers(0, 30))
+            prompt, draft = chance.integers(1, 5, chance.integers(1, 9)), chance.integers(1, 5, chance.integers(0, 50))
+            draft[20:][chance.random(len(draft[20:])) < 0.1] = SEPARATOR
             response = chance.integers(1, 5, chance.integers(1, 25))
             same = np.flatnonzero(chance.random(min(len(draft), len(response))) < 0.8)
-            response[same] = draft[same]
+            response[same] = abs(draft[same])
             drawn = int(chance.integers(0, len(response)))
             extra = {DRAWN: drawn} | ({DRAFT: draft.astype(np.int32).tobytes()} if len(draft) else {})
             params, tokens = SimpleNamespace(extra_args=extra), [*prompt.tolist(), *response.tolist()]

@@ -58,6 +58,8 @@ DRAFTS = {
     f"{V2}.model_runner.GPUModelRunner": "sample",
 }
 """What `acceptance` and `proposer` replace, and what reads their results."""
+CPU_SAMPLER = {"vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler": "forward_cpu"}
+"""What `acceptance.sample_on_cpu` repeats."""
 HISTORY = {
     "vllm.v1.core.sched.async_scheduler.AsyncScheduler": "_update_after_schedule",
     f"{V2}.model_runner.GPUModelRunner": "add_requests sample_tokens",
@@ -73,19 +75,22 @@ HISTORY = {
         (SAMPLER, "b94cc6d77a1914cb"),
         (STOP_TEXTS, "f3a866115adb662d"),
         (DRAFTS, "eaaeacc80c23682f"),
+        (CPU_SAMPLER, "a0d320ea964013d2"),
         (HISTORY, "b9209786462563ea"),
     ],
-    ids=["scheduler", "sampler", "stop texts", "drafts", "earlier responses"],
+    ids=["scheduler", "sampler", "stop texts", "drafts", "CPU sampler", "earlier responses"],
 )
 def test_functions_that_are_replaced_are_those_that_the_replacement_was_written_for(replaced, known):
     """After an upgrade: compare these functions with the last version's, adapt what replaces them, renew the digest."""
+    from rlfuse.engines.vllm import acceptance
     from rlfuse.engines.vllm import worker_extension as steps
 
     vllm_s = {"add_request": steps._add_request, "apply_staged_writes": steps._apply_staged_writes}
     digest, runner = hashlib.sha256(), steps.gpu_model_runner.GPUModelRunner
     names = "propose_draft_token_ids", "_input_fits_in_drafter"
     drafts = mock.patch.multiple(runner, **{name: getattr(steps, f"_{name.strip('_')}") for name in names})
-    with mock.patch.multiple(steps.Sampler, **vllm_s), drafts:
+    cpu_sampler = mock.patch.object(steps.TopKTopPSampler, "forward_cpu", acceptance._forward_cpu)
+    with mock.patch.multiple(steps.Sampler, **vllm_s), drafts, cpu_sampler:
         for place, names in replaced.items():
             holder = resolved(place)
             for each in names.split():

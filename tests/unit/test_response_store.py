@@ -9,7 +9,7 @@ import pytest
 from rlfuse.run_folder import response_store
 from rlfuse.run_folder.response_store import FILE, HEADER_BYTES, MAGIC, ResponseStore, StoredResponses
 from rlfuse.samples import VALIDATION, Prompt, Response, make_groups
-from rlfuse.step.drafts import Drafts
+from rlfuse.step.drafts import OTHER_RESPONSES, Drafts, attach
 from rlfuse.tools.evaluation.neighbours import attach_nearest, stores
 from rlfuse.tools.evaluation.source import Source
 
@@ -75,14 +75,27 @@ RECORD = HEADER_BYTES + 40
 def test_a_damaged_file_is_read_up_to_the_damage_and_continued_there(store, path, damage, expected):
     store.close()
     path.write_bytes(damage(path.read_bytes()))
+    unfinished = path.with_name(f".{FILE}.12.part")
+    unfinished.touch()
     reader = StoredResponses(path)
     assert found(reader, 1, 2, 3) == expected
     reader.close()
     again = ResponseStore(path, 1 << 20)
     again.add(step=5, key=8, token_ids=tokens(800))
     again.close()
+    assert not unfinished.exists()
     reader = StoredResponses(path)
     assert found(reader, 1, 2, 3, 8) == [*expected, (5, 800)]
+    reader.close()
+
+
+def test_a_file_that_is_truncated_while_it_is_read_has_the_responses_before(store, path, monkeypatch):
+    size = path.stat().st_size
+    store.close()
+    os.truncate(path, size - 3)
+    monkeypatch.setattr(response_store.os, "fstat", lambda _: os.stat_result([0] * 6 + [size] + [0] * 3))
+    reader = StoredResponses(path)
+    assert found(reader, 1, 2, 3) == [(4, 100), (4, 200), None]
     reader.close()
 
 
@@ -160,18 +173,46 @@ def test_a_repeated_step_gets_its_responses_as_drafts_and_is_compared_with_them(
     drafts = Drafts(store=store, are_wanted=True, repeated_until=3, say=said.append)
     groups = make_groups(prompts(3), 2, 7, 3)
     drafts.attach(groups)
-    assert [[s.draft is not None for s in g.samples] for g in groups] == [[True] * 2, [True] * 2, [False] * 2]
-    assert groups[0].samples[1].draft.tolist() == tokens(1).tolist()
+    assert [[len(s.drafts) for s in g.samples] for g in groups] == [[2] * 2, [2] * 2, [0] * 2]
+    assert [each.tolist() for each in groups[0].samples[1].drafts] == [tokens(1).tolist(), tokens(0).tolist()]
     for sample in answered(groups, first):
         drafts.record(sample)
-    assert all(sample.draft is None for group in groups for sample in group.samples)
+    assert all(not sample.drafts for group in groups for sample in group.samples)
     drafts.report(3)
     drafts.report(4)
     assert len(said) == 1 and line in said[0]
     for later in (Drafts(store=store, are_wanted=True), Drafts(store=store), Drafts()):
         groups = make_groups(prompts(2), 2, 7, 4)
         later.attach(groups)
-        assert not any(sample.draft is not None for group in groups for sample in group.samples), "other seeds"
+        assert not any(sample.drafts for group in groups for sample in group.samples), "other seeds"
+
+
+@pytest.mark.parametrize("missing", [(), (1,), (0, 2), (0, 1, 2, 3)], ids=str)
+def test_a_draft_has_the_next_responses_to_the_prompt_after_its_own(store, missing):
+    [group] = make_groups(prompts(1), 4, 7, 1)
+    for sample in answered([group]):
+        if sample.rollout_index not in missing:
+            store.add(1, sample.draft_key, sample.response.token_ids)
+    attach(store, [group])
+    for sample in group.samples:
+        own = sample.rollout_index
+        others = [index % 4 for index in range(own + 1, own + 4) if index % 4 not in missing][:OTHER_RESPONSES]
+        expected = [] if own in missing else [tokens(index).tolist() for index in (own, *others)]
+        assert [each.tolist() for each in sample.drafts] == expected
+
+
+@pytest.mark.parametrize(("limit_mb", "lines"), [(256, 1), (0, 0)], ids=["over epochs", "of repeated steps"])
+def test_a_store_that_is_too_small_for_an_epoch_is_reported_once(path, limit_mb, lines):
+    said, store = [], ResponseStore(path, len(MAGIC) + 4 * RECORD)
+    drafts = Drafts(store=store, are_wanted=True, epoch_limit_mb=limit_mb, say=said.append)
+    drafts.report(1)
+    assert not said
+    for sample in answered(make_groups(prompts(4), 2, 7, 1)):
+        drafts.record(sample)
+    for step in (1, 2):
+        drafts.report(step)
+    assert len(said) == lines and all("rollout.draft_store_mb=256 is reached" in line for line in said)
+    store.close()
 
 
 def test_an_evaluation_drafts_from_the_nearest_step(tmp_path):
@@ -188,9 +229,15 @@ def test_an_evaluation_drafts_from_the_nearest_step(tmp_path):
     assert len(paths) == 3
     groups = make_groups(prompts(2), 2, 7, 6, scope=VALIDATION)
     assert attach_nearest(groups, 6, paths) == run / "eval" / "global_step_8" / FILE
-    assert [sample.draft[0] for group in groups for sample in group.samples] == [8, 9, 8, 9]
+    assert [sample.drafts[0][0] for group in groups for sample in group.samples] == [8, 9, 8, 9]
+    interrupted = ResponseStore(run / "eval/interrupted" / FILE, 1 << 20)  # has one response
+    interrupted.add(6, groups[0].samples[0].draft_key, tokens(70))
+    interrupted.close()
+    removed = run / "eval/removed" / FILE
+    assert attach_nearest(groups, 6, [*paths, interrupted.path, removed]) == interrupted.path
+    assert [sample.drafts[0][0] for group in groups for sample in group.samples] == [70, 9, 8, 9]
     ResponseStore(run / FILE, 1 << 20).close()
     assert (run / FILE) in stores(Source("m", 6, run), folder), "the run's own validations"
-    others = [replace(group.samples[0], seed=1, draft=None) for group in groups]
+    others = [replace(group.samples[0], seed=1, drafts=()) for group in groups]
     assert attach_nearest([replace(groups[0], samples=others)], 6, paths) is None
     assert attach_nearest(groups, 6, []) is None and os.listdir(run / "eval" / "mine") == [FILE]

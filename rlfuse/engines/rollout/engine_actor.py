@@ -42,14 +42,14 @@ class Request:
     visual: tuple[Visual, ...] = ()
     is_greedy: bool = False
     """It is decoded greedily, whatever the sampling of the call."""
-    draft: np.ndarray | None = None
-    """int32: an earlier response with the same seed, see `Sample.draft`."""
+    drafts: tuple[np.ndarray, ...] = ()
+    """Earlier responses, see `Sample.drafts`."""
 
     @classmethod
     def of(cls, sample: Sample, partial: Partial = EMPTY_PARTIAL) -> Request:
         """Return the request that generates the rest of `sample` after `partial`."""
         prompt = sample.prompt
-        flags = {"is_greedy": sample.is_baseline, "draft": sample.draft}
+        flags = {"is_greedy": sample.is_baseline, "drafts": sample.drafts}
         return cls(sample.id, sample.step, sample.seed, prompt.token_ids, partial, prompt.visual, **flags)
 
     def ids(self) -> np.ndarray:

@@ -1,7 +1,8 @@
-"""Proposer of drafts from an earlier response with the same seed, which requests carry (`Request.draft`).
+"""Proposer of drafts from earlier responses, which requests carry (`Sample.drafts`).
 
-The draft continues at the same position of the response: in full while the latest tokens agree with it, and after a
-difference with one token more than have agreed since, so that drafts grow quickly where both are equal again.
+Drafts continue at the same position of the response with the same seed while the latest tokens agree with it. After a
+difference they continue where most of the latest tokens agree, in that response or another to the same prompt, because
+tokens may have been inserted or left out. Little agreement gives a short draft.
 Invariant: drafts depend on the tokens of the request only, so a sample continues on another engine.
 """
 
@@ -11,18 +12,33 @@ import numpy as np
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from rlfuse.engines.vllm.proposer import Proposer
-from rlfuse.engines.vllm.request_arguments import draft_of, drawn_tokens
+from rlfuse.engines.vllm.request_arguments import SEPARATOR, draft_of, drawn_tokens
+
+CONTEXT = 8
+"""Number of latest tokens that are compared with the draft."""
+DRAFTED_PER_AGREED = 4
+"""Draft tokens after a difference, per latest token that agrees and one more."""
 
 
 def continuation(draft: np.ndarray, length: int, recent: np.ndarray, limit: int) -> np.ndarray:
     """Return up to `limit` tokens of `draft` that may follow a response of `length` tokens.
 
-    `recent`: the last tokens of the response, `limit` of them or all.
+    `recent`: the last tokens of the response, `CONTEXT` of them or all.
     """
-    known = draft[length - len(recent) : length]
-    differs = np.flatnonzero(known != recent[: len(known)])
-    agreed = len(known) - 1 - differs[-1] if len(differs) else limit
-    return draft[length : length + min(agreed + 1, limit)]
+    start = length
+    if not np.array_equal(draft[length - len(recent) : length], recent):
+        agreed, running = np.zeros(len(draft), np.int64), draft != SEPARATOR
+        for back, token in enumerate(recent[::-1], 1):
+            running[:back] = False
+            running[back:] &= draft[:-back] == token
+            agreed += running
+        places, most = np.arange(len(draft)), int(agreed.max(initial=0))
+        distances = 2 * np.abs(places - length) + (places > length)
+        start = int((4 * (length + len(draft)) * agreed - distances).argmax()) if most else length
+        limit = min(limit, DRAFTED_PER_AGREED * (most + 1))
+    following = draft[start : start + limit]
+    ends = np.flatnonzero(following == SEPARATOR)
+    return following[: ends[0]] if len(ends) else following
 
 
 class HistoryProposer(Proposer):
@@ -33,7 +49,7 @@ class HistoryProposer(Proposer):
         if not len(draft):
             return []
         output, drawn = request.output_token_ids, drawn_tokens(request.sampling_params)
-        recent = output[-limit:]
-        if drawn and len(recent) < limit:
-            recent = [*request.prompt_token_ids[-drawn:], *recent][-limit:]
-        return continuation(draft, drawn + len(output), np.array(recent), limit).tolist()
+        recent = output[-CONTEXT:]
+        if drawn and len(recent) < CONTEXT:
+            recent = [*request.prompt_token_ids[-drawn:], *recent][-CONTEXT:]
+        return continuation(draft, drawn + len(output), np.array(recent, draft.dtype), limit).tolist()

@@ -17,9 +17,10 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
-from rlfuse.engines.vllm.request_arguments import draft_of, drawn_tokens
+from rlfuse.engines.vllm.history import CONTEXT, DRAFTED_PER_AGREED
+from rlfuse.engines.vllm.request_arguments import SEPARATOR, draft_of, drawn_tokens
 
-NO_TOKEN = -1
+NO_RECENT = -2
 
 
 class HistorySpeculator(BaseSpeculator):
@@ -32,7 +33,7 @@ class HistorySpeculator(BaseSpeculator):
         self.requests = req_states
         self.limit = vllm_config.speculative_config.num_speculative_tokens
         requests, length = req_states.max_num_reqs, req_states.max_model_len
-        self.rows = torch.full((requests, length + self.limit), NO_TOKEN, dtype=torch.int32, device=device)
+        self.rows = torch.full((requests, length + self.limit), SEPARATOR, dtype=torch.int32, device=device)
         """Draft at its positions in the sequence."""
         self.starts = torch.zeros(requests, dtype=torch.int64, device=device)
         """Position of the first response token."""
@@ -72,19 +73,41 @@ class HistorySpeculator(BaseSpeculator):
         if dummy_run:
             return last.contiguous()
         rows, length = self.rows[indices], self.requests.total_len.gpu[indices, None].long()
-        recent = length - 1 - self._steps
-        tokens = self.requests.all_token_ids.gpu[indices[:, None], recent.clamp(min=0)]
-        agrees = (tokens == rows.gather(1, recent.clamp(min=0))) | (recent < self.starts[indices, None])
-        agreed = agrees.int().cumprod(1).sum(1, keepdim=True)
-        drafts = rows.gather(1, (length + self._steps).clamp(max=rows.shape[1] - 1)).long()
-        usable = (self._steps <= agreed) & (drafts != NO_TOKEN) & (num_sampled > 0)[: len(indices), None]
+        recent = length - 1 - torch.arange(CONTEXT, device=rows.device)
+        is_prompt, recent = recent < self.starts[indices, None], recent.clamp(min=0)
+        tokens = self.requests.all_token_ids.gpu[indices[:, None], recent]
+        same = ((tokens == rows.gather(1, recent)) | is_prompt).all(1, keepdim=True)
+        start, agreed = _best_places(rows, length, torch.where(is_prompt, NO_RECENT, tokens))
+        start = torch.where(same | (agreed == 0), length, start)
+        count = torch.where(same, self.limit, DRAFTED_PER_AGREED * (agreed + 1))
+        drafts = rows.gather(1, (start + self._steps).clamp(max=rows.shape[1] - 1)).long()
+        usable = (self._steps < count) & (drafts != SEPARATOR) & (num_sampled > 0)[: len(indices), None]
+        usable = usable.int().cumprod(1).bool()
         return torch.where(usable, drafts, last)
+
+
+def _best_places(rows: torch.Tensor, length: torch.Tensor, recent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return where each draft has most of the latest tokens before it, the place nearest to `length`, and how many.
+
+    `rows`: [requests, positions]; `length`: [requests, 1]; `recent`: [requests, CONTEXT], the latest token first. The
+    results have the shape of `length`.
+    """
+    width = rows.shape[1]
+    padded = torch.nn.functional.pad(rows, (CONTEXT, 0), value=SEPARATOR)
+    running, agreed = rows != SEPARATOR, torch.zeros_like(rows, dtype=torch.int64)
+    for back in range(1, CONTEXT + 1):
+        running = running & (padded[:, CONTEXT - back : CONTEXT - back + width] == recent[:, back - 1 : back])
+        agreed += running
+    places = torch.arange(width, device=rows.device)
+    distances = 2 * (places - length).abs() + (places > length)
+    best = (4 * width * agreed - distances).argmax(1, keepdim=True)
+    return best, agreed.gather(1, best)
 
 
 def set_draft(speculator: HistorySpeculator, index: int, params: SamplingParams) -> None:
     """Copy the draft of a new request to its row."""
     draft, start = draft_of(params), int(speculator.requests.prompt_len.np[index]) - drawn_tokens(params)
-    row = np.full(speculator.rows.shape[1], NO_TOKEN, np.int32)
+    row = np.full(speculator.rows.shape[1], SEPARATOR, np.int32)
     row[start : start + len(draft)] = draft[: len(row) - start]
     speculator.rows[index].copy_(torch.from_numpy(row), non_blocking=True)
     speculator.starts[index] = start

@@ -232,8 +232,8 @@ class RolloutWorker(EngineBase):
                     return self._response(request.partial, "length")
                 store, ids = self._kv_store, request.ids()
                 params = store.parameters(request.id, request.partial.kv_key, self._version) if store else {}
-                bias, draft = self._prompts.logit_bias, self._draft(request)
-                parameters = sampling_params(request, sampling, room, params, bias, draft)
+                bias, drafts = self._prompts.logit_bias, self._drafts(request)
+                parameters = sampling_params(request, sampling, room, params, bias, drafts)
                 prompt = self._prompts.prompt(ids, request.visual)
                 async for output in self._engine.generate(prompt, parameters, request.id):
                     final = output  # the only output, because parameters request the final one
@@ -251,12 +251,11 @@ class RolloutWorker(EngineBase):
             if self._kv_store is not None:
                 self._kv_store.forget(request.id, request.partial.kv_key)
 
-    def _draft(self, request: Request) -> np.ndarray | None:
-        """Return the request's draft if the engine can verify it: a file may have responses of another model."""
-        draft = request.draft
-        if draft is None or not len(draft) or draft.min() < 0 or draft.max() >= self._draft_vocabulary:
-            return None
-        return draft
+    def _drafts(self, request: Request) -> tuple[np.ndarray, ...]:
+        """Return the request's drafts if the engine can verify them: a file may have responses of another model."""
+        found = (each for each in request.drafts if len(each))
+        can_verify = all(each.min() >= 0 and each.max() < self._draft_vocabulary for each in found)
+        return request.drafts if can_verify else ()
 
     # Moving --------------------------------------------------------------------------------------------------------
 

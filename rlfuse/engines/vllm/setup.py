@@ -28,7 +28,7 @@ from rlfuse.engines.rollout.step_meter import EngineStep
 from rlfuse.engines.vllm.gpu_settings import engine_settings, gpu_arguments
 from rlfuse.engines.vllm.importing import CPU_ENVIRONMENT, ENVIRONMENT
 from rlfuse.engines.vllm.kv_cache import DRAFT_TOKENS, HISTORY_TOKENS
-from rlfuse.engines.vllm.request_arguments import DRAFT, DRAWN, HISTORY_ENGINE
+from rlfuse.engines.vllm.request_arguments import DRAFT, DRAWN, HISTORY_ENGINE, join_drafts
 from rlfuse.engines.vllm.support import NIXL_ON_GPUS
 from rlfuse.engines.weights.sync import MIB, resolve_transfer
 from rlfuse.errors import EngineError
@@ -117,7 +117,7 @@ def engine_arguments(
 
 def draft_arguments(threshold: int, rollout: RolloutConfig, device: str) -> dict[str, Any]:
     """Return the arguments for speculative decoding: while at most `threshold` samples are decoded, or, with
-    rollout.draft=history, for all samples that have an earlier response.
+    rollout.draft=history, for all samples that have earlier responses.
 
     Drafts do not change tokens (`acceptance`); `support` checks at startup what excludes them.
     """
@@ -229,18 +229,17 @@ def sampling_params(
     max_tokens: int,
     kv_params: dict[str, str],
     logit_bias: dict[int, float] | None,
-    draft: np.ndarray | None = None,
+    drafts: Sequence[np.ndarray] = (),
 ) -> Any:
-    """Return vLLM's SamplingParams for at most `max_tokens` more tokens of the request. `draft`: an earlier response,
-    int32."""
+    """Return vLLM's SamplingParams for at most `max_tokens` more tokens of the request. `drafts`: see `Sample`."""
     import rlfuse.engines.vllm.front_end  # noqa: F401  (patches stop texts of continued samples)
 
     parameters = _shared_params(sampling).clone()
     parameters.max_tokens, parameters.logit_bias = max_tokens, logit_bias
     parameters.seed = request.seed if sampling.temperature > 0 else None
     parameters.extra_args = {DRAWN: len(request.partial.token_ids), "kv_transfer_params": kv_params}
-    if draft is not None:
-        parameters.extra_args[DRAFT] = draft.tobytes()
+    if drafts:
+        parameters.extra_args[DRAFT] = join_drafts(drafts)
     return parameters
 
 

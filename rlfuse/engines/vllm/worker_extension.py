@@ -26,6 +26,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.sample import logprob
@@ -34,13 +35,12 @@ from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from rlfuse.engines.vllm.acceptance import EqualitySampler, accept_equal
+from rlfuse.engines.vllm.acceptance import PHILOX_PER_DRAW, EqualitySampler, accept_equal, advance, sample_on_cpu
 from rlfuse.engines.vllm.history_speculator import HistorySpeculator, set_draft
 from rlfuse.engines.vllm.proposer import Proposer, propose_drafts
 from rlfuse.engines.vllm.receiver import ReceiverExtension
 from rlfuse.engines.vllm.request_arguments import drafts_from_history, drawn_tokens
 
-PHILOX_PER_DRAW = 4
 BUILT_IN_PROCESSORS = 3
 """Number of vLLM's built-in logits processors; custom ones may need to run at each step."""
 WITHOUT_MODEL = ("ngram", "suffix", "custom_class")
@@ -55,8 +55,7 @@ class CountedGenerator(torch.Generator):
     def reposition(self) -> None:
         """Set the state after the request's tokens."""
         self.manual_seed(self.request.sampling_params.seed)
-        if draws := drawn(self.request) + len(self.request.output_token_ids):
-            torch.randint(0, 1 << 31, (draws,), generator=self)
+        advance(self, drawn(self.request) + len(self.request.output_token_ids))
 
     def get_offset(self) -> int:
         """Return any number; vLLM only passes it to `set_offset`."""
@@ -79,7 +78,7 @@ def position(request: CachedRequestState) -> None:
         request.generator.request = request
         request.generator.reposition()
     else:
-        request.generator.set_offset(PHILOX_PER_DRAW * drawn(request))
+        advance(request.generator, drawn(request))
 
 
 class WorkerExtension(ReceiverExtension):
@@ -173,3 +172,4 @@ gpu_model_runner.build_logitsprocs = _all_logitsprocs
 gpu_model_runner.GPUModelRunner.propose_draft_token_ids = _drafts
 gpu_model_runner.GPUModelRunner._input_fits_in_drafter = _fits
 rejection_sampler.rejection_sample = accept_equal
+TopKTopPSampler.forward_cpu = sample_on_cpu

@@ -123,7 +123,7 @@ async def _generate(loaded: EvaluationInputs, groups: Sequence[Group], responses
         slots = await placement.start(config, WORKER_IMPORTS)
     display.say(slots.summary)
     config = inference.with_transfer(config, slots.device)
-    if any(sample.draft is not None for group in groups for sample in group.samples):
+    if any(sample.drafts for group in groups for sample in group.samples):
         config = with_drafts(config, display.say, trains=False)
     rollouts = inference.rollout_handles(config, slots, recorder, display.say)
     clips = inference.video_parts(config, loaded.video_model, slots, display.say).clips if loaded.video_model else None

@@ -6,10 +6,11 @@ Role: engines verify these drafts, so an unsuitable file costs time and changes 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from typing import NamedTuple
 
-from rlfuse.run_folder.response_store import FILE, StoredResponses
+from rlfuse.run_folder.response_store import FILE, StoredResponse, StoredResponses
 from rlfuse.samples import Group
 from rlfuse.step.drafts import attach
 from rlfuse.tools.evaluation.source import Source
@@ -21,21 +22,29 @@ def stores(source: Source, folder: Path) -> list[Path]:
     return [*evaluated, *([source.run / FILE] if source.run and (source.run / FILE).exists() else [])]
 
 
-def attach_nearest(groups: Sequence[Group], step: int, paths: Iterable[Path]) -> Path | None:
-    """Set the drafts of these samples from the file with responses of the nearest step; return its path.
+class Nearest(NamedTuple):
+    """Responses of several files, in order of preference."""
 
-    Of files with equally near steps, the newest is used. None: no file has a response to one of these prompts with
-    its seed.
+    files: Sequence[StoredResponses]
+
+    def find(self, key: int) -> StoredResponse | None:
+        return next((found for file in self.files if (found := file.find(key)) is not None), None)
+
+
+def attach_nearest(groups: Sequence[Group], step: int, paths: Iterable[Path]) -> Path | None:
+    """Set the drafts of these samples, each response from the file of the nearest step that has it; return that file.
+
+    Of files with equally near steps, the newest is preferred. None: no file has a response to one of these prompts with
+    its seed. Files that can't be read, for example removed ones, are left out.
     """
     keys = [sample.draft_key for group in groups for sample in group.samples]
-    found: list[tuple[int, float, Path]] = []
-    for path in paths:
-        with closing(StoredResponses(path)) as stored:
-            if steps := [known for key in keys if (known := stored.step_of(key)) is not None]:
-                found.append((abs(max(steps) - step), -path.stat().st_mtime, path))
-    if not found:
-        return None
-    nearest = min(found)[2]
-    with closing(StoredResponses(nearest)) as stored:
-        attach(stored, groups)
-    return nearest
+    found: list[tuple[int, float, StoredResponses]] = []
+    with ExitStack() as stack:
+        for path in paths:
+            with suppress(OSError):
+                stored = stack.enter_context(closing(StoredResponses(path)))
+                if steps := [known for key in keys if (known := stored.step_of(key)) is not None]:
+                    found.append((abs(max(steps) - step), -path.stat().st_mtime, stored))
+        files = [stored for *_, stored in sorted(found, key=lambda each: each[:2])]
+        attach(Nearest(files), groups)
+    return files[0].path if files else None

@@ -1,5 +1,6 @@
 """Shared by all tests."""
 
+import gc
 import os
 import signal
 import sys
@@ -13,6 +14,17 @@ import pytest
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # nohup ignores SIGHUP: tests that close a terminal would receive no signal.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Import the tests without garbage collections, then exclude their modules from those of the tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

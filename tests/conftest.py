@@ -27,6 +27,14 @@ def pytest_collection():
         gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
+def pytest_collection_modifyitems(items):
+    """Let xdist run all tests of a file in one process, which starts the file's fixtures once, unless marked."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
 @pytest.fixture(autouse=True)
 def _scripts_find_their_neighbours():
     """Unset the variable that commands set for child processes: scripts of later tests import modules next to them."""

@@ -130,6 +130,7 @@ def test_docstrings_of_functions_start_with_a_verb(package):
     assert not found, f"{package}: write what the function does, as in `Return the ...`:\n" + "\n".join(found)
 
 
+@pytest.mark.slow
 def test_the_list_of_messages_is_current():
     renew = "python tests/texts.py > jobs/messages.md"
     assert (ROOT / "jobs/messages.md").read_text() == message_list(), f"run {renew}, and read what changed"

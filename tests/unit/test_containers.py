@@ -74,11 +74,13 @@ WHOLE = {
     "refreshed without keyframes": ("ts", {"bf": "0", "g": "12", "x264-params": "intra-refresh=1"}),
 }
 
-FIRST = {kind: name for name, (kind, _) in reversed(WHOLE.items())}
+FIRST = {kind: name for name, (kind, _) in reversed(WHOLE.items())}.values()
 """A name for each kind of container."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FIRST.values() else pytest.mark.slow) for n in WHOLE])
+@pytest.mark.parametrize(
+    "name", [each if each in FIRST else pytest.param(each, marks=pytest.mark.slow) for each in WHOLE]
+)
 def test_each_frame_is_shown_from_its_time_until_the_next(tmp_path, name):
     kind, options = WHOLE[name]
     appearances = steady(60, options.get("fps", 10))

@@ -329,14 +329,14 @@ def test_tail_speculation_drafts_below_its_threshold_only(tiny_model):
 
 
 DRAFTED = {
-    "temperature 1": Sampling(1.0, 1.0, -1, 240),
-    "temperature 0.7": Sampling(0.7, 1.0, -1, 240),
-    "greedy": Sampling(0.0, 1.0, -1, 240),
-    "top_p": Sampling(1.0, 0.8, -1, 240),
-    "top_k": Sampling(1.0, 1.0, 20, 240),
-    "min_p": Sampling(1.0, 1.0, -1, 240, min_p=0.1),
-    "all": Sampling(0.7, 0.9, 50, 240, min_p=0.02),
-    "stop strings": Sampling(0.7, 1.0, -1, 240, stop=("w11", "w12 w", "never")),
+    "temperature 1": Sampling(1.0, 1.0, -1, 440),
+    "temperature 0.7": Sampling(0.7, 1.0, -1, 440),
+    "greedy": Sampling(0.0, 1.0, -1, 440),
+    "top_p": Sampling(1.0, 0.8, -1, 440),
+    "top_k": Sampling(1.0, 1.0, 20, 440),
+    "min_p": Sampling(1.0, 1.0, -1, 440, min_p=0.1),
+    "all": Sampling(0.7, 0.9, 50, 440, min_p=0.02),
+    "stop strings": Sampling(0.7, 1.0, -1, 440, stop=("w11", "w12 w", "never")),
 }
 
 

@@ -26,7 +26,7 @@ from rlfuse.tools.translate.undecided import UNDECIDED
 from rlfuse.tools.translate.verl import CONVERSIONS, DEFAULTS
 
 VERLS = json.loads((Path(__file__).parent / "verl_keys.json").read_text())
-PUBLIC = yaml.safe_load((Path(__file__).parent / "public_commands.yaml").read_text())
+PUBLIC = yaml.load((Path(__file__).parent / "public_commands.yaml").read_text(), yaml.CSafeLoader)
 KNOWN = frozenset(by_name())
 CORRECTION = "algorithm.rollout_correction"
 
@@ -130,6 +130,7 @@ def means(job):
     return {key: value for key, value in settings.items() if is_free(key) or value == "???" or affects_training(key)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", PUBLIC, ids=[given["name"] for given in PUBLIC])
 def test_a_public_command_becomes_the_job_that_it_means(given, tmp_path):
     file = tmp_path / ("config.yaml" if given.get("form") == "yaml" else "run.sh")

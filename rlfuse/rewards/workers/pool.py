@@ -195,6 +195,11 @@ class RewardPool:
         found = ((row.index, why) for row in shown if (why := unsupported_reason(row.visual)))
         return next((f"{entry.name}, row {index}: {why}" for index, why in found), None)
 
+    @property
+    def has_models(self) -> bool:
+        """Whether it has processes of reward models or judges."""
+        return bool(self._models)
+
     async def start(self, slots: Slots | None = None) -> None:
         """Start all processes. `slots`: slots whose GPUs models may share; None for CPU only."""
         shared = asyncio.Queue(2 * max(self._workers, 1))

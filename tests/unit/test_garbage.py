@@ -44,6 +44,7 @@ def collector(monkeypatch):
     yield made
     made.close()
     assert gc.isenabled() and not gc.get_freeze_count()
+    gc.freeze()  # these modules again
 
 
 def found(collector):

@@ -8,10 +8,10 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 name=distill-$(date +%m%d-%H%M%S)
 echo "[distill] preparing the model and the data"
-python -m rlfuse.cli prepare quickstart
+rlfuse prepare quickstart
 echo "[distill] training the teacher"
-python -m rlfuse.train experiment=quickstart "trainer.experiment_name=$name-teacher"
+rlfuse train experiment=quickstart "trainer.experiment_name=$name-teacher"
 teacher=$(ls -d "runs/rlfuse/$name-teacher/global_step_"*/actor/huggingface | sort -V | tail -n 1)
 echo "[distill] distilling it"
-exec python -m rlfuse.train experiment=quickstart algorithm=distill ref.path="$teacher" \
+exec rlfuse train experiment=quickstart algorithm=distill ref.path="$teacher" \
     "trainer.experiment_name=$name-student" trainer.test_freq=4 "$@"

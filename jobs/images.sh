@@ -6,6 +6,6 @@
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 echo "[images] making images, questions and the model to start from"
-python -m rlfuse.cli prepare images
+rlfuse prepare images
 echo "[images] training"
-exec python -m rlfuse.train experiment=images "$@"
+exec rlfuse train experiment=images "$@"

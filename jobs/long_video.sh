@@ -7,6 +7,6 @@
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 echo "[long_video] making clips, questions and the model to start from"
-python -m rlfuse.cli prepare long_video
+rlfuse prepare long_video
 echo "[long_video] training"
-exec python -m rlfuse.train experiment=long_video "$@"
+exec rlfuse train experiment=long_video "$@"

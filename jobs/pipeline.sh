@@ -12,18 +12,18 @@ weights_of() { # stage, model: the newest checkpoint of that stage
 }
 train() { # stage, settings
     echo "[pipeline] $1"
-    python -m rlfuse.train "trainer.experiment_name=$name-$1" "${@:2}"
+    rlfuse train "trainer.experiment_name=$name-$1" "${@:2}"
 }
 
-python -m rlfuse.cli prepare quickstart
-python -m rlfuse.cli prepare demonstrations
+rlfuse prepare quickstart
+rlfuse prepare demonstrations
 train sft experiment=sft trainer.total_training_steps=8
 policy=$(weights_of sft actor)
 echo "[pipeline] responses of this model, in pairs"
 run=runs/rlfuse/$name-sft
-python -m rlfuse.cli generate experiment=quickstart "$policy" --prompts .cache/rlfuse/remainder/train.parquet --score \
+rlfuse generate experiment=quickstart "$policy" --prompts .cache/rlfuse/remainder/train.parquet --score \
     --out "$run/samples_for_pairs.jsonl" rollout.val_kwargs.n=8 rollout.val_kwargs.temperature=1
-python -m rlfuse.cli prepare pairs --from "$run/samples_for_pairs.jsonl" --out "$run/pairs"
+rlfuse prepare pairs --from "$run/samples_for_pairs.jsonl" --out "$run/pairs"
 pairs=("data.train_files=[$run/pairs/train.parquet]" "data.val_files=[$run/pairs/val.parquet]" "model.path=$policy")
 train dpo experiment=dpo "${pairs[@]}" trainer.total_training_steps=40
 train reward_model experiment=reward_model "${pairs[@]}" trainer.total_training_steps=60
@@ -32,5 +32,5 @@ train ppo experiment=quickstart "model.path=$policy" "reward.model_path=$(weight
     'reward.weights=[0,1]' algorithm.kl_ctrl.kl_coef=0.2 trainer.total_training_steps=10 trainer.test_freq=2 "$@"
 for stage in sft dpo ppo; do
     echo "[pipeline] held-out accuracy after $stage"
-    python -m rlfuse.cli eval experiment=quickstart "$(weights_of "$stage" actor)"
+    rlfuse eval experiment=quickstart "$(weights_of "$stage" actor)"
 done

@@ -6,6 +6,6 @@
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 echo "[quickstart] preparing the model and the data"
-python -m rlfuse.cli prepare quickstart
+rlfuse prepare quickstart
 echo "[quickstart] training"
-exec python -m rlfuse.train experiment=quickstart "$@"
+exec rlfuse train experiment=quickstart "$@"

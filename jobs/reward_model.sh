@@ -8,11 +8,11 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 name=preferences-$(date +%m%d-%H%M%S)
 echo "[reward_model] preparing preferences, prompts and the model to start from"
-python -m rlfuse.cli prepare quickstart
-python -m rlfuse.cli prepare preferences
+rlfuse prepare quickstart
+rlfuse prepare preferences
 echo "[reward_model] training the reward model"
-python -m rlfuse.train experiment=reward_model "trainer.experiment_name=$name-model"
+rlfuse train experiment=reward_model "trainer.experiment_name=$name-model"
 weights=$(ls -d "runs/rlfuse/$name-model/global_step_"*/reward_model/huggingface | sort -V | tail -n 1)
 echo "[reward_model] PPO against it"
-exec python -m rlfuse.train experiment=quickstart "trainer.experiment_name=$name-policy" \
+exec rlfuse train experiment=quickstart "trainer.experiment_name=$name-policy" \
     "reward.model_path=$weights" 'reward.weights=[0,1]' trainer.test_freq=2 trainer.total_training_steps=16 "$@"

@@ -1,4 +1,4 @@
-"""Map safetensors files of pushed weights into memory."""
+"""Map safetensors files into memory."""
 
 from __future__ import annotations
 
@@ -23,3 +23,10 @@ def map_tensors(path: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
         if name != "__metadata__":
             first, end = entry["data_offsets"]
             yield name, data[start + first : start + end].view(_TYPES[entry["dtype"]]).view(entry["shape"])
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """Return the *.safetensors files of a model's folder. FileNotFoundError if there are none."""
+    if files := sorted(folder.glob("*.safetensors")):
+        return files
+    raise FileNotFoundError(f"no *.safetensors in {folder}: convert the checkpoint with save_pretrained")

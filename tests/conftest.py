@@ -1,5 +1,6 @@
 """Shared by all tests."""
 
+import gc
 import os
 import signal
 import sys
@@ -13,6 +14,25 @@ import pytest
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # nohup ignores SIGHUP: tests that close a terminal would receive no signal.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Import the tests without garbage collections, then exclude their modules from those of the tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
+def pytest_collection_modifyitems(items):
+    """Let xdist run all tests of a file in one process, which starts the file's fixtures once, unless marked."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(autouse=True)

@@ -28,9 +28,9 @@ failed=0
 fast=()
 [ "$only" != unit ] || fast=(-m "not slow")
 # One process more than there are cores, as some tests wait for time to pass; at most four, as each imports all there is.
-# Tests that import vLLM are one group.
+# A file at a time, in the order of unit/conftest.py. Tests that import vLLM are one group.
 cores=$(env -u OMP_NUM_THREADS nproc)  # which would be the answer
-part unit -n $((cores < 4 ? cores + 1 : 4)) --dist loadgroup ${fast[@]+"${fast[@]}"} "$@" || failed=$?
+part unit -n $((cores < 4 ? cores + 1 : 4)) --dist loadgroup --no-loadscope-reorder ${fast[@]+"${fast[@]}"} "$@" || failed=$?
 [ "$only" = unit ] || part gpu "$@" || failed=$?  # alone: it counts the device's memory; one line where there is none
 # Two files at a time, each with a Ray of its own, in the order of end_to_end/conftest.py: files with few tests are long.
 # Files whose jobs share engines are one group.

@@ -8,6 +8,7 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,16 +33,22 @@ def modules() -> list[Path]:
     return sorted([*PACKAGE.rglob("*.py"), *(ROOT / "jobs/tasks").rglob("*.py")])
 
 
+@lru_cache(maxsize=1)  # of the module that is being read
+def parsed(source: str) -> ast.Module:
+    """Return the syntax tree of a module."""
+    return ast.parse(source)
+
+
 def docstrings(source: str) -> Iterator[str]:
     """Yield the docstrings of a module, its classes, functions and attributes."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.value.value
 
 
 def function_docstrings(source: str) -> Iterator[str]:
     """Yield the docstrings of functions and methods except properties."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (text := ast.get_docstring(node)):
             names = {
                 name.id if isinstance(name, ast.Name) else getattr(name, "attr", "") for name in node.decorator_list
@@ -68,7 +75,7 @@ def comments(source: str) -> Iterator[str]:
 
 def messages(source: str) -> Iterator[str]:
     """Yield the strings of at least MIN_WORDS words except docstrings, in order, with … for replacement fields."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     seen = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     found: list[tuple[int, str]] = []
     for node in ast.walk(tree):

@@ -20,7 +20,7 @@ from rlfuse.algorithms.corrections import correction_weights, mismatch_metrics
 from rlfuse.algorithms.covariance import SELECTING, covariances, select_tokens
 from rlfuse.algorithms.kl import AdaptiveKl, kl_coefficient, kl_estimate
 from rlfuse.algorithms.shaping import Normaliser, has_zero_std, overlong_penalty
-from rlfuse.algorithms.zero_advantage import has_only_zero_terms, skip_blocker
+from rlfuse.algorithms.zero_advantage import has_only_zero_terms, may_skip
 from rlfuse.config.custom_functions import DECORATOR, traits_of
 from rlfuse.config.declare import names_function
 from rlfuse.config.rewards import RewardEntry
@@ -102,31 +102,28 @@ class Experience:
     @property
     def deferred(self) -> tuple[str, ...]:
         """Kinds of scoring that only the actor's loss reads, scheduled into pipeline bubbles."""
-        config = self.config
-        if config.training.pipeline_parallel_size == 1 or self._why_not_deferred():
-            return ()
-        corrected = config.algorithm.rollout_correction.is_enabled  # importance weights need the old log-probs
-        return tuple(kind for kind in self.kinds if kind == "ref" or (kind == "old_log_prob" and not corrected))
+        pipelined = self.config.training.pipeline_parallel_size > 1 and not self._why_not_deferred()
+        return self._kinds_of_loss if pipelined else ()
 
     @property
     def loss_only(self) -> tuple[str, ...]:
-        """Kinds of scoring that only the actor's loss reads and that are skipped for rows without advantage.
+        """Kinds of scoring that only the actor's loss reads and that samples without a term in it do not need.
 
-        Advantages do not wait for them. Reference log-probs are never skipped: with a KL loss no row is, and otherwise
-        the advantages read them.
+        Advantages do not wait for them.
         """
-        corrected = self.config.algorithm.rollout_correction.is_enabled  # importance weights need the old log-probs
-        if corrected or self._advantages_read_reference or skip_blocker(self.config.actor):
-            return ()
-        return tuple(kind for kind in self.kinds if kind == "old_log_prob")
+        drops = may_skip(self.config.actor) or self.config.algorithm.filter_groups.enable
+        return self._kinds_of_loss if drops and not self._advantages_read_reference else ()
+
+    @property
+    def _kinds_of_loss(self) -> tuple[str, ...]:
+        """Kinds of scoring that the actor's loss reads, without old log-probs that importance weights need."""
+        corrected = self.config.algorithm.rollout_correction.is_enabled
+        return tuple(kind for kind in self.kinds if kind == "ref" or (kind == "old_log_prob" and not corrected))
 
     def skipped(self, groups: Sequence[Group]) -> list[str]:
         """Return the ids of the samples whose actor passes are skipped, of groups with their final advantages."""
-        actor = self.config.actor
-        if skip_blocker(actor):
-            return []
         samples = (sample for group in groups for sample in group.samples)
-        return [each.id for each in samples if has_only_zero_terms(actor, each.tensors, each.response.mask)]
+        return [each.id for each in samples if has_only_zero_terms(self.config.actor, each.tensors, each.loss_mask)]
 
     def groups_with_nonzero_std(self, groups: Sequence[Group]) -> list[int]:
         """Return the indices of the groups that dynamic sampling keeps: groups whose rewards are not all equal.

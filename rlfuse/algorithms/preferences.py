@@ -20,11 +20,17 @@ def bradley_terry(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return -log sigmoid(gap - margin) and detached diagnostics, summed over pairs; all inputs [P].
 
-    Margins demand a wider gap for pairs that annotators were surer of (Touvron et al. 2023, arXiv 2307.09288).
+    `acc` counts equal scores as half right. Margins demand a wider gap for pairs that annotators were surer of (Touvron
+    et al. 2023, arXiv 2307.09288).
     """
     gaps = chosen - rejected
     loss = -logsigmoid(gaps - margins).sum()
-    sums = {"loss": loss, "acc": (gaps > 0).sum(), "margin": gaps.sum(), "chosen": chosen.sum()}
+    sums = {
+        "loss": loss,
+        "acc": torch.heaviside(gaps, gaps.new_tensor(0.5)).sum(),
+        "margin": gaps.sum(),
+        "chosen": chosen.sum(),
+    }
     sums["rejected"] = rejected.sum()
     return loss, {name: total.detach().float() for name, total in sums.items()}
 

@@ -93,7 +93,7 @@ class Registry(dict[str, Function]):
         if isinstance(found, Tensor) and found.shape == like.shape:
             return found
         given = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-        wanted = f"a tensor of the shape of its matrices, {list(like.shape)}"
+        wanted = f"a tensor [responses, tokens], here {list(like.shape)}"
         raise ConfigError(
             [f"{key or self.key}={name}: returned {given}; it must return {wanted}. Correct the function"]
         )

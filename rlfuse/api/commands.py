@@ -20,7 +20,7 @@ from rlfuse.api.functions import reward_entries
 from rlfuse.api.inputs import data_file, job_file
 from rlfuse.api.jobs import Job
 from rlfuse.api.results import Evaluation, Plan, Run, read_responses
-from rlfuse.api.words import setting_words
+from rlfuse.api.words import setting_words, split_presets
 from rlfuse.config.compose import load
 from rlfuse.config.schema import Config
 from rlfuse.errors import ConfigError, RunError
@@ -200,7 +200,9 @@ def _words(
     settings: Mapping[str, Any],
 ) -> list[str]:
     """Return the words of the command line with the same job. `data`: rows of data.{name}_files by name."""
-    job = job_file(job) if isinstance(job, Config) else job
+    if isinstance(job, Config):
+        presets, overrides, settings = split_presets([_word(each) for each in overrides], settings)
+        job = job_file(job, presets)
     words = [_word(each) for each in (*([] if job is None else [job]), *overrides)]
     if isinstance(model, Run):
         model = _checkpoint_model(model)

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import MISSING
 
 from rlfuse.api.words import plain_value
+from rlfuse.config.job_file import settings_of
 from rlfuse.config.keys import explain_name
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import by_name
@@ -42,12 +42,17 @@ def write_input(name: str, content: bytes, identity: bytes | None = None) -> str
     return str(path)
 
 
-def job_file(config: Config) -> str:
-    """Return the path of a job file with all values of `config`. Secrets from the environment remain references."""
+def job_file(config: Config, presets: Mapping[str, str]) -> str:
+    """Return the path of a job file with `presets` and, above them, the values of `config` that are not its defaults.
+
+    Secrets from the environment remain references.
+    """
     if unknown := _unknown_attributes(config):
         raise ConfigError(unknown)
-    settings = _without_missing(by_name(plain_value(dataclasses.asdict(config), "")))
-    return write_input(f"{JOB_NAME}.yaml", yaml.safe_dump(settings, sort_keys=False).encode())
+    values, defaults = (dict(settings_of(plain_value(dataclasses.asdict(each), ""))) for each in (config, Config()))
+    changed = {name: by_name(value) for name, value in values.items() if value != defaults.get(name)}
+    content = {**presets, "trainer.job_name": config.trainer.job_name, **changed}  # a file sets it to its own name
+    return write_input(f"{JOB_NAME}.yaml", yaml.safe_dump(content, sort_keys=False).encode())
 
 
 def _unknown_attributes(group: Any, prefix: str = "") -> list[str]:
@@ -59,14 +64,6 @@ def _unknown_attributes(group: Any, prefix: str = "") -> list[str]:
         elif dataclasses.is_dataclass(value):
             found += _unknown_attributes(value, f"{prefix}{name}.")
     return found
-
-
-def _without_missing(settings: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: _without_missing(value) if isinstance(value, dict) else value
-        for key, value in settings.items()
-        if value != MISSING
-    }
 
 
 def data_file(rows: Any, name: str) -> str:

@@ -13,10 +13,13 @@ from typing import Any
 
 from hydra.core.override_parser.types import Quote, QuotedString
 
-from rlfuse.config.documentation import by_name
-from rlfuse.config.keys import PRESET_GROUPS
+from rlfuse.config.declare import did_you_mean
+from rlfuse.config.documentation import by_name, groups
+from rlfuse.config.keys import PRESET_GROUPS, parse_override
 from rlfuse.errors import ConfigError
 
+ARGUMENTS = ("model", "reward", "dataset", "eval_dataset", "prompts")
+"""Arguments of the functions in `commands` that take objects."""
 SPECIAL = re.compile(r"([\\()\[\]{}:=,\s])")
 """Characters that Hydra requires to be escaped in a key of a dictionary."""
 KEY = re.compile(r"[^\x00-\x1f!\"#&';<>^`~\x7f-\U0010ffff]+")
@@ -24,10 +27,16 @@ KEY = re.compile(r"[^\x00-\x1f!\"#&';<>^`~\x7f-\U0010ffff]+")
 
 
 def setting_words(settings: Mapping[str, Any], group: str = "") -> list[str]:
-    """Return nested settings as overrides: {"trainer": {"save_freq": 5}} -> ["trainer.save_freq=5"]."""
+    """Return nested settings as overrides: {"trainer": {"save_freq": 5}} -> ["trainer.save_freq=5"].
+
+    Raises ConfigError for a misspelt argument.
+    """
     words: list[str] = []
     for key, value in settings.items():
         name = f"{group}{key}"
+        if name.isidentifier() and not group and name not in (*groups(), *PRESET_GROUPS):
+            meant = did_you_mean(name, [*ARGUMENTS, *groups(), *PRESET_GROUPS])
+            raise ConfigError([f"{name}={value!r}: is not an argument or a group of keys{meant}"])
         if isinstance(value, Mapping) and name not in by_name():
             words += setting_words(value, f"{name}.")
         elif name in PRESET_GROUPS and isinstance(value, str):
@@ -35,6 +44,17 @@ def setting_words(settings: Mapping[str, Any], group: str = "") -> list[str]:
         else:
             words.append(f"{name}={as_hydra(value, name)}")
     return words
+
+
+def split_presets(
+    overrides: Sequence[str], settings: Mapping[str, Any]
+) -> tuple[dict[str, str], list[str], dict[str, Any]]:
+    """Return the presets that these arguments select, and the arguments without them."""
+    parsed = {each: parse_override(each) for each in overrides}
+    presets = {each.name: str(each.value) for each in parsed.values() if each.name in PRESET_GROUPS}
+    presets |= {name: each for name, each in settings.items() if name in PRESET_GROUPS and isinstance(each, str)}
+    rest = {name: each for name, each in settings.items() if presets.get(name) != each}
+    return presets, [each for each in overrides if parsed[each].name not in presets], rest
 
 
 def plain_value(value: Any, name: str) -> Any:

@@ -3,10 +3,9 @@
     driver -- starts, keeps its stdin open --> fork server: imports, then waits --+ forks
     raylet -- starts --> forked_worker.py -- description of the worker -----------+------> worker
 
-A worker equals the one that Ray would start: arguments, environment, folder, streams, process group. If environment
-variables that libraries read at import differ, or the server has ended, Ray's own script runs. The server has one
-thread, has used neither OpenMP nor a device, and has not imported Ray. It ends with its driver; workers end with their
-raylet. Not used on GPUs: CUDA does not survive a fork.
+A worker equals the one that Ray would start. If environment variables that libraries read at import differ, or the
+server has ended, Ray's own script runs. The server has one thread, has used neither OpenMP nor a device, and has not
+imported Ray; it ends with its driver. Not used on GPUs: CUDA does not survive a fork.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Collect garbage in all processes of a run at the same time, at a step's end (`trainer.gc_freq`; arXiv 2505.05713).
 
-After its first planned collection a process turns Python's own off and freezes its objects; where custom code runs, the
-young generations continue to be collected. A process that has grown collects earlier. Each full collection is a `gc`
-span. vLLM's engine process is not included.
+After its first planned collection a process turns Python's own off and freezes its objects; where custom code runs,
+the young generations continue to be collected. vLLM's engine process is not included.
 """
 
 from __future__ import annotations

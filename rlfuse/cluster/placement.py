@@ -265,6 +265,7 @@ def _start_ray(config: Config, worker_imports: str | None) -> None:
         try:
             with (
                 _loopback(),
+                _free_agent_port(),
                 without_error_pages(),
                 without_path_shadowing(),
                 _without_unused_processes(),
@@ -313,6 +314,12 @@ def _gpus() -> int:
 def _loopback() -> AbstractContextManager:
     """Limit Ray to one node, since it would replace the loopback address otherwise."""
     return mock.patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False)
+
+
+def _free_agent_port() -> AbstractContextManager:
+    """Let Ray's agent listen on any free port: its fixed one is for a cluster that `ray start` may create."""
+    parameters = partial(ray._private.parameter.RayParams, dashboard_agent_listen_port=0)
+    return mock.patch.object(ray._private.parameter, "RayParams", parameters)
 
 
 def _forked_workers(config: Config, imports: str | None) -> AbstractContextManager:

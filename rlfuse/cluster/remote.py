@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from ray.exceptions import (
     RayTaskError,
     WorkerCrashedError,
 )
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlfuse.cluster import host_memory, process_logs, scratch, tracebacks, watchdog
 from rlfuse.errors import EngineError, EngineLost, FunctionError, NodeLost, WorkerLost
@@ -43,6 +44,16 @@ NO_PAGES = "mmap error: 12"
 UNEXPECTED_END = "connection error code 2. End of file"
 """Ray's error for a process that ended without a message."""
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
+
+
+def on_node(kind: type, node: str, environment: Mapping[str, str] | None = None) -> Any:
+    """Return the Ray actor class of `kind` that starts on this node, with these environment variables.
+
+    It requests no CPU: an actor whose request doesn't fit would wait forever without an error.
+    """
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    variables = {"runtime_env": {"env_vars": dict(environment)}} if environment else {}
+    return ray.remote(kind).options(num_cpus=0, scheduling_strategy=there, **variables)
 
 
 async def call(reference: ray.ObjectRef, worker: str, action: str, timeout: float) -> Any:

@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from rlfuse.config.custom_functions import METRICS, SAMPLER
-from rlfuse.config.declare import CUSTOM, Key, as_typed
+from rlfuse.config.declare import CUSTOM, Key, as_typed, did_you_mean
 from rlfuse.config.documentation import by_name, keys
 from rlfuse.config.estimators import ESTIMATORS, Traits
 from rlfuse.config.facts import Facts, reward_file
 from rlfuse.config.graph_checks import graph_problems
-from rlfuse.config.keys import did_you_mean
 from rlfuse.config.parallelism import (
     activation_problems,
     divisors,
@@ -75,10 +74,9 @@ def _value(key: Key, config: Config, facts: Facts) -> Iterator[str]:
         if why := key.rejected.get(given):
             yield f"{shown}: {why}; use one of {', '.join(key.names)}"
         elif not key.accepts(given):
-            custom = f", or {CUSTOM} for a custom one" if key.custom else ""
-            meant = did_you_mean(given, key.names) or f"; use one of these{custom}"
+            custom = f"; or {CUSTOM} for a custom one" if key.custom else ""
             valid = ", ".join((*key.names, *["null"] * key.optional))
-            yield f"{shown}: `{given}` is not one of {valid}{meant}"
+            yield f"{shown}: `{given}` is not one of {valid}{custom}{did_you_mean(given, key.names)}"
     if not key.in_range(value):
         yield f"{shown}: must be {key.limits}; {key.remedy or f'the default is {key.name}={key.default_text}'}"
 

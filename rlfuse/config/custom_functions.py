@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rlfuse.config.declare import CUSTOM, as_typed, declared, names_function
+from rlfuse.config.declare import CUSTOM, as_typed, declared, did_you_mean, names_function
 from rlfuse.config.estimators import ESTIMATORS, Traits
 from rlfuse.config.policy_losses import BUILT_IN, LossTraits
 from rlfuse.config.policy_losses import DECORATOR as LOSS_DECORATOR
@@ -200,8 +200,10 @@ def _check_signature(
     for name in names or ():
         accepted = {each.arg for each in [*positional, *arguments.kwonlyargs]} - only_by_position
         if name in PARAMETERS.get(key, ()) or (name not in accepted and not arguments.kwarg):
+            taken = [each for each in accepted if each not in PARAMETERS.get(key, ())]
             why = "rlfuse passes it" if name in accepted else f"{value} has no parameter of this name"
-            raise ConfigError([f"{ARGUMENTS[key]}: `{name}`: {why}; remove it"])
+            remedy = did_you_mean(name, taken) or "; remove it"
+            raise ConfigError([f"{ARGUMENTS[key]}: `{name}`: {why}{remedy}"])
     if argument := _ARGUMENT.get(key):
         others = {*first[1:], *by_name} - {*(names or ())}
         if not (positional or arguments.vararg) or (others and names is not None):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import copy
 import dataclasses
+import difflib
 import functools
 import inspect
 import itertools
@@ -147,7 +148,7 @@ class Key:
         """The valid range of a number: `0 or more and 1 or less`; empty for other keys."""
         bounds = ((self.above, "above {:g}"), (self.at_least, "{:g} or more"), (self.at_most, "{:g} or less"))
         words = " and ".join(form.format(bound) for bound, form in bounds if bound is not None)
-        return f"-1 or {words}" if self.or_minus_one else words
+        return f"-1, or {words}" if self.or_minus_one else words
 
     @property
     def limits(self) -> str:
@@ -241,3 +242,9 @@ def as_typed(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ",".join(as_typed(item) for item in value) + "]"
     return str(value)
+
+
+def did_you_mean(value: str, choices: list[str] | tuple[str, ...]) -> str:
+    """Return `; did you mean X?` with the choice nearest to `value`, or an empty string."""
+    near = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import functools
 import re
-import shutil
-import sys
 import textwrap
-from typing import TextIO
 
 from rlfuse.config.declare import Effect, Key, declared, walk
 from rlfuse.config.rewards import RewardEntry
 from rlfuse.config.schema import Config
-from rlfuse.progress import Console
 
 MARKDOWN = "--markdown"
 COLUMNS = 100
@@ -50,20 +46,17 @@ def groups() -> dict[str, str]:
     return {name: " ".join((each.__doc__ or "").split()) for name, each in walk(Config) if isinstance(each, type)}
 
 
-def print_help(words: list[str], out: TextIO | None = None) -> None:
+def print_help(words: list[str]) -> None:
     """Print keys by group, as Markdown with `--markdown`. `words` select the keys whose name or text has one of
     them."""
-    out, markdown = out or sys.stdout, MARKDOWN in words
-    words = [word for word in words if word != MARKDOWN]
-    wanted = [key for key in documented() if not words or any(w in key.name or w in key.text.lower() for w in words)]
+    selected = [word for word in words if word != MARKDOWN]
+    wanted = [
+        key for key in documented() if not selected or any(w in key.name or w in key.text.lower() for w in selected)
+    ]
     if not wanted:
-        print(f"No key matches {' or '.join(words)}. To list all keys: rlfuse train --help", file=out)
-    elif markdown:
-        print(reference(wanted), file=out)
-    elif out.isatty():
-        _print_rich(wanted, out)
+        print(f"No key matches {' or '.join(selected)}. To list all keys: rlfuse train --help")
     else:
-        print(help_text(wanted), file=out)
+        print(reference(wanted) if MARKDOWN in words else help_text(wanted))
 
 
 def help_text(wanted: list[Key] | tuple[Key, ...]) -> str:
@@ -84,24 +77,6 @@ def help_text(wanted: list[Key] | tuple[Key, ...]) -> str:
 
 def _type(key: Key) -> str:
     return f"{key.type} ({key.unit})" if key.unit else key.type
-
-
-def _print_rich(wanted: list[Key], out: TextIO) -> None:
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
-
-    console = Console(file=out, width=min(COLUMNS, shutil.get_terminal_size().columns), highlight=False)
-    for group in dict.fromkeys(key.group for key in wanted):
-        console.print(f"\n[bold]{group}[/bold]  {escape(groups()[group])}")
-        table = Table(box=box.SIMPLE_HEAD, show_header=False, pad_edge=False, expand=True)
-        table.add_column(style="cyan", width=max(len(key.name) for key in documented()), overflow="fold")
-        table.add_column(ratio=1)
-        for key in (key for key in wanted if key.group == group):
-            default = "[red]required[/red]" if key.required else escape(f"= {key.default_text}")
-            limits = f"  [dim]({key.limits})[/dim]" if key.limits else ""
-            table.add_row(key.name, f"[dim]{escape(_type(key))}[/dim] {default}{limits}\n{escape(key.text)}")
-        console.print(table)
 
 
 def reference(wanted: list[Key] | tuple[Key, ...]) -> str:

@@ -66,7 +66,7 @@ def read_facts(config: Config) -> Facts:
     ):
         if path is not None and path != config.model.path:
             _folder_problem(path, key, problems, tokenizer=key != "reward.model_path")
-            if _is_hub_name(path) and isinstance(found := _from_hub(path), str):
+            if is_hub_name(path) and isinstance(found := _from_hub(path), str):
                 problems[key] = found
     return Facts(
         **_model_facts(model),
@@ -199,12 +199,13 @@ def _unknown_modules(functions: list[str]) -> list[str]:
     return [name for name in packages if name.isidentifier() and importlib.util.find_spec(name) is None]
 
 
-def _is_hub_name(path: str) -> bool:
+def is_hub_name(path: str) -> bool:
+    """Return whether a model is named by its name on the hub, not by a folder."""
     return not path.startswith((".", "/", "~")) and path.count("/") <= 1 and not os.path.exists(path)
 
 
 def _folder_problem(path: str, key: str, problems: dict[str, str], tokenizer: bool = True) -> Path | None:
-    if not path or _is_hub_name(path):
+    if not path or is_hub_name(path):
         return None
     folder = Path(os.path.expanduser(path))
     if not os.path.isdir(folder):

@@ -23,6 +23,7 @@ from rlfuse.config.declare import as_typed
 from rlfuse.config.documentation import by_name, groups
 from rlfuse.config.input_files import lines_of
 from rlfuse.config.keys import PRESET_GROUPS, as_list_entry, explain_form, explain_name, explain_type, rename
+from rlfuse.config.other_frameworks import is_verl_name
 from rlfuse.errors import ConfigError
 from rlfuse.parsing import parse_yaml
 
@@ -96,6 +97,8 @@ def read(path: Path) -> JobFile:
             valid[key] = place, value
         if problem is None and key != name:
             content[key] = value
+    if problems and any(is_verl_name(name, frozenset(by_name())) for name, _ in settings):
+        problems[-1] += f" (`rlfuse translate {path}` converts a config file of verl to a job file)"
     notes = [f"{path}:{lines.get(name, 1)}: {line}" for name, line in renames.notes.items()]
     nested = _nested(content)
     if problem := _explain_hydra(nested.get("hydra", {})):

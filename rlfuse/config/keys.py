@@ -17,7 +17,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlfuse.config.declare import Key, as_typed
 from rlfuse.config.documentation import by_name, groups, keys
-from rlfuse.config.other_frameworks import VERL_PREFIXES, Counterpart, counterpart, key_for_verl_name, other_meanings
+from rlfuse.config.other_frameworks import (
+    VERL_PREFIXES,
+    VERL_ROOT,
+    Counterpart,
+    counterpart,
+    key_for_verl_name,
+    other_meanings,
+)
 from rlfuse.config.schema import Config
 
 DEFAULT_PRESETS = {"algorithm": "ppo", "fusion": "adaptive", "experiment": "null"}
@@ -119,7 +126,7 @@ def explain_name(name: str, value: str | None, sign: str = "") -> str | None:
         note = f" ({found.note})" if found.note else ""
         return f"{shown}: is a name of {found.origin}; use `{found.keys[0]}`{note}{_write(found.keys[0], value, found)}"
     for prefix, ours in VERL_PREFIXES:
-        if name.startswith(prefix) and prefix.startswith("actor_rollout_ref."):
+        if name.startswith(prefix) and prefix.startswith(VERL_ROOT):
             same_group = [key for key in nearest(ours + name.removeprefix(prefix)) if key.name.startswith(ours)]
             near = _suggest(same_group) if same_group else ALL_KEYS
             return f"{shown}: is a setting of verl without a counterpart in rlfuse; {near}"
@@ -271,9 +278,3 @@ def as_list_entry(name: str, value: Any) -> Any:
     """Return `value`, wrapped in a list if the key accepts a single entry: data.train_files=x.parquet, as in verl."""
     alone = accepts_entry(name) and isinstance(value, str | dict) and not REFERENCE.fullmatch(str(value))
     return [value] if alone else value
-
-
-def did_you_mean(value: str, choices: list[str] | tuple[str, ...]) -> str:
-    """Return `; did you mean X?` with the choice nearest to `value`, or an empty string."""
-    near = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else ""

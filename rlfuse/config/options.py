@@ -11,8 +11,9 @@ from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
 
+from rlfuse.config.declare import did_you_mean
 from rlfuse.config.documentation import groups
-from rlfuse.config.keys import PRESET_GROUPS, did_you_mean, parse_override
+from rlfuse.config.keys import PRESET_GROUPS, parse_override
 from rlfuse.errors import ConfigError
 
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")

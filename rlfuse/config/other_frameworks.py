@@ -74,7 +74,8 @@ _VERL = (
      "reward.custom_reward_function.name"),
     ("reward.model_path", "setting a path enables it; in verl `enable` does",
      "reward.reward_model.model_path reward_model.model.path"),
-    ("reward.model_path", "setting a path enables it", "reward.reward_model.enable reward_model.enable"),
+    ("reward.model_path", "a path enables it; omit the key for `false`",
+     "reward.reward_model.enable reward_model.enable"),
     ("reward.num_workers", "", "reward_model.num_workers"),
     ("reward.batch_items", "", "reward_model.micro_batch_size_per_gpu"),
     ("model.trust_remote_code", "one setting for all models", "reward_model.model.trust_remote_code"),
@@ -127,7 +128,9 @@ VERL_PREFIXES = (
 )
 
 OVERLONG = re.compile(r"\.overlong_buffer(_cfg)?\.(enable|len)$")
-VERL_GROUPS = ("actor_rollout_ref.", "critic.", "reward_model.", "reward.reward_model.", "actor.", "ref.")
+VERL_ROOT = "actor_rollout_ref."
+"""verl's group of actor, rollout and reference."""
+VERL_GROUPS = (VERL_ROOT, "critic.", "reward_model.", "reward.reward_model.", "actor.", "ref.")
 
 VLLM_OPTIONS = {
     "max_num_batched_tokens",
@@ -144,6 +147,8 @@ _NO_COUNTERPART = (
     ("tokens are always balanced over the ranks", "trainer.balance_batch"),
     ("for validation only, use `rlfuse eval` instead of `rlfuse train`", "trainer.val_only"),
     ("the number of prompts per step is data.train_batch_size", "data.gen_batch_size"),
+    ("all files are written below trainer.default_local_dir", "trainer.default_hdfs_dir"),
+    ("cluster.timeout_s limits the start of workers", "trainer.ray_wait_register_center_timeout"),
     ("all validation rows are generated together", "data.val_batch_size"),
     ("the column is always data_source", "data.reward_fn_key"),
     ("prompts are always kept as messages; reward functions with TRL's signature get them as `prompts`",
@@ -264,8 +269,16 @@ TRL = {name: (key, note) for key, note, names, _ in _TRL_AND_OPENRLHF for name i
 OPENRLHF = {name: (key, note) for key, note, _, names in _TRL_AND_OPENRLHF for name in names.split()}
 
 
+def keys_of(table: Mapping[str, tuple[str, str]], names: str) -> dict[str, str]:
+    """Return the rlfuse keys of these names, separated by spaces, from `TRL` or `OPENRLHF`."""
+    return {name: table[name][0] for name in names.split()}
+
+
 def counterpart(name: str, known: frozenset[str]) -> Counterpart | None:
-    """Return the counterpart of a name of verl, TRL or OpenRLHF; None if it is unknown. `known`: the keys of rlfuse."""
+    """Return the counterpart of a name of verl, TRL or OpenRLHF; None if it is unknown. `known`: the keys of rlfuse.
+
+    verl's names may lack `actor_rollout_ref`.
+    """
     leaf = name.rsplit(".", 1)[-1]
     of_verl = name.startswith(VERL_GROUPS)
     if name in VERL or (of_verl and leaf in VERL_LEAVES):
@@ -290,7 +303,7 @@ def counterpart(name: str, known: frozenset[str]) -> Counterpart | None:
     for origin, table in (("TRL", TRL), ("OpenRLHF", OPENRLHF)):
         if name in table:
             return Counterpart(origin, (table[name][0],), table[name][1])
-    return None
+    return None if name.startswith(VERL_ROOT) else counterpart(f"{VERL_ROOT}{name}", known)
 
 
 def key_for_verl_name(name: str, value: str, known: frozenset[str]) -> str | None:
@@ -303,7 +316,7 @@ def key_for_verl_name(name: str, value: str, known: frozenset[str]) -> str | Non
 def is_verl_name(name: str, known: frozenset[str]) -> bool:
     """Return whether a name is a name of verl and not a key of rlfuse."""
     found = None if name in known else counterpart(name, known)
-    return name.startswith("actor_rollout_ref.") or (found is not None and found.origin == "verl")
+    return name.startswith(VERL_ROOT) or (found is not None and found.origin == "verl")
 
 
 def other_meanings(given: Mapping[str, str], known: frozenset[str]) -> dict[str, str]:

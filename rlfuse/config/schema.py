@@ -325,8 +325,8 @@ class ActorConfig:
     skip_zero_advantage: str = key(
         "auto", ROUNDING, choices="auto (unless a KL loss, an entropy bonus or a custom loss adds terms) | false"
     )
-    """Skip the actor's passes over responses whose loss and gradient are 0, as every advantage is 0. They still count
-    in the denominator of the loss, so updates are the same."""
+    """Skip the actor's passes over responses whose loss and gradient are 0, as every advantage is 0 or no token is in
+    the loss. They still count in the denominator of the loss, so updates are the same."""
 
     def __post_init__(self) -> None:
         if self.skip_zero_advantage == "False":  # OmegaConf's text of the YAML value false

@@ -287,13 +287,16 @@ class Board:
                     self.mini_batches[model].prepare({record.id: (record.group.number, record.sample.tokens)})
 
     def _skip(self, record: SampleRecord) -> None:
-        number = record.group.number
+        self._discard_scores(record)
+        self.mini_batches["actor"].skip(record.id, record.group.number, record.sample.tokens)
+
+    def _discard_scores(self, record: SampleRecord) -> None:
+        """Discard the scores that only the loss of a sample reads, unless a call has started."""
         for kind in record.missing & self._loss_only:
-            if tokens := self._queue.discard(kind, record.id, number):
+            if tokens := self._queue.discard(kind, record.id, record.group.number):
                 self._tokens_to_score -= tokens
                 self._passes_left[kind] -= 1
                 record.missing.remove(kind)
-        self.mini_batches["actor"].skip(record.id, number, record.sample.tokens)
 
     @property
     def skipped_share(self) -> float:
@@ -321,10 +324,12 @@ class Board:
         self.slot_table.release(*self._slots(decision))
 
     def train_on(self, groups: Sequence[int], at_most: int) -> None:
-        """Choose the first `at_most` of these groups for training."""
+        """Choose the first `at_most` of these groups for training; the others are not chosen later either."""
         self._decided, chosen = True, set(groups[:at_most])
         for record in self.group_records:
             record.chosen = record.number in chosen
+            for sample in () if record.chosen else record.samples:
+                self._discard_scores(sample)
         self._assign_mini_batches()
 
     @property

@@ -44,6 +44,7 @@ class Tuning:
     def learn(self, board: Board, spans: Sequence[Span]) -> None:
         """Learn the response lengths and the skipped share of a finished step, then call `relearn` with its spans."""
         self.lengths.learn(board.response_lengths())
-        self.expect_skipped(board.skipped_share)
+        if "actor" in board.mini_batches:
+            self.expect_skipped(board.skipped_share)
         if self.relearn is not None:
             self.relearn(self, spans)

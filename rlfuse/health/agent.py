@@ -8,12 +8,9 @@ import time
 from collections import deque
 from typing import Any
 
-import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
 from rlfuse.cluster.nodes import Node, this_node_id
 from rlfuse.cluster.placement import Slots
-from rlfuse.cluster.remote import call
+from rlfuse.cluster.remote import call, on_node
 from rlfuse.cluster.worker_environment import worker_environment
 from rlfuse.health.sampling import Sampler
 from rlfuse.health.series import Sample
@@ -88,7 +85,5 @@ def _agent(node: Node, probe: tuple[str, int] | None, device: str) -> AgentHandl
     name = f"node/{node.address}"
     if node.id == this_node_id():
         return AgentHandle(name, Agent(name, probe), remote=False)
-    there = NodeAffinitySchedulingStrategy(node.id, soft=False)
-    environment = {"env_vars": worker_environment(device)}
-    options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": there, "runtime_env": environment}
-    return AgentHandle(name, ray.remote(Agent).options(**options).remote(name, probe), remote=True)
+    agent = on_node(Agent, node.id, worker_environment(device)).remote(name, probe)
+    return AgentHandle(name, agent, remote=True)

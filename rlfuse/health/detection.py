@@ -3,7 +3,6 @@
     value -> logarithm -> exponential average -> pairwise distances -> score relative to the peers
     -> above the threshold: candidate -> candidate for the continuity threshold, or repeatedly: alarm
 
-The threshold is SIMILARITY times the largest of `Signal.least`, the scatter between windows and the scatter of scores.
 Of two workers, the one that got worse is the outlier; a single worker is compared with its own first windows.
 """
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlfuse.algorithms.corrections import LOG_PROBS_DIFF_MAX, Bound, mismatch_bound
+from rlfuse.algorithms.zero_advantage import SKIPPED_SHARE
 from rlfuse.config.trainer import AlertsConfig
 from rlfuse.fusion.selection import CARRY_OVER
 from rlfuse.observe.idle import CAUSES
@@ -93,7 +94,7 @@ class Alerts:
     def _not_checked(self, values: Mapping[str, float]) -> Iterator[Alert]:
         if any(name in values for name in LOSSES):  # steps of offline tasks have no samples
             return
-        all_skipped = values.get("actor/skipped_zero_advantage") == 1
+        all_skipped = values.get(SKIPPED_SHARE) == 1
         critic_alone = GRADIENTS[1] in values and GRADIENTS[0] not in values  # trainer.critic_warmup
         ignored = {
             "zero_spread": self._group_size == 1,

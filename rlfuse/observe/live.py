@@ -82,8 +82,9 @@ def read_board(board: Board | None, spans: Iterable[Span]) -> tuple[str, list[St
         if kind == "reward":
             stages.append(Stage(kind, sum(sample.reward is not None for sample in samples), len(samples)))
         else:
-            trained = [sample for sample in samples if not sample.is_baseline]
-            stages.append(Stage(kind, sum(PASSES[kind][1] in each.tensors for each in trained), len(trained)))
+            trained = [record for record in board.records.values() if record.trains and record.group.chosen]
+            done = sum(each.skipped or PASSES[kind][1] in each.sample.tensors for each in trained)
+            stages.append(Stage(kind, done, len(trained)))
     stages += [
         Stage(f"train {model}", progress.completed, progress.steps) for model, progress in board.mini_batches.items()
     ]

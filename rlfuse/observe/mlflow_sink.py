@@ -22,6 +22,8 @@ MAX_METRICS, MAX_PARAMETERS, MAX_CHARS, MAX_NAME = 1000, 100, 5000, 250
 """MLflow's limits for a request, for the text of a parameter or tag, and for names."""
 LIMITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
 """Seconds and repetitions of a request, for which a step waits: by default a lost server would cost minutes."""
+ERROR = "error"
+"""Tag of a failed run, until it resumes."""
 COLUMNS = ("id", "prompt", "response", "ground_truth", "reward")
 
 
@@ -51,6 +53,8 @@ class MLflow:
             if start and identity.exists():
                 self._id = identity.read_text()
                 self._client.update_run(self._id, status="RUNNING")
+                if ERROR in self._client.get_run(self._id).data.tags:
+                    self._client.delete_tag(self._id, ERROR)
                 return
             experiment = self._experiment(
                 config.trainer.project_name, None if place else (store / "artifacts").as_uri()
@@ -99,7 +103,7 @@ class MLflow:
         self._table(step, "reward_failures", FAILURE_FIELDS, rows[:MAX_FAILURES])
 
     def failure(self, where: str, text: str) -> None:
-        self._client.set_tag(self._id, "error", f"{where}: {text}"[:MAX_CHARS])
+        self._client.set_tag(self._id, ERROR, f"{where}: {text}"[:MAX_CHARS])
 
     def close(self, exit_code: int) -> None:
         self._client.set_terminated(self._id, "FAILED" if exit_code else "FINISHED")

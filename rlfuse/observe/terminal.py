@@ -133,7 +133,7 @@ def fields(metrics: Mapping[str, float]) -> dict[str, str]:
     length, longest = (figure(metrics.get(f"response_length/{name}"), ".0f") for name in ("mean", "max"))
     found = {"reward": figure(metrics.get("critic/score/mean"))}
     if (kl := next((name for name in KL_LABELS if name in metrics), None)) is not None:
-        found[KL_LABELS[kl]] = figure(metrics[kl], ".4f")
+        found[KL_LABELS[kl]] = figure(metrics[kl], "z.4f")
     if "actor/entropy" in metrics:
         found["entropy"] = figure(metrics["actor/entropy"])
     found["length"] = f"{length} tokens (max {longest})"

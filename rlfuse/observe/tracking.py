@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from rlfuse.files import RowFile, json_safe, parse_non_finite, read_rows, write_atomically
+from rlfuse.observe.sink import part_columns
 from rlfuse.samples import Prompt, Response, Reward, RewardFailure, Sample
 
 
@@ -83,12 +84,18 @@ def sample_row(sample: Sample, contact_sheet: str | None = None) -> dict[str, An
 def verl_row(step: int, sample: Sample) -> dict[str, Any]:
     """Return a finished sample as a row of trainer.rollout_data_dir and trainer.validation_data_dir, as verl names it.
 
-    Reward parts follow under their own names.
+    Reward parts follow under the names of `part_columns`.
     """
     prompt, reward = sample.prompt, sample.reward
     score, parts = (reward.value, reward.parts) if isinstance(reward, Reward) else (None, {})
-    texts = {"input": prompt.text, "output": sample.response.text, "gts": prompt.ground_truth}
-    return parts | texts | {"score": score, "step": step}
+    row = {
+        "input": prompt.text,
+        "output": sample.response.text,
+        "gts": prompt.ground_truth,
+        "score": score,
+        "step": step,
+    }
+    return row | {column: parts[part] for part, column in part_columns([{"parts": parts}], [*row]).items()}
 
 
 def write_step(folder: Path, step: int, samples: Sequence[Sample]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlfuse.algorithms.experience import Experience
-from rlfuse.algorithms.zero_advantage import skip_note
+from rlfuse.algorithms.zero_advantage import SKIPPED_SHARE, skip_note
 from rlfuse.cluster import placement
 from rlfuse.cluster.nodes import fail_on_lost_node
 from rlfuse.config.model_files import copy_files
@@ -43,6 +43,7 @@ from rlfuse.fusion.tuning import Tuning
 from rlfuse.observe.custom_metrics import CustomMetrics, finished
 from rlfuse.observe.run_log import RunLog
 from rlfuse.observe.summary import summarise
+from rlfuse.observe.tracking import read_metrics
 from rlfuse.progress import part
 from rlfuse.protocols import Engines, NoClips, Trainer
 from rlfuse.rewards.workers.pool import RewardPool
@@ -297,7 +298,11 @@ def _tuning(
 ) -> Tuning:
     slots = len(engines.rollout)
     rates = Rates(slots, job.drained, job.returning, measured=not config.trainer.deterministic)
-    return Tuning(costs, lengths, _settings(config, engines.trainer), rates, OnlineTuning(config, slots, say))
+    tuning = Tuning(costs, lengths, _settings(config, engines.trainer), rates, OnlineTuning(config, slots, say))
+    for row in read_metrics(job.folder / "metrics.jsonl"):  # of the steps before the checkpoint
+        if SKIPPED_SHARE in row:
+            tuning.expect_skipped(row[SKIPPED_SHARE])
+    return tuning
 
 
 def _checkpointing(

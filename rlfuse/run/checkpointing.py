@@ -1,8 +1,7 @@
 """Write checkpoints during a run: in the background, atomically, and published once the step's rows are on disk.
 
 Ranks copy their state to shared memory; the next steps run while the files are written. No step is started that could
-not be saved: if the next checkpoint will not fit on the disk, the run ends. Waits: for the files before the next
-checkpoint, at the end of the run and after an error in a step, at most cluster.timeout_s.
+not be saved: if the next checkpoint will not fit on the disk, the run ends.
 """
 
 from __future__ import annotations

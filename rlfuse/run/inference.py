@@ -181,7 +181,6 @@ def video_parts(config: Config, model: VideoModel, slots: placement.Slots, say: 
         config.model.video_family,
         slots.device,
         config.model.dtype,
-        decode_timeout_s=2 * video.decode_timeout_s,
         prefetch_bytes=video.prefetch_mb << 20,
     )
     pool, ranks = DecodePool(video.decode_workers, video.decode_timeout_s), video.encoder_ranks or slots.count

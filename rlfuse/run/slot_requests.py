@@ -3,8 +3,7 @@
     slots/ID.request.json --> drain, restore --> step.draining --> the running slot table
                          '--> leave: end of step --> checkpoint --> NodeLeft --> `run_with_restarts`: other nodes
 
-Every accepted request is answered. The loss of a drained node is not a failure. If the folder is not writable, answers
-are lost, but the run continues.
+The loss of a drained node is not a failure. If the folder is not writable, answers are lost, but the run continues.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ from rlfuse.samples import Group, Prompt, Response, Reward, make_groups, padded
 from rlfuse.simulate.job_step import workload_of
 from rlfuse.simulate.runner import simulate
 
-LENGTHS = (3, 2, 4, 1)
-"""Response tokens of the dummy samples, repeated."""
+LENGTHS = (3, 2, 5, 1)
+"""Response tokens of the dummy samples, repeated. Their maximum is not the number of samples."""
 
 
 class _Parts(dict[str, float]):
@@ -105,7 +105,11 @@ def _learn(config: Config, entries: Sequence[RewardEntry], groups: Sequence[Grou
 def _check_zero_without_advantage(
     actor: ActorConfig, log_probs: torch.Tensor, mask: torch.Tensor, tensors: dict[str, torch.Tensor]
 ) -> None:
-    """Raise ConfigError unless a row with the advantages 0 has no loss, no gradient and no effect on the others."""
+    """Raise ConfigError unless a row with the advantages 0 has no loss, no gradient and no effect on the others.
+
+    Ratios of new to old probabilities are below, within and above the clip range.
+    """
+    log_probs = log_probs + (torch.arange(mask.shape[1]) % 3 - 1.0)
     advantages = torch.arange(len(mask), dtype=torch.float32)[:, None].expand(mask.shape)  # 0 in the first row
     tensors = tensors | {"advantages": mask_response(advantages, mask)}
 

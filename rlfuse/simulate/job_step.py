@@ -53,7 +53,10 @@ def workload_of(
     kinds = tuple(kind for kind in experience.kinds if kind in PASSES)
     own = any(kind in kinds for kind in experience.fused_into_first_update)
     scoring = Scoring(
-        kinds=kinds, deferred=bool(experience.deferred), by_update=own, loss_only=bool(experience.loss_only)
+        kinds=kinds,
+        deferred=bool(experience.deferred),
+        by_update=own,
+        loss_only="old_log_prob" in experience.loss_only,
     )
     limit = max(costs.kv_tokens, prompt_tokens + max(lengths))
     return workload_from_costs(

@@ -63,7 +63,8 @@ class OnlineTuning:
         workload = workload_like(tuning, self._engines, config, spans)
         found = choose_prefill_share(workload, config.fusion.policy, tuning.fixed, mode, error)
         tuning.fixed = replace(tuning.fixed, prefill_share=found.share)
-        self._say(f"rollout.disaggregate={mode}: {found.why}")
+        if found.share or mode == "on":
+            self._say(f"rollout.disaggregate={mode}: {found.why}")
 
 
 def _drifted(before: StepStatistics, now: StepStatistics) -> bool:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from rlfuse.algorithms.learning_rate import lr_factors
+from rlfuse.algorithms.zero_advantage import SKIPPED_SHARE
 from rlfuse.config import sampling
 from rlfuse.config.schema import Config
 from rlfuse.errors import RlfuseError
@@ -143,7 +144,7 @@ class Controller:
         if kept := board.groups_to_train():
             self.metrics.add(experience.mismatch(kept))
             if "actor" in trained:
-                self.metrics.add({"actor/skipped_zero_advantage": board.skipped_share})
+                self.metrics.add({SKIPPED_SHARE: board.skipped_share})
             self.groups.prompts.update(kept)
         self.groups.selection.return_unused(*board.unneeded_groups())
         self.metrics.add(self.groups.selection.metrics())

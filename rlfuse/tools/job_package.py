@@ -21,7 +21,7 @@ import yaml
 
 from rlfuse.cluster.worker_environment import SUBMITTED
 from rlfuse.config.custom_functions import map_functions, map_model_paths, with_values
-from rlfuse.config.facts import reward_file
+from rlfuse.config.facts import is_hub_name, reward_file
 from rlfuse.config.rewards import names_code
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import by_name
@@ -137,8 +137,7 @@ def _with_absolute_paths(config: Config, here: Path, shared: list[str]) -> Confi
         return shared[-1]
 
     def model(path: str | None) -> str | None:
-        local = path and (path.startswith((".", "/", "~")) or path.count("/") > 1 or (here / path).exists())
-        return absolute(path) if local else path
+        return absolute(path) if path and (not is_hub_name(path) or (here / path).exists()) else path
 
     data, trainer = config.data, config.trainer
     files = {"data.train_files": data.train_files, "data.val_files": data.val_files}

@@ -89,13 +89,17 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("folders", type=Path, nargs="*", metavar="FOLDER", help="default: runs")
     parser.add_argument("--state", choices=STATES, action="append", help="show only runs in this state; repeatable")
-    parser.add_argument("--sort", choices=ORDERS, default="started", help="default: started, newest last")
+    parser.add_argument(
+        "--sort", choices=ORDERS, default="started", help="default: started, newest last; best reward first"
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON list; sizes in bytes, times in epoch seconds")
     arguments = parser.parse_args(argv)
     folders = arguments.folders or [Path("runs")]
     searched = ", ".join(map(str, folders))
     runs = [read(path, top) for top in folders for path in find(top)]
-    shown = sorted((run for run in runs if run.state in (arguments.state or STATES)), key=ORDERS[arguments.sort])
+    best_first = arguments.sort in ("reward", "validation")
+    chosen = (run for run in runs if run.state in (arguments.state or STATES))
+    shown = sorted(chosen, key=ORDERS[arguments.sort], reverse=best_first)
     if arguments.json:
         print(json.dumps([asdict(run) for run in shown], indent=2))
         return

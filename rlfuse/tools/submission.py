@@ -148,9 +148,14 @@ def _bounded(call: Callable[[], Any], what: str) -> Any:
     except (RayError, RuntimeError, OSError, ValueError) as error:
         text = " ".join(str(error).split())
         denied = re.search(r"401|403|[Uu]nauthenticated|[Uu]nauthorized|token", text)
-        remedy = "pass the token of the cluster: --token-file, or RAY_AUTH_TOKEN_PATH" if denied else (
-            "check --address, the dashboard of `ray start --head` there, and the name of the job"
-        )  # fmt: skip
+        remedy = "check --address, the dashboard of `ray start --head` there, and the name of the job"
+        if denied:
+            remedy = "pass the token of the cluster: --token-file, or RAY_AUTH_TOKEN_PATH"
+        elif "No available agent" in text:
+            remedy = (
+                "the agent of the head node does not run, usually because another cluster there has its port: "
+                "restart it as `ray start --head --dashboard-agent-listen-port=PORT`"
+            )
         raise SubmitError(f"could not {what}: {text[:400]}; {remedy}") from error
 
 

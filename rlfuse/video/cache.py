@@ -1,11 +1,8 @@
 """Cache clip embeddings in the shared memory of each node, one bf16 copy each.
 
-`EmbeddingCache` is the actor of a node, `EmbeddingStore` the driver's view of all. Rows are written directly into the
-file that `reserve` returns and `commit` renames, so readers see complete entries only. Reserved and committed bytes
-never exceed `limit_bytes`: entries without a holder are evicted, least recently used first. A running process locks its
-folder; the next run on the node removes unlocked ones. Embeddings are copied between nodes through Ray's object store,
-at most MAX_CONCURRENT_COPIES at a time. With a disk tier, embeddings of a frozen tower are kept for later runs, which
-may share the folder; disk errors are counted and reported, and never stop a run.
+Rows are written directly into the file that `reserve` returns and `commit` renames, so readers see complete entries
+only. Entries without a holder are evicted, least recently used first, before `limit_bytes` is exceeded. With a disk
+tier, embeddings of a frozen tower are kept for later runs, which may share the folder; disk errors never stop a run.
 """
 
 from __future__ import annotations

@@ -3,10 +3,8 @@
     stream(clips) --submitted while both bounds allow--> worker process, worker process, ...
          ^------ results in order; requesting the next releases the previous one ----'
 
-A clip that exceeds `timeout_s` or crashes its process is a VideoError; the process is replaced and other clips
-continue. If a worker is killed externally, it is replaced and its clip retried, up to ATTEMPTS times. Frames are
-written once, into shared memory. Workers end with their parent; they are spawned, so scripts need
-`if __name__ == "__main__"`.
+A clip that exceeds `timeout_s` or crashes its process is a VideoError. If a worker is killed externally, its clip is
+retried, up to ATTEMPTS times. Workers are spawned, so scripts need `if __name__ == "__main__"`.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ from rlfuse.video.models.base import register_custom_family
 from rlfuse.video.towers import Tower, TowerShape
 
 FrameReader = Callable[[str, FramePlan, int, int], np.ndarray]
-"""(path, plan, first, last) -> frames `first` to `last` of the plan, uint8 [last - first, height, width, 3]."""
+"""(path, plan, first, last) -> frames `first` to `last` of the plan, uint8 [last - first, height, width, 3], within a
+time limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,6 @@ class EncoderSettings:
     """Compute dtype of the tower; embeddings are stored as bf16."""
     step: int = 1
     block_bytes: int = 64 << 20
-    decode_timeout_s: float = 300.0
-    """For one block; a fallback for decoders without a timeout (`DecodePool` has one)."""
     prefetch_bytes: int = 0
 
 
@@ -201,14 +200,12 @@ class EncoderRank:
 
     def _decoded(self, block: Frames) -> tuple[_Decoded, bool]:
         ahead = self._ahead.pop(block.pixels, None)
-        if ahead and self._settled(ahead.future) and ahead.future.exception() is None:
+        if ahead and ahead.future.exception() is None:
             future, prefetched = ahead.future, ahead.prefetched
-        else:  # drop blocks decoded ahead that were skipped; their time does not count for this block
-            kept = {pixels: each for pixels, each in self._ahead.items() if self._settled(each.future)}
-            self._ahead = {pixels: each for pixels, each in kept.items() if each.prefetched}
+        else:  # drop blocks decoded ahead that were skipped
+            wait(each.future for each in self._ahead.values())  # their time does not count for this block
+            self._ahead = {pixels: each for pixels, each in self._ahead.items() if each.prefetched}
             future, prefetched = self._decoder.submit(self._decode, block), False
-        if not self._settled(future):
-            raise TimeoutError(f"decoding {block} exceeded {self.settings.decode_timeout_s:g} s")
         found = future.result()
         frames = found.frames
         expected = (block.last - block.first, block.plan.height, block.plan.width, 3)
@@ -217,14 +214,6 @@ class EncoderRank:
                 f"decoding {block} returned {frames.dtype} {list(frames.shape)} instead of uint8 {list(expected)}"
             )
         return found, prefetched
-
-    def _settled(self, future: Future) -> bool:
-        """Wait for the decoder and return True; if it hangs, replace its thread and return False."""
-        if wait([future], self.settings.decode_timeout_s).done:
-            return True
-        self._decoder.shutdown(wait=False)
-        self._decoder = ThreadPoolExecutor(1, "decoder")
-        return False
 
     def _decode(self, block: Frames, prefetched: bool = False) -> _Decoded:
         span = Span("prefetch", self.recorder.where, clock.now(), samples=(block.clip,), cause="next step")

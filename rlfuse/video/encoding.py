@@ -1,15 +1,10 @@
 """Encode the clips of a batch sequence-parallel over all ranks, each clip once, into the nodes' caches.
 
-    encode(clips, holder) -- one batch at a time
-      keys -> lookup in the store -> missing ones sharded over ranks -> room reserved in the cache of a clip's home node
-      encoder/0: part, part, ... --rows--> /dev/shm of its node
-      a clip's last part done -> committed -> copied to every other node, once -> handle
-    prefetch(clips) -- the likely next batch: blocks are decoded while ranks are idle, up to `prefetch_bytes`
-    encode_ahead(clips, holder) -- as encode, with as few ranks as finish in time, a few clips at a time
+    encode: keys -> lookup in the store -> missing ones sharded over ranks -> room reserved on a clip's home node
+      -> encoder/0: part, part, ... --rows--> /dev/shm of its node -> committed, copied to every other node -> handle
 
 Embeddings are bit-equal to those of the unsharded tower on equal devices. A clip that cannot be encoded is a
-`ClipFailure`; the others continue. Results stay in memory until `release(holder)`. A rank that cannot be started, or a
-full cache, is an `EngineError`.
+`ClipFailure`; the others continue. A rank that cannot be started, or a full cache, is an `EngineError`.
 """
 
 from __future__ import annotations

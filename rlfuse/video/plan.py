@@ -1,10 +1,9 @@
 """Plan the frames of a clip that a model sees, their size, and their number of tokens. Pure.
 
-Decoder, tower, prompt, engine and trainer all use the plan. It never exceeds the sampling's budget, and its tokens are
-never truncated. Times increase and count from the start of the file; with timestamps no frame is repeated. All else is
-derived from times, size and geometry; equal plans have equal hashes on every machine.
-Samplings: a model's own (`processor_sampling`); Seed1.5-VL's (arXiv 2505.07062: 1, 2 or 5 frames a second by task, the
-largest of six levels of tokens per frame that fits); a fixed number of frames and tokens (MR-SP, arXiv 2507.07966).
+Decoder, tower, prompt, engine and trainer all use the plan. It never exceeds the sampling's budget, and equal plans
+have equal hashes on every machine. Samplings: a model's own (`processor_sampling`); Seed1.5-VL's (arXiv 2505.07062: 1,
+2 or 5 frames a second by task, the largest of six levels of tokens per frame that fits); a fixed number of frames and
+tokens (MR-SP, arXiv 2507.07966).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Select a file's video stream and find its frame times and keyframes, without decoding.
 
-Packets take precedence over headers; a clip whose header and time stamps disagree about its length is a `VideoError`.
-The stream is the default one, else the longest, never cover art. A clip begins with its first keyframe. For MP4 at a
-constant rate the index is sufficient; all other files are demuxed once.
+The stream is the default one, else the longest, never cover art. Packets take precedence over headers; a clip whose
+header and time stamps disagree about its length is a `VideoError`. For MP4 at a constant rate the index is sufficient.
 """
 
 from __future__ import annotations

@@ -1,26 +1,23 @@
 """Load the vision tower of a video model alone, and encode frames.
 
 Features equal those of the Hugging Face model with its processor. A clip is run `step` units at a time from its start,
-so parts split at multiples of `cut` frames are bit-equal to the whole clip. `version` identifies weights, normalisation
-and precision: equal versions give equal embeddings.
+so parts split at multiples of `cut` frames are bit-equal to the whole clip.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from transformers import AutoConfig, PreTrainedConfig
 
 from rlfuse.errors import VideoError
 from rlfuse.samples import FramePlan
-from rlfuse.tensor_files import map_tensors
+from rlfuse.tensor_files import map_tensors, safetensors_files
 from rlfuse.video.models.base import VideoFamily, embedding_width, family_of, known_families
 from rlfuse.video.sharding import CostModel
 
@@ -218,7 +215,8 @@ def _own(name: str) -> str:
 
 def _load(family: type[VideoFamily], config: PreTrainedConfig, folder: Path, dtype: torch.dtype) -> VideoFamily:
     module = family(config).to(dtype)
-    found = {_own(name): tensor for name, tensor in _tensors(folder, family.tower_prefixes)}
+    saved = {_own(name): tensor for file in safetensors_files(folder) for name, tensor in map_tensors(file)}
+    found = {name: tensor for name, tensor in saved.items() if name.startswith(family.tower_prefixes)}
     wanted = module.state_dict().keys()
     if found.keys() != wanted:
         missing, extra = sorted(wanted - found.keys()), sorted(found.keys() - wanted)
@@ -228,13 +226,3 @@ def _load(family: type[VideoFamily], config: PreTrainedConfig, folder: Path, dty
         )
     module.load_state_dict(found)
     return module
-
-
-def _tensors(folder: Path, prefixes: tuple[str, ...]) -> Iterator[tuple[str, torch.Tensor]]:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"no *.safetensors in {folder}: convert the checkpoint with save_pretrained")
-    for file in files:
-        with safe_open(file, "pt") as tensors:
-            names = [name for name in tensors.keys() if _own(name).startswith(prefixes)]  # noqa: SIM118, not a mapping
-            yield from ((name, tensors.get_tensor(name)) for name in names)

@@ -30,7 +30,7 @@ from rlfuse.config.compose import load
 from rlfuse.events import Span
 from rlfuse.fusion.policies import POLICIES
 from rlfuse.run.build import run
-from rlfuse.samples import Reward, Sample
+from rlfuse.samples import Prompt, Reward, Sample
 from rlfuse.simulate.workload import skipped_prompts
 from rlfuse.step.colocation import hand_over_all, to_ranks
 from rlfuse.step.controller import Controller
@@ -43,18 +43,13 @@ class RewardsByGroup:
 
     share = 0.0
 
-    def __init__(self, prompts: int):
-        self._order, self._prompts = dict[int, int](), prompts
-
-    def start_step(self) -> None:
-        self._order.clear()
+    def start_step(self, prompts: Sequence[Prompt]) -> None:
+        """Choose the prompts with equal rewards; the order of scoring does not matter."""
+        equal = skipped_prompts(len(prompts), self.share)
+        self._equal = {prompt.index for prompt, chosen in zip(prompts, equal, strict=True) if chosen}
 
     async def score(self, samples: Sequence[Sample]) -> list[Reward]:
-        equal = skipped_prompts(self._prompts, self.share)
-        return [Reward(1.0 if equal[self._number(each)] else each.seed % 1000 / 1000) for each in samples]
-
-    def _number(self, sample: Sample) -> int:
-        return self._order.setdefault(sample.prompt.index, len(self._order)) % self._prompts
+        return [Reward(1.0 if each.prompt.index in self._equal else each.seed % 1000 / 1000) for each in samples]
 
     async def drain(self, collect: bool = False) -> list[Span]:
         return []
@@ -72,11 +67,11 @@ class Turn:
 async def measure(controller: Controller, options: argparse.Namespace) -> None:
     """Print the lines of the table."""
     engines, tuning, saved = controller.engines, controller.tuning, Path(tempfile.mkdtemp(prefix="rlfuse-benchmark-"))
-    rewards = RewardsByGroup(controller.config.data.train_batch_size)
+    rewards, upcoming = RewardsByGroup(), controller.groups.selection.upcoming
     controller.engines = replace(engines, reward=rewards)
     await controller.update_weights(0)
     for number in (1, 2):  # teaches lengths and costs
-        rewards.start_step()
+        rewards.start_step(upcoming())
         with controller.journal.recorder.span("step", step=number):
             board = await controller.learn(number)
             await controller.update_weights(number)
@@ -91,7 +86,7 @@ async def measure(controller: Controller, options: argparse.Namespace) -> None:
         controller.config.actor.skip_zero_advantage = mode
         controller.groups.prompts.taken = 2
         tuning.expect_skipped(rewards.share if mode == "auto" else 0.0)
-        rewards.start_step()
+        rewards.start_step(upcoming())
         await controller.journal.collect(3)
         began = time.perf_counter()
         with controller.journal.recorder.span("step", step=3):

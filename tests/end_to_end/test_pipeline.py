@@ -128,7 +128,7 @@ async def test_orders_give_one_gradient_to_the_last_bit(two, folders):
 
 @pytest.mark.parametrize("family, order, split", [("llama", "serial", False), ("qwen2", "fused", True)])
 async def test_the_actor_can_skip_rows_without_advantage(two, folders, family, order, split):
-    """Some of a mini-batch, which the critic trains on whole; then all of one, whose schedule is the critic's."""
+    """All of a mini-batch, whose schedule is the critic's; some of another, which the critic trains on whole."""
     config = only_the_policy_loss(settings(folders, family, clip=0.1))
     config.critic.optim.eps, expected = 1e-4, None
     schedules = {True: schedule(order, OPPOSITE, split), False: schedule(order, OPPOSITE[1:], split)}
@@ -147,7 +147,8 @@ async def test_the_actor_can_skip_rows_without_advantage(two, folders, family, o
     for one, other in zip(found[0], expected[0], strict=True):
         for name in {"actor/grad_norm", "actor/pg_loss", "critic/grad_norm", "critic/vf_loss"} & one.keys():
             assert one[name] == pytest.approx(other[name], rel=1e-6, abs=1e-6), name
-    assert found[0][1]["actor/grad_norm"] == 0 and "actor/pg_loss" not in found[0][1]
+    assert [row["actor/grad_norm"] > 0 for row in found[0]] == [False, True, False, True]
+    assert found[0][2]["actor/pg_loss"] == 0 and "actor/entropy" not in found[0][2]
     for name in COUNTS:
         assert distance(found[1][name], expected[1][name]) < 1e-6
 

@@ -35,6 +35,14 @@ from rlfuse.rewards.workers.reward_worker import RewardWorker
 from rlfuse.video.cache import EmbeddingCache
 
 
+def test_a_private_cluster_leaves_the_agent_port_of_ray_start_free(ray_cluster):
+    node = ray._private.worker._global_node
+    assert node.dashboard_agent_listen_port not in (
+        None,
+        ray._private.ray_constants.DEFAULT_DASHBOARD_AGENT_LISTEN_PORT,
+    )
+
+
 def test_a_job_takes_the_cluster_s_gpus_from_a_head_without_any():
     command = [sys.executable, Path(__file__).with_name("mixed_nodes.py")]
     plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}

@@ -164,7 +164,7 @@ def write_images_as_bytes(folder):
     pq.write_table(pa.Table.from_pylist(rows), file)
 
 
-def with_clips(folder, address):
+def with_clips(folder):
     """Settings of a job whose prompts show clips, images that come as bytes, or nothing, wherever its slots are."""
     write_images_as_bytes(folder / "images")
     (folder / "text.jsonl").write_text("".join(json.dumps({"prompt": word, "answer": ""}) + "\n" for word in WORDS[:8]))
@@ -173,7 +173,6 @@ def with_clips(folder, address):
     (folder / "early.py").write_text(EARLY)
     model = write_small_video_llama3(folder / "model", small, byte_tokenizer([*WORDS, *SIGNS]))
     return settings_of(folder, model) | {
-        "cluster.ray_address": address,
         "data.train_files": f"[{folder}/train.parquet,{folder}/images/train.parquet,{folder}/text.jsonl]",
         "data.max_prompt_length": 600,
         "data.max_response_length": 8,
@@ -217,21 +216,23 @@ def test_links_between_the_nodes_are_measured(cluster, tmp_path):
 
 
 def test_a_job_with_clips_learns_on_two_nodes_what_it_learns_on_one(cluster, started, tmp_path, write_shadows):
-    """On one by a single slot. On two with clips encoded ahead, the long ones cut
+    """On one by a single slot, in a cluster of its own. On two with clips encoded ahead, the long ones cut
     over both ranks while each runs short rows of its own; and until Ctrl-C, which a job whose Ray is another's answers,
     too."""
     address, raylets, _ = cluster
-    settings, seen, shadows = with_clips(tmp_path, address), {}, write_shadows(tmp_path)
+    settings, seen, shadows = with_clips(tmp_path), {}, write_shadows(tmp_path)
     shared = {
         "training.ulysses_sequence_parallel_size": 2,
         "actor.ppo_max_token_len_per_gpu": 256,
         "video.encode_ahead": "true",
+        "cluster.ray_address": address,
     }
     for nodes, steps, more in ((1, STEPS, {}), (2, 400, shared)):
         where = more | {"trainer.nnodes": nodes, "trainer.n_gpus_per_node": 1, "trainer.total_training_steps": steps}
         process, run = started(tmp_path, f"on_{nodes}", settings | where)
         wait_for_step(run, 1, process)
-        lives, folders = [inhabitants(raylet) for raylet in raylets], embeddings(raylets)
+        used = raylets if nodes == 2 else [psutil.Process(process.pid)]
+        lives, folders = [inhabitants(each) for each in used], embeddings(used)
         assert len(folders) == nodes and all(folder.exists() for folder in folders)
         if steps > STEPS:
             everybody = [*descendants(process), *raylets[0].parent().children(recursive=True)]

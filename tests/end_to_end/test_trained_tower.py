@@ -10,7 +10,7 @@ import pytest
 import ray
 import torch
 from safetensors.torch import load_file
-from trainer_probe import Probe, distance, lengths, make_rows, scores_of, settings
+from trainer_probe import Probe, distance, lengths, make_rows, only_the_policy_loss, scores_of, settings
 from transformers import AutoModelForCausalLM, VideoLlama3ForConditionalGeneration
 
 from rlfuse.cluster.worker_environment import worker_environment
@@ -203,9 +203,33 @@ async def test_gradients_are_those_of_the_whole_model(started, trained, rows, ex
     assert {span.attributes["degree"] for span in await group.drain() if span.kind == "backward"} == degrees
 
 
-async def test_the_ratio_is_one_until_the_tower_is_updated_and_true_after(started, trained, rows, folder, tmp_path):
+@pytest.mark.parametrize("stage", [1, 3])
+async def test_rows_without_advantage_can_be_skipped(started, trained, rows, stage):
+    """First all rows, then the only ones with the first clip."""
     group, _ = started
-    config = trained(clip=0.5)
+    zero = [replace(row, tensors=row.tensors | {"advantages": 0 * row.tensors["advantages"]}) for row in rows]
+    found = []
+    for skip in (False, True):
+        await group.take(only_the_policy_loss(trained(stage, 30, 2)))
+        norms = []
+        for number in (6, 3):
+            batch = [*zero[:number], *rows[number:]]
+            skipped = batch[:number] if skip else []
+            if kept := batch[len(skipped) :]:
+                await group.accumulate(("actor",), kept)
+            metrics = await group.step("actor", lengths(batch), skipped=lengths(skipped))
+            norms.append(metrics["actor/grad_norm"])
+        found.append((norms, await group.gradients()))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5) and found[1][0][0] == 0 < found[1][0][1]
+    assert distance(found[1][1], found[0][1]) < 1e-5
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+async def test_the_ratio_is_one_until_the_tower_is_updated_and_true_after(
+    started, trained, rows, folder, tmp_path, stage
+):
+    group, _ = started
+    config = trained(stage, clip=0.5)
     config.actor.optim.lr = 2e-5  # ratios stay near enough to 1
     await group.take(config)
     old = await scores_of(group, "actor", rows)

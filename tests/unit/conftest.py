@@ -36,6 +36,17 @@ trainer:
   default_local_dir: {folder}/runs
 """
 
+LONGEST = ("vllm", "test_site", "ranks", "test_plan_search_command", "test_plan_search", "test_activation_offloading")
+LONGEST += ("test_moves", "test_fusion_simulated", "test_plan_search_properties", "test_plan", "test_hostile_corpus")
+LONGEST += ("test_images", "test_health_agent", "test_types", "test_api", "test_decode_pool")
+"""Files and groups that start first, lest one of them runs alone at the end."""
+
+
+def pytest_collection_modifyitems(items):
+    """Sort by `LONGEST`, after `tests/conftest.py` has grouped all tests."""
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.get_closest_marker("xdist_group").args[0], len(order)))
+
 
 @pytest.fixture(autouse=True)
 def weights_may_be_unpickled(monkeypatch):

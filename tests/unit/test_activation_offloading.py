@@ -195,6 +195,7 @@ def test_short_rows_see_no_hook(tmp_path, monkeypatch):
         gradients(model, batch_of(model, 70), offloading)
 
 
+@pytest.mark.slow
 def test_a_pass_that_is_given_up_leaves_nothing_behind(tmp_path):
     model = model_of("qwen2")
     batch = batch_of(model, 60)

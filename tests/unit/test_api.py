@@ -110,21 +110,36 @@ def test_a_call_composes_the_job_of_its_words():
 def test_a_config_object_takes_the_place_of_a_file_and_is_overridden():
     config = Config()
     config.model.path, config.rollout.n, config.actor.optim.lr = "model", 3, 1e-5
-    assert job_file(assigned("model.path", Path("model"))) == job_file(assigned("model.path", "model"))
+    assert job_file(assigned("model.path", Path("model")), {}) == job_file(assigned("model.path", "model"), {})
     config.data.train_files = [data_file(ROWS, "train")]
     config.reward.functions = ["rlfuse.tasks.remainder:compute_score"]
-    assert load([job_file(config)]) == dataclasses.replace(
+    assert load([job_file(config, {})]) == dataclasses.replace(
         config, trainer=dataclasses.replace(config.trainer, job_name=None)
     )
     given = load(commands._words(config, ["rollout.n=5"], None, None, {}, {"algorithm": "grpo"}))
     assert given.rollout.n == 5 and given.algorithm.adv_estimator == "grpo" and given.actor.optim.lr == 1e-5
 
 
+@pytest.mark.parametrize(
+    ("overrides", "settings"),
+    [(["algorithm=grpo"], {}), ([], {"algorithm": "grpo"}), (["algorithm=rloo"], {"algorithm": "grpo"})],
+)
+def test_fields_of_a_config_win_over_presets(overrides, settings, capsys):
+    config = Config()
+    config.model.path, config.rollout.n = "model", 4
+    config.data.train_files = [data_file(ROWS, "train")]
+    config.reward.functions = ["rlfuse.tasks.remainder:compute_score"]
+    given = load(commands._words(config, overrides, None, None, {}, settings | {"actor": {"ppo_epochs": 2}}))
+    assert (given.rollout.n, given.algorithm.adv_estimator, given.actor.ppo_epochs) == (4, "grpo", 2)
+    assert given.actor.use_kl_loss, "set by the preset"
+    assert "overridden" not in "".join(capsys.readouterr())
+
+
 def test_secrets_of_the_environment_are_not_written(monkeypatch):
     monkeypatch.setenv("SERVICE_API_KEY", "abcdefgh12345678")
     config = Config()
     config.reward.functions = [{"path": "a.py:f", "kwargs": {"api_key": "abcdefgh12345678"}}]
-    assert "abcdefgh" not in (text := Path(job_file(config)).read_text()) and "${oc.env:SERVICE_API_KEY}" in text
+    assert "abcdefgh" not in (text := Path(job_file(config, {})).read_text()) and "${oc.env:SERVICE_API_KEY}" in text
 
 
 def assigned(key, value):
@@ -141,7 +156,7 @@ def assigned(key, value):
         (
             {"trianer": {"save_freq": 1}},
             ConfigError,
-            "trianer.save_freq=1: unknown key; did you mean",
+            "trianer={.save_freq.: 1}: is not an argument or a group of keys; did you mean trainer",
         ),
         ({"trainer": {"save_freq": object()}}, ConfigError, "trainer.save_freq: got object; a setting is a number"),
         (

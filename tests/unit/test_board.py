@@ -466,6 +466,18 @@ def test_old_log_probs_are_dropped_unless_a_call_has_started():
     assert ready(b) == ["1/1/0"] and b.snapshot(0.0).tokens_to_score == 0
 
 
+def test_groups_that_dynamic_sampling_replaces_need_no_scores_of_the_loss():
+    b = zero_advantages(made(3), mini_batch_groups=1)
+    reward(b, 0, 1, 2)
+    b.train_on([1], at_most=1)
+    assert list(b.snapshot(0.0).unscored["old_log_prob"]) == ["1/1/0"]
+    b.prepared("actor", b.take_complete())
+    chosen = Score("old_log_prob", ("1/1/0",), 0)
+    b.start(chosen, 0.0)
+    b.scored(chosen, 0.0)
+    assert ready(b) == ["1/1/0"] and b.snapshot(0.0).tokens_to_score == 0
+
+
 def test_remaining_tokens_expect_skipped_samples():
     progress = MiniBatchProgress(1, skipped_share=0.5)
     progress.set_mini_batches({0: 0, 1: 0}, [2], [40.0])

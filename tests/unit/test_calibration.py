@@ -33,7 +33,6 @@ from rlfuse.tools.planning.hardware import (
     Hardware,
     Source,
     read_calibration,
-    read_calibration_file,
     rounded_coefficients,
     write,
 )
@@ -217,8 +216,8 @@ def calibration():
 def test_calibration_files_round_trip(calibration, tmp_path):
     path = tmp_path / "calibration.yaml"
     write(calibration, path)
-    assert read_calibration_file(path) == calibration
-    assert read_calibration(path) == replace(TRUE, errors={"generating": 0.1, "training": 0.2})
+    assert read_calibration(path) == calibration
+    assert calibration.as_hardware() == replace(TRUE, errors={"generating": 0.1, "training": 0.2})
 
 
 def test_invalid_files_are_reported_by_field_line_value_and_range(calibration, tmp_path):
@@ -301,7 +300,8 @@ WORKLOAD = {
 def test_a_run_gives_a_calibration_file(run, capsys):
     out, picture = run / "c.yaml", run / "c.png"
     assert main(["calibrate", str(run), "--out", str(out), "--picture", str(picture), "--device", "a slot"]) == 0
-    hardware, calibration = read_calibration(out), read_calibration_file(out)
+    calibration = read_calibration(out)
+    hardware = calibration.as_hardware()
     assert calibration.device == "a slot" and calibration.count == 2
     assert calibration.fitted_on[0].layers == 2 and calibration.fitted_on[0].prompt_tokens == 20
     assert any("other model sizes" in line for line in calibration.not_measured)

@@ -51,6 +51,7 @@ def set_back(monkeypatch):
     monkeypatch.setattr(time, "time", lambda: wall() - next(earlier))
 
 
+@pytest.mark.slow
 def test_dates_are_asked_for_where_dates_are_meant_only():
     found = set()
     for path in PACKAGE.rglob("*.py"):

@@ -1,5 +1,4 @@
 import dataclasses
-import io
 import re
 
 import pytest
@@ -31,11 +30,11 @@ def test_documented_keys_are_those_of_the_dataclasses():
     assert {key.name: key.default for key in keys()} == dict(leaves(Config()))
 
 
-def test_help_fits_the_columns_and_narrows_to_words():
+def test_help_fits_the_columns_and_narrows_to_words(capsys):
     assert max(map(len, help_text(keys()).splitlines())) <= COLUMNS
-    out = io.StringIO()
-    print_help(["warmup"], out)
-    assert "actor.optim.lr_warmup_steps" in out.getvalue() and "rollout.n" not in out.getvalue()
+    print_help(["warmup"])
+    shown = capsys.readouterr().out
+    assert "actor.optim.lr_warmup_steps" in shown and "rollout.n" not in shown
 
 
 def test_defaults_are_valid_and_every_number_has_a_range():

@@ -86,6 +86,8 @@ FACTS = {
     "code in responses runs in a sandbox": lambda _: (
         importlib.util.find_spec("rlfuse.rewards.sandbox.sandbox") is not None
     ),
+    "all files are written below": lambda _: no_key("hdfs", "remote_dir"),
+    "cluster.timeout_s limits the start": lambda _: says("run/build.py", "timeout_s"),
     "groups are compared by": lambda _: no_key("groups.metric"),
     "samples are reweighted": lambda _: no_key("rollout_rs", "reject"),
     "the number of engines is slots /": lambda _: no_key("data_parallel", "replicas"),

@@ -152,7 +152,7 @@ def test_the_key_takes_a_file_and_tells_the_form_of_another_name():
     assert problems("mine.py:half_and_half") == problems("stream") == []
     for wrong in ("mine.py", "mine:f", "mine.py:", "mine.py:half and half"):
         assert problems(wrong) == [
-            f"fusion.policy={wrong}: `{wrong}` is not one of serial, stream, rlhfuse, adaptive; use one of these, or "
+            f"fusion.policy={wrong}: `{wrong}` is not one of serial, stream, rlhfuse, adaptive; or "
             "path/file.py:name for a custom one"
         ]
 

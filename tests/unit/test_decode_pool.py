@@ -213,6 +213,7 @@ def test_a_pool_travels_as_its_settings(pool, good):
     there.close()
 
 
+@pytest.mark.slow
 def test_a_stream_given_up_leaves_the_pool_usable(pool, folder, good):
     stream = pool.stream([Clip(good, PLAN), Clip(str(folder / "silent.mp4"), PLAN)])
     next(stream)

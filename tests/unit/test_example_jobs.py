@@ -20,6 +20,7 @@ def test_every_preset_has_a_job():
     assert sorted(path.stem for path in JOBS.glob("*.yaml")) == PRESETS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_job_passes_all_checks_and_prepares_its_data(name):
     file = JOBS / f"{name}.yaml"
@@ -33,6 +34,7 @@ def test_the_job_passes_all_checks_and_prepares_its_data(name):
     assert len(load_entries(config.reward.functions, config.reward.weights)[0]) == len(reward_functions(config))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_job_replaces_no_choice_of_the_preset(name):
     preset = yaml.safe_load((ROOT / "conf" / "algorithm" / f"{name}.yaml").read_text())

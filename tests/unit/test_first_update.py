@@ -59,6 +59,7 @@ def loss_of(model):
     return model(input_ids=torch.arange(8)[None]).logits.log_softmax(-1)[..., 3].sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, stage", [(TrainerRank, 0), (TrainerRank, 2), (PipelineRank, 1), ("fsdp2", 0)])
 def test_updates_follow_adamw_with_these_betas_and_eps(kind, stage):
     (first, second), eps = (0.6, 0.8), 1e-3

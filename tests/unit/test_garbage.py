@@ -39,6 +39,7 @@ def leave_cycles(count):
 @pytest.fixture
 def collector(monkeypatch):
     monkeypatch.setattr(garbage, "LOOK_S", 0.0)
+    gc.unfreeze()  # modules of tests, which `pytest_collection` freezes
     made = GarbageCollector(Recorder("trainer/0"))
     yield made
     made.close()

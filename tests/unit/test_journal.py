@@ -234,7 +234,7 @@ async def test_all_samples_are_dumped_with_the_names_of_verl(sink, tmp_path):
     for step in (1, 2):
         rows = [json.loads(line) for line in (tmp_path / "a" / "rollouts" / f"{step}.jsonl").read_text().splitlines()]
         assert rows == [
-            {"acc": 1.0, **shown, "score": 0.5, "step": step},
+            {"acc": 1.0, "rewards/score": 3.0, **shown, "score": 0.5, "step": step},
             {**shown, "score": None, "step": step},
             {**shown, "score": "NaN", "step": step},
         ]
@@ -463,6 +463,12 @@ def test_mlflow_shows_settings_scalars_samples_pictures_and_alerts(tmp_path, mon
     config, run = Config(), tmp_path / "rlfuse" / "first"
     config.trainer.default_local_dir, config.trainer.experiment_name = str(tmp_path), "first"
     run.mkdir(parents=True)
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow/mlflow.db")
+
+    def only_run():
+        (found,) = client.search_runs([client.get_experiment_by_name("rlfuse").experiment_id])
+        return found
+
     Figure((1, 1)).savefig(run / "step_2.png")
     for start in (0, 2):  # the second resumes
         sink = MLflow(config, {"actor": {"optim": {"lr": 1e-6}}, "data": {"val_files": []}}, run, start)
@@ -473,10 +479,11 @@ def test_mlflow_shows_settings_scalars_samples_pictures_and_alerts(tmp_path, mon
         sink.picture(start + 2, "timeline", run / "step_2.png")
         sink.alert(start + 2, Alert("zero spread", "all equal"))
         sink.alert(start + 2, Alert("slow worker: rank 1 (slot 1)", "slow"))
-        sink.failure("run", "an error")
+        if not start:
+            sink.failure("run", "an error")
+            assert only_run().data.tags["error"] == "run: an error"
         sink.close(1)
-    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow/mlflow.db")
-    (found,) = client.search_runs([client.get_experiment_by_name("rlfuse").experiment_id])
+    found = only_run()
     assert (found.info.run_name, found.info.status) == ("first", "FAILED")
     assert found.data.params == {"actor.optim.lr": "1e-06", "data.val_files": "[]"}
     name = "val-core/sums/acc/mean_at_1"
@@ -486,7 +493,7 @@ def test_mlflow_shows_settings_scalars_samples_pictures_and_alerts(tmp_path, mon
         name,
         "val-core/a_/_/b",
     } and "alert/slow worker_ rank 1 _slot 1_" in found.data.tags
-    assert found.data.tags["alert/zero spread"] == "step 4: all equal" and found.data.tags["error"] == "run: an error"
+    assert found.data.tags["alert/zero spread"] == "step 4: all equal" and "error" not in found.data.tags
     artifacts = tmp_path / "mlflow" / "artifacts" / found.info.run_id / "artifacts"
     assert (artifacts / "timeline" / "step_2.png").stat().st_size
     table = json.loads((artifacts / "val" / "generations" / "step_2.json").read_text())

@@ -31,10 +31,22 @@ def board():
     progress.set_mini_batches({0: 0, 1: 1}, [1, 1], [5.0, 5.0])
     progress.step()
     slots = [Slot(0, arriving=3), Slot(1, "trainer"), Slot(2, "trainer"), Slot(3, alive=False), Slot(4)]
-    samples = {"a": sample("r", 1.0, "old_log_probs"), "b": sample("r", 0.5), "c": sample()}
-    slot_table = SimpleNamespace(slots=slots, in_flight=3)
+    samples = {"a": sample("r", 1.0, "old_log_probs"), "b": sample("r", 0.5), "c": sample(),
+               "skipped": sample("r", 1.0), "failed": sample("r", 0.0), "replaced": sample("r", 1.0)}  # fmt: skip
     return SimpleNamespace(
-        samples=samples, kinds=("reward", "old_log_prob"), mini_batches={"actor": progress}, slot_table=slot_table
+        samples=samples,
+        records={
+            name: SimpleNamespace(
+                sample=each,
+                trains=name != "failed",
+                skipped=name == "skipped",
+                group=SimpleNamespace(chosen=name != "replaced"),
+            )
+            for name, each in samples.items()
+        },
+        kinds=("reward", "old_log_prob"),
+        mini_batches={"actor": progress},
+        slot_table=SimpleNamespace(slots=slots, in_flight=3),
     )
 
 
@@ -47,7 +59,7 @@ def test_a_step_under_way(board):
         phase, stages, slots, in_flight = read_board(board, recorder.open.values())
     assert phase == "training step" and in_flight == 3
     assert stages == [
-        Stage("generate", 2, 3), Stage("reward", 2, 3), Stage("old_log_prob", 1, 3), Stage("train actor", 1, 4)
+        Stage("generate", 5, 6), Stage("reward", 5, 6), Stage("old_log_prob", 2, 4), Stage("train actor", 1, 4)
     ]  # fmt: skip
     assert slots == [("generate", 3), ("old_log_prob", 0), ("switch", 0), ("lost", 0), ("idle", 0)]
     with recorder.span("step"), recorder.span("update_actor"):
@@ -126,7 +138,7 @@ def test_at_a_terminal_the_view_is_drawn_and_lines_stand_above(terminal, board):
         watched.say("a line")
         view = watched.view()
         watched.close()
-    assert view.step == 1 and 0 < view.remaining_s <= 6 and view.stages[0] == Stage("generate", 2, 3)
+    assert view.step == 1 and 0 < view.remaining_s <= 6 and view.stages[0] == Stage("generate", 5, 6)
     assert view.figures["held out"] == "0.750 (step 1)"
     text = watched.console.file.getvalue()
     assert text.index(LINE.strip()[:60]) < text.index("a line") < text.rindex("step 1/4") and "generate" in text
@@ -142,7 +154,7 @@ def test_a_long_silence_is_broken_in_logs(terminal, monkeypatch, board):
         assert soon(lambda: re.search(r"… starting, 0:\d\d elapsed: engine 1 of 2 \d+ s\n", said()))
     quiet.board = board
     with quiet._recorder.span("step"):
-        assert soon(lambda: re.search(r"… training step, 0:\d\d elapsed: generate 2/3, reward 2/3, ", said()))
+        assert soon(lambda: re.search(r"… training step, 0:\d\d elapsed: generate 5/6, reward 5/6, ", said()))
 
 
 def soon(condition):

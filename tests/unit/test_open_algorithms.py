@@ -268,7 +268,7 @@ def test_an_estimator_that_compares_needs_groups_and_one_without_critic_no_warm_
         ("algorithm.kl_penalty=mine.py:g", "parameter `mask` is not one of log_probs, ref_log_probs, which are passed"),
         ("actor.kl_loss_type=mine.py:g", "parameter `mask` is not one of"),
         (f"{ESTIMATOR}=mine.py:k", r"`values` is only passed to estimators with needs_critic=True; put @adv"),
-        (f"{ESTIMATOR}=mine.py", "is not one of gae, .*, or path/file.py:name for a custom one"),
+        (f"{ESTIMATOR}=mine.py", "is not one of gae, .*; or path/file.py:name for a custom one"),
         (f"{LOSS}=broken.py:f", "line 2: .*; correct the file"),
         (f"{LOSS}=lacking.py:f", "Python does not find the package `unheard_of`; install it"),
         (

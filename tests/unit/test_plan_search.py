@@ -179,6 +179,7 @@ def test_a_timeout_without_plans_reports_what_is_unexplored(shape):
     assert not found.plans and found.unexplored > 0 and found.nearest[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0, 3, 8])
 def test_search_and_refinement_share_one_deadline(shape, monkeypatch, seconds):
     """With a clock that advances only during simulations."""
@@ -258,6 +259,7 @@ def test_neighbours_of_a_refined_plan_are_not_faster(shape):
     assert all(each.plan.seconds.step >= best * 0.998 if each.plan else each.reason for each in around)
 
 
+@pytest.mark.slow
 def test_an_invalid_neighbour_is_reported_with_its_error(shape):
     job, facts = job_of(shape, axes=SMALL | {"training.pipeline_parallel_size": (4, 8)}), facts_of(shape)
     _, around = refine(job, search(job, facts, seconds=0), facts)

@@ -99,7 +99,7 @@ def test_a_drained_slot_works_on_where_no_other_could():
 PIPELINED = Settings(lockstep=True, lockstep_backward=True, pipelined=True)
 
 
-@pytest.mark.parametrize("zero", [40, 100])
+@pytest.mark.parametrize("zero", [40, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("given", [Settings(), Settings(lockstep_backward=True), PIPELINED])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_samples_without_advantage_are_skipped_and_steps_are_the_same(policy, given, zero):

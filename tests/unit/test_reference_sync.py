@@ -22,7 +22,7 @@ from rlfuse.simulate.clock import run_virtual
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3, "fsdp2"])
+@pytest.mark.parametrize("stage", [0, 1, 2, pytest.param(3, marks=pytest.mark.slow), "fsdp2"])
 def test_a_reference_is_mixed_with_the_actor(stage, dtype):
     config, share = Config(), 0.25
     config.model.dtype = dtype
@@ -118,6 +118,7 @@ def test_a_resumed_run_continues_with_the_mixed_reference(tmp_path, stage, dtype
     assert not np.array_equal(*expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "part"), [(0, 1), (1, 4)])
 def test_a_host_stages_the_states_of_its_ranks_and_the_first_one_the_exported_models(tmp_path, stage, part):
     small_model("float32").save_pretrained(tmp_path / "start")

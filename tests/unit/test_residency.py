@@ -9,13 +9,14 @@ from functools import partial
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from worlds.residency_replay import STEP, ResidencyError, ResidencyReplay, replayed_contents
 from worlds.resident_engines import ResidentWorld
 from worlds.scenes import Scene, scenes
 
 from rlfuse.engines.memory.estimate import Budget, memory_of
 from rlfuse.engines.memory.model_sizes import read_shape
 from rlfuse.engines.memory.remedies import problems
-from rlfuse.engines.memory.residency import STEP, Item, ResidencyError, ResidencyReplay, contents
+from rlfuse.engines.memory.residency import Item, contents
 from rlfuse.errors import EngineError, RewardError
 from rlfuse.fusion.decisions import Settings
 from rlfuse.fusion.policies import POLICIES
@@ -350,6 +351,12 @@ def test_a_slot_ends_as_it_began_and_phases_hold_what_they_need():
     assert phases["generating"] == {Item.ENGINE_WEIGHTS, Item.KV_CACHE, Item.RESIDENTS}
     assert Item.PARAMETERS in phases["syncing"] and Item.ENGINE_WEIGHTS in phases["syncing"]
     assert set().union(*phases.values()) == set(Item)
+
+
+@pytest.mark.parametrize("optimizers_alone", [False, True])
+@pytest.mark.parametrize("alternates", [False, True])
+def test_the_planned_items_are_those_of_a_replayed_step(optimizers_alone, alternates):
+    assert contents(optimizers_alone, alternates) == replayed_contents(optimizers_alone, alternates)
 
 
 class EndedByRewards(ResidentWorld):

@@ -70,7 +70,7 @@ PROBLEMS = {
 
 
 @pytest.mark.parametrize("shape", PROBLEMS)
-@pytest.mark.parametrize("stages", range(2, 9))
+@pytest.mark.parametrize("stages", [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in range(4, 9))])
 def test_every_schedule_ends_on_every_backend(stages, shape):
     given_problem = problem(stages, **PROBLEMS[shape])
     for name, rows in schedules(given_problem):

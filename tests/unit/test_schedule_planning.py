@@ -48,6 +48,7 @@ def test_serial_is_1f1b_of_one_model_after_the_other_whatever_is_asked_of_fused_
         assert models == sorted(models)
 
 
+@pytest.mark.slow
 def test_a_split_plan_has_weight_gradients_and_one_model_alone_is_planned_too():
     planner = Planner(2, split=True, memory_cap=1.0)
     learned(planner, even(kinds="FBW"))

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from small_network import Network, loss
 from test_moves import DTYPES, PAIRS, accumulate, assert_same, engine, group, run, same, saved, stages, states_of  # noqa: F401
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -44,6 +45,28 @@ def test_a_step_that_is_skipped_leaves_no_trace(tmp_path, stage, dtype):
     ours, theirs = saved(hurt, tmp_path / "hurt"), saved(clean, tmp_path / "clean")
     assert_same(ours, theirs)
     assert all(tensor.isfinite().all() for tensor in ours.values()) and hurt.get_lr() == clean.get_lr()
+
+
+class NetworkWithTower(Network):
+    """Its last layer is no part of the forward pass: a trained tower gets its gradient at the end of a step."""
+
+    def forward(self, x):
+        return torch.tanh(self.layers[1](torch.tanh(self.layers[0](x * self.scale))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", range(4))
+def test_a_parameter_outside_the_first_backward_does_not_keep_the_last_gradient(stage):
+    settings = ActorConfig(zero_stage=stage, grad_clip=0.0)
+    model, norms = DeepSpeedModel(trainable(NetworkWithTower(), settings, OptimConfig(lr=0.0), "cpu"), 1), []
+    for factor in (3.0, 1.0, 3.0):
+        for seed in (0, 1):
+            model.backward(loss(model.engine, seed))
+        tower = list(model.module.layers[2].parameters())
+        with model.gathered(tower):
+            model.backward(factor * sum(each.sum() for each in tower))
+        norms.append(model.step(1.0, 1.0)["grad_norm"])
+    assert norms[0] == norms[2] > norms[1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -206,6 +206,8 @@ def test_rejections_by_the_cluster_name_the_remedy(monkeypatch, tmp_path):
 
     with pytest.raises(SubmitError, match="--token-file"):
         submission._bounded(lambda: refuse("Request failed with status code 401"), "submit the job")
+    with pytest.raises(SubmitError, match="--dashboard-agent-listen-port=PORT"):
+        submission._bounded(lambda: refuse("status code 500: No available agent to submit job"), "submit the job")
     with pytest.raises(SubmitError, match="check --address"):
         submission._bounded(lambda: refuse("Failed to connect"), "connect")
     monkeypatch.setattr(submission, "CALL_S", 0.01)

@@ -22,12 +22,11 @@ from rlfuse.errors import ConfigError
 from rlfuse.tools.translate import trl
 from rlfuse.tools.translate.command import main, read, translate
 from rlfuse.tools.translate.job import affects_training
-from rlfuse.tools.translate.shell import Script
 from rlfuse.tools.translate.undecided import UNDECIDED
 from rlfuse.tools.translate.verl import CONVERSIONS, DEFAULTS
 
 VERLS = json.loads((Path(__file__).parent / "verl_keys.json").read_text())
-PUBLIC = yaml.safe_load((Path(__file__).parent / "public_commands.yaml").read_text())
+PUBLIC = yaml.load((Path(__file__).parent / "public_commands.yaml").read_text(), yaml.CSafeLoader)
 KNOWN = frozenset(by_name())
 CORRECTION = "algorithm.rollout_correction"
 
@@ -131,6 +130,7 @@ def means(job):
     return {key: value for key, value in settings.items() if is_free(key) or value == "???" or affects_training(key)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", PUBLIC, ids=[given["name"] for given in PUBLIC])
 def test_a_public_command_becomes_the_job_that_it_means(given, tmp_path):
     file = tmp_path / ("config.yaml" if given.get("form") == "yaml" else "run.sh")
@@ -442,6 +442,8 @@ TRL = "trl grpo --model_name_or_path m --dataset_name ./d --reward_funcs a.b.c -
         ("--use_peft", {}, {"model.path": "LoRA is not supported"}),
         ("--use_vllm --vllm_importance_sampling_mode token_truncate --vllm_importance_sampling_cap 2",
          {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": 2.0}, {}),
+        ("--use_vllm --vllm_importance_sampling_clip_min 0.5",
+         {f"{CORRECTION}.rollout_is_threshold_lower": 0.5, "trainer.total_epochs": 3}, {}),
         ("--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs '{\"min_lr_rate\": 0.1}'",
          {"actor.optim.lr_scheduler_type": "cosine", "actor.optim.min_lr_ratio": 0.1}, {}),
         ("--adam_beta2 0.95", {"actor.optim.betas": [0.9, 0.95]}, {}),
@@ -561,62 +563,3 @@ def test_invalid_commands_are_reported(arguments, part, tmp_path, monkeypatch):
         Path(name).write_text(text)
     with pytest.raises(ConfigError, match=part):
         main(arguments)
-
-
-SHELL = r"""
-A="x y"; B=${B:-"${C:-$HOME/q}"}   # comment
-LIST=(one "two $A")
-LIST+=('three#3')
-N=$((2 * (3 + 4) - 1))
-UNKNOWN=$(date +%s)
-for i in 1 2; do INSIDE=$i; done
-LAST=0; for LAST in 1 2; do :; done; SET=1; set_it() { SET=2; }
-NAME=a; NAME+=_b; OPTIONS="x=1 y=$UNSET"; OPTIONS+=" z=3"
-run2 $LAST $SET $NAME $OPTIONS
-run $A "$A" '$A' $'a\tb' $B ${LIST[@]} "${LIST[@]}" $N $PWD/f "$(pwd)" "$UNKNOWN" $INSIDE $EMPTY "$@" \
-   # in between \
-   last=a\ b`date`; other
-"""
-
-
-def test_a_script_is_read_as_a_shell_would_and_never_run():
-    (words,) = [words for words in Script().commands(SHELL) if words[0].text == "run"]
-    assert [word.text for word in words[1:]] == [
-        *("x", "y", "x y", "$A", r"$'a\tb'", "${oc.env:HOME}/q", "one", "two", "x", "y", "three#3"),
-        *("one", "two x y", "three#3"),
-        *("13", "f", ".", "$(date +%s)", "$INSIDE", "$EMPTY", "last=a b`date`"),
-    ]
-    assert [word.unknown for word in words[-4:]] == [("$(date +%s)",), ("$INSIDE",), ("$EMPTY",), ("`date`",)]
-    (words,) = [words for words in Script().commands(SHELL) if words[0].text == "run2"]
-    assert [word.text for word in words[1:]] == ["$LAST", "$SET", "a_b", "x=1", "y=$UNSET", "z=3"]
-    assert [bool(word.unknown) for word in words[1:]] == [True, True, False, False, True, False]
-    for text in ("$((1/0))", "$((9**9**9))", "${A%b}", "'open", '"open', "${open", "$(open", "a=(1", "`a", "\\", "$"):
-        assert next(Script().commands(f"run {text}"))[0].text == "run"
-
-
-ODD = r"""cat > notes.txt <<'END'
-python3 -m verl.trainer.main_ppo data.train_files=never.parquet
-it's no command
-END
-[ -n "$LONG" ] && LENGTH=4096
-ARGS=(
-    data.train_batch_size=64
-    # the reader's own
-    actor_rollout_ref.actor.optim.total_training_steps=500
-)
-python3 -m verl.trainer.main_ppo "${ARGS[@]}" \
-    data.max_response_length=$LENGTH data.max_prompt_length=512 trainer.total_epochs=$EPOCHS \
-    trainer.experiment_name="one \
-two" trainer.project_name=`date +%F` > out.log 2>&1
-"""
-
-
-def test_odd_scripts_are_read_as_a_shell_would(tmp_path):
-    (tmp_path / "run.sh").write_text(ODD)
-    job = translate(read([str(tmp_path / "run.sh")]))
-    assert job.settings["data.train_batch_size"] == 64 and "data.train_files" not in job.settings
-    assert job.settings["trainer.experiment_name"] == "one two", "a continued line in quotes is one"
-    assert "trainer.total_training_steps" not in job.settings, "verl puts the run's own number there"
-    assert {"data.max_response_length", "trainer.total_epochs"} <= job.undecided.keys()
-    assert "trainer.project_name=`date +%F`" in str(job.notes)
-    assert "trainer.total_epochs" not in job.settings, "an unknown value is not replaced by the default"

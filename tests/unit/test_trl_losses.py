@@ -2,6 +2,7 @@
 
 import copy
 import json
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from rlfuse.tasks.settings import WarmStart
 from rlfuse.tasks.vocabulary import build_tokenizer
 from rlfuse.tasks.warm_start import build_model
 
-pytestmark = pytest.mark.slow
-pytest.importorskip("trl", reason="TRL is not installed; it is in the extra `dev`")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed; it is in the extra `dev`"),
+]
 MARKED = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}{% generation %} "
     "{{ message['content'] | trim }}{{ eos_token }}{% endgeneration %}{% else %} {{ message['content'] | trim }}"

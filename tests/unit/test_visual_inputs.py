@@ -143,6 +143,7 @@ def test_what_transformers_classifies_by_its_text_part_is_a_reward_model_of_text
         assert "reward.model_backend=hf supports text only" in model.unsupported_reason(pictures)
 
 
+@pytest.mark.slow
 def test_an_engine_takes_the_clips_that_fit_the_context_it_was_given(folder, monkeypatch):
     """Not in the model's own, of which vLLM would hold activations ready, 128,000 tokens of a Qwen2.5-VL."""
     from vllm.v1.engine.llm_engine import LLMEngine

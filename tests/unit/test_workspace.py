@@ -19,6 +19,7 @@ from rlfuse.tools.workspace import CHARTS
 pytestmark = pytest.mark.filterwarnings("ignore:Pydantic V1 style")
 
 
+@pytest.mark.slow
 def test_charts_show_metrics_that_runs_log():
     recorded = {name for row in read_metrics(ROOT / "notebooks" / "data" / "run" / "metrics.jsonl") for name in row}
     metrics = [metric for charts in CHARTS.values() for each in charts.values() for metric in each]
@@ -59,6 +60,7 @@ def test_the_package_is_named_where_it_is_missing(monkeypatch):
         workspace.main(["me/rlfuse"])
 
 
+@pytest.mark.slow
 def test_a_view_that_wandb_rejects_is_one_message(monkeypatch):
     pytest.importorskip("wandb_workspaces")
     monkeypatch.setenv("WANDB_API_KEY", "short")

@@ -1,7 +1,9 @@
 """Rows without advantage: the predicate against gradients of the loss, for every algorithm and every other term."""
 
+import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,13 +13,17 @@ from test_experience import config, groups
 
 from rlfuse.algorithms.experience import Experience
 from rlfuse.algorithms.objectives import actor_objective
-from rlfuse.algorithms.zero_advantage import has_only_zero_terms, skip_blocker, skip_note
+from rlfuse.algorithms.zero_advantage import SKIPPED_SHARE, expects_skips, has_only_zero_terms, skip_blocker, skip_note
 from rlfuse.config.compose import compose_job
 from rlfuse.config.rewards import RewardEntry
 from rlfuse.config.schema import ActorConfig
+from rlfuse.costs.model import Costs
 from rlfuse.costs.spans import skipped_share
 from rlfuse.errors import ConfigError
 from rlfuse.events import Span
+from rlfuse.fusion.lengths import Lengths
+from rlfuse.fusion.tuning import RECENT_STEPS
+from rlfuse.run.build import _tuning
 from rlfuse.run.trial_calls import call_custom_functions
 from rlfuse.samples import padded
 
@@ -70,7 +76,7 @@ def gradients(found, experience, samples):
 
 def skipped_rows(found, samples):
     return {i for i, each in enumerate(samples)
-            if has_only_zero_terms(found.actor, each.tensors, each.response.mask)}  # fmt: skip
+            if has_only_zero_terms(found.actor, each.tensors, each.loss_mask)}  # fmt: skip
 
 
 @pytest.mark.parametrize("preset", sorted(path.stem for path in Path("rlfuse/conf/algorithm").glob("*.yaml")))
@@ -115,34 +121,53 @@ def test_another_term_and_a_custom_loss_without_its_trait_skip_nothing(tmp_path,
 
 
 ROW = {"advantages": [0.0, -0.0, 0.0], "old_log_probs": [-1.0, -2.0, -3.0], "selected": [0.0, 0.0, 0.0]}
+ONES, KL, BONUS = {"advantages": [1.0, 1.0, 1.0]}, {"use_kl_loss": True}, {"entropy_coeff": -0.01}
 
 
 @pytest.mark.parametrize(
-    ("changes", "mask", "mode", "only_zero"),
+    ("changes", "mask", "settings", "only_zero"),
     [
-        ({}, [1, 1, 1], "vanilla", True),
-        ({"advantages": [0.0, 1e-30, 0.0]}, [1, 1, 1], "vanilla", False),
-        ({"advantages": [0.0, np.nan, 0.0]}, [1, 1, 1], "vanilla", False),
-        ({"advantages": [0.0, -np.inf, 0.0]}, [1, 1, 1], "vanilla", False),
-        ({"advantages": [0.0, 1.0, 0.0]}, [1, 0, 1], "vanilla", True),  # a tool's output
-        ({"advantages": [1.0, 1.0, 1.0], "loss_mask": [0.0, 0.0, 0.0]}, [1, 1, 1], "vanilla", True),
-        ({"advantages": [1.0, 1.0, 1.0], "loss_mask": [1.0, 1.0, 1.0]}, [1, 1, 1], "vanilla", False),
-        ({"old_log_probs": [0.0, np.nan, 0.0]}, [1, 1, 1], "vanilla", False),
-        ({"is_weights": [1.0, np.inf, 0.0]}, [1, 1, 1], "vanilla", False),
-        ({"is_weights": [1.0, 2.0, 0.0]}, [1, 1, 1], "gspo", True),
-        ({"selected": [0.0, 1.0, 0.0]}, [1, 1, 1], "kl_cov", False),
-        ({"selected": [0.0, 1.0, 0.0]}, [1, 1, 1], "clip_cov", True),
-        ({}, [1, 1, 1], "kl_cov", True),
+        ({}, [1, 1, 1], {}, True),
+        ({}, [1, 1, 1], KL, False),
+        ({}, [1, 1, 1], BONUS, False),
+        ({}, [1, 1, 1], {"skip_zero_advantage": "false"}, False),
+        ({"advantages": [0.0, 1e-30, 0.0]}, [1, 1, 1], {}, False),
+        ({"advantages": [0.0, np.nan, 0.0]}, [1, 1, 1], {}, False),
+        ({"advantages": [0.0, -np.inf, 0.0]}, [1, 1, 1], {}, False),
+        ({"advantages": [0.0, 1.0, 0.0]}, [1, 0, 1], {}, True),  # a tool's output
+        (ONES, [0, 0, 0], {}, True),  # a truncated response
+        (ONES, [0, 0, 0], KL, True),
+        (ONES, [0, 0, 0], BONUS, True),
+        (ONES, [0, 0, 0], {"skip_zero_advantage": "false"}, False),
+        (ONES, [1, 1, 1], {}, False),
+        ({"old_log_probs": [0.0, np.nan, 0.0]}, [1, 1, 1], {}, False),
+        ({"is_weights": [1.0, np.inf, 0.0]}, [1, 1, 1], {}, False),
+        ({"is_weights": [1.0, 2.0, 0.0]}, [1, 1, 1], {"loss_mode": "gspo"}, True),
+        (ONES | {"is_weights": [0.0, 0.0, 0.0]}, [1, 1, 1], {"loss_mode": "gspo"}, True),  # rejected by rollout_rs
+        (ONES | {"is_weights": [0.0, 0.0, 0.0]}, [1, 1, 1], KL, False),
+        (ONES | {"is_weights": [0.0, 1.0, 0.0]}, [1, 1, 1], {}, False),
+        ({"advantages": [0.0, np.nan, 0.0], "is_weights": [0.0, 0.0, 0.0]}, [1, 1, 1], {}, False),
+        ({"selected": [0.0, 1.0, 0.0]}, [1, 1, 1], {"loss_mode": "kl_cov"}, False),
+        ({"selected": [0.0, 1.0, 0.0], "is_weights": [0.0, 0.0, 0.0]}, [1, 1, 1], {"loss_mode": "kl_cov"}, True),
+        ({"selected": [0.0, 1.0, 0.0]}, [1, 1, 1], {"loss_mode": "kl_cov", "ppo_kl_coef": 0.0}, True),
+        ({"selected": [0.0, 1.0, 0.0]}, [1, 1, 1], {"loss_mode": "clip_cov"}, True),
+        ({}, [1, 1, 1], {"loss_mode": "kl_cov"}, True),
     ],
 )
-def test_the_predicate_reads_advantages_masks_and_selected_tokens(changes, mask, mode, only_zero):
+def test_the_predicate_reads_advantages_weights_masks_and_selected_tokens(changes, mask, settings, only_zero):
+    """Where it holds, the loss and its gradient are 0."""
     tensors = {name: np.array(values, "f4") for name, values in (ROW | changes).items()}
-    assert has_only_zero_terms(ActorConfig(loss_mode=mode), tensors, np.array(mask, bool)) == only_zero
-
-
-def test_the_penalty_of_kl_cov_needs_a_coefficient():
-    tensors = {name: np.array(values, "f4") for name, values in (ROW | {"selected": [1.0, 1.0, 1.0]}).items()}
-    assert has_only_zero_terms(ActorConfig(loss_mode="kl_cov", ppo_kl_coef=0.0), tensors, np.ones(3, bool))
+    actor = ActorConfig(**settings)
+    assert has_only_zero_terms(actor, tensors, np.array(mask, bool)) == only_zero
+    if not only_zero:
+        return
+    given = {name: torch.from_numpy(values)[None] for name, values in tensors.items()}
+    given["ref_log_probs"] = given["old_log_probs"] - 0.1
+    for moved in (-0.5, 0.1, 0.5):
+        log_probs = (given["old_log_probs"] + moved).requires_grad_()
+        loss, _ = actor_objective(actor, log_probs, log_probs.exp(), torch.tensor([mask]) > 0, given, 6)
+        loss.backward()
+        assert loss == 0 and not log_probs.grad.any()
 
 
 CUSTOM = """
@@ -158,11 +183,18 @@ def shifted(log_probs, advantages): return (0.1 - advantages) * log_probs
 def coupled(log_probs, advantages): return -(advantages - advantages.mean()) * log_probs
 @policy_loss(zero_without_advantage=True)
 def rescaled(log_probs, advantages): return -advantages * log_probs / len(log_probs)
+@policy_loss(zero_without_advantage=True)
+def penalised_above(log_probs, old_log_probs, advantages):
+    return (log_probs - old_log_probs - 0.2).clamp(min=0) - advantages * log_probs
+@policy_loss(zero_without_advantage=True)
+def penalised_below(log_probs, old_log_probs, advantages):
+    return (old_log_probs - log_probs - 0.2).clamp(min=0) - advantages * log_probs
 """
 
 
 @pytest.mark.parametrize(("name", "holds"), [("declared", True), ("plain", True), ("shifted", False),
-                                             ("coupled", False), ("rescaled", False)])  # fmt: skip
+                                             ("coupled", False), ("rescaled", False),
+                                             ("penalised_above", False), ("penalised_below", False)])  # fmt: skip
 def test_a_declared_trait_is_verified_before_the_run(tmp_path, monkeypatch, name, holds):
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(CUSTOM)
@@ -186,12 +218,15 @@ def test_the_key_takes_auto_or_false(written):
         (["algorithm=dr_grpo"], "responses without advantage are skipped"),
         (["algorithm=dr_grpo", "actor.entropy_coeff=0.01"], "are not skipped .*: actor.entropy_coeff=0.01 adds"),
         (["algorithm=grpo", "actor.use_kl_loss=true"], "are not skipped .*: actor.use_kl_loss=true adds"),
+        (["algorithm=rloo", "algorithm.use_kl_in_reward=true"], "are not skipped .*: algorithm.use_kl_in_reward=true"),
+        (["algorithm=distill", "ref.path=teacher"], "^$"),
         (["algorithm=dr_grpo", "actor.skip_zero_advantage=false"], "^$"),
         (["algorithm=ppo"], "^$"),  # whitened
     ],
 )
 def test_a_job_says_what_it_skips_and_why_not(words, says):
-    assert re.search(says, skip_note(composed(*words)))
+    found = composed(*words)
+    assert re.search(says, skip_note(found)) and expects_skips(found) == ("are skipped" in says)
 
 
 @pytest.mark.parametrize(
@@ -202,6 +237,9 @@ def test_a_job_says_what_it_skips_and_why_not(words, says):
         ({"algorithm__rollout_correction__rollout_is": "token"}, ()),
         ({"algorithm__old_log_probs": "engine"}, ()),
         ({"actor__use_kl_loss": True}, ()),
+        ({"actor__use_kl_loss": True, "actor__mask_truncated_completions": True}, ("old_log_prob", "ref")),
+        ({"actor__use_kl_loss": True, "algorithm__filter_groups__enable": True}, ("old_log_prob", "ref")),
+        ({"actor__mask_truncated_completions": True, "actor__skip_zero_advantage": "false"}, ()),
         ({"actor__skip_zero_advantage": "false"}, ()),
         ({"data__train_batch_size": 64, "actor__ppo_mini_batch_size": 64}, ()),  # one update, which computes them
     ],
@@ -228,3 +266,13 @@ def test_the_share_of_a_recorded_step_is_that_of_its_updates():
 
     passes = Span("update_actor", "driver", 0.0, 1.0, samples=("1/0/0",))
     assert skipped_share([passes, step(30, 0), step(10, 10)]) == 0.25 and skipped_share([passes]) == 0.0
+
+
+def test_a_resumed_run_expects_the_share_of_its_last_steps(tmp_path):
+    rows = [{"step": 0}, *({"step": step, SKIPPED_SHARE: step / 10} for step in range(1, 7))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = SimpleNamespace(folder=tmp_path, drained=set(), returning=set())
+    trainer = SimpleNamespace(lockstep=False, lockstep_backward=False, pipelined=False)
+    engines = SimpleNamespace(rollout=[None], trainer=trainer)
+    tuning = _tuning(composed("algorithm=dr_grpo"), job, engines, Costs(), Lengths(8), print)
+    assert tuning.skipped_share == pytest.approx((0.3 + 0.4 + 0.5 + 0.6) / RECENT_STEPS)

@@ -324,6 +324,8 @@ class World:
                 missing -= {sample.id for group in board.groups if not has_baseline(group) for sample in group.samples}
             if kind in {*self.experience.deferred, *self.experience.loss_only}:
                 missing -= self.trainer.skipped
+            if kind in self.experience.loss_only and self.scene.batches is not None:  # replaced groups need none
+                missing &= {sample.id for group in kept for sample in group.samples}
             assert not missing, f"{kind} is missing"
         chosen = [number for number in range(len(board.groups)) if number in self._chosen(board)]
         parts = [chosen[i : i + self.scene.mini_batch] for i in range(0, len(chosen), self.scene.mini_batch)]

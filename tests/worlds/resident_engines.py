@@ -11,7 +11,6 @@ import signal
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 
-from rlfuse.engines.memory.residency import ResidencyReplay
 from rlfuse.engines.weights.sync import WeightPush
 from rlfuse.engines.weights.tower_push import TowerPush
 from rlfuse.errors import EngineLost, NotSaved
@@ -19,6 +18,7 @@ from rlfuse.protocols import PARTS, DeviceSharing
 from rlfuse.run.starting import start_parts
 from worlds.playing import World
 from worlds.random_engines import Rollout, Trainer
+from worlds.residency_replay import ResidencyReplay
 
 BUCKETS = [["embedding"], ["layer"]]
 

@@ -1,9 +1,8 @@
 """Compile and load DeepSpeed's operations, one process per machine at a time.
 
-Role: ranks call `load` before they join, driven by `load_on_all_ranks`; `rlfuse runs clean` removes `stale_locks`.
 torch's file `lock` in an extension's folder names no owner and outlives a killed process, so `rlfuse.lock` (a flock
-with the owner's name) guards the whole folder: its holder knows that no run compiles, and removes torch's stale locks.
-torch writes at every load: operations in a folder of another user are copied to this user's cache folder.
+with the owner's name) guards the folder; its holder removes torch's stale locks. torch writes at every load, so
+operations in a folder of another user are copied to this user's cache folder.
 """
 
 from __future__ import annotations

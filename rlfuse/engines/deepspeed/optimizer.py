@@ -155,6 +155,8 @@ def take_step(engine: deepspeed.DeepSpeedEngine, count: float, world: int) -> fl
             engine.step()
         finally:
             engine.optimizer.loss_scale = 1.0  # otherwise the next backward would multiply by it
+    if stage == 3:  # otherwise kept for parameters that the first backward of the next step does not reach
+        engine.optimizer.grad_partitions_flat_buffer.zero_()
     return float(engine.get_global_grad_norm())
 
 

@@ -1,9 +1,8 @@
 """Vocabulary-parallel head: all devices of a pipeline hold a share of the policy's vocabulary.
 
-Role: a pipeline rank creates one `HeadShares` per such model; the executor calls it at an `H` of the schedule. The last
-stage broadcasts hidden states; each device computes its share of the logits and exchanges an online softmax [4, R];
-gradients of the hidden states are summed on the last stage. `fusion.schedules.shared_heads` defines the order. NCCL
-connects before a schedule runs, as in `p2p_groups`. Waits for the pipeline's devices, at most the executor's limit.
+The last stage broadcasts hidden states; each device computes its share of the logits and exchanges an online softmax
+[4, R]; gradients of the hidden states are summed on the last stage, in the order of `fusion.schedules.shared_heads`.
+Waits for the pipeline's devices, at most the executor's limit.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Placement of pipeline stages on devices, as pure functions of a model's parallel degrees.
 
-Role: used by the executor for transfers, by ranks for loading, and by the group for distributing rows. Devices are
-numbered within a block; a block runs one schedule. With data parallelism over blocks, device d of block b is rank
-b * devices + d. With tensor parallelism (`trainer.tensor_parallel`), a device consists of consecutive ranks: all run
-its row of the schedule, each with its share of every layer, and send to the ranks with the same share.
+Devices are numbered within a block, which runs one schedule: device d of block b is rank b * devices + d. With tensor
+parallelism (`trainer.tensor_parallel`), a device consists of consecutive ranks, each with its share of every layer.
 """
 
 from __future__ import annotations

@@ -8,11 +8,9 @@ reach the first layer unchanged (`stages.check_first_layer`), and checkpoints wi
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import cached_file
 
@@ -22,6 +20,7 @@ from rlfuse.engines.pipeline.partition import LayerCosts, Part, logits_fraction,
 from rlfuse.engines.trainer.dropout import zero_fields
 from rlfuse.engines.trainer.families import head_name, value_class
 from rlfuse.engines.trainer.models import prepare_for_training
+from rlfuse.tensor_files import map_tensors
 from rlfuse.video.models.base import register_language_models
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -117,17 +116,17 @@ def _rows(model: PreTrainedModel) -> slice:
 def _fill(model: PreTrainedModel, path: str, part: Part) -> None:
     """Load the weights at `path` in place of meta tensors, and compute the rotary table."""
     names = set(model.state_dict())
-    files = _files(path)
+    found = _tensors(path)
     aliases = {name: name for name in names}
-    if is_tied(model) and HEAD not in files:
+    if is_tied(model) and HEAD not in found:
         aliases[HEAD] = EMBEDDING
-    aliases |= {alias: name for name in files if (alias := head_name(name)) in names}
+    aliases |= {alias: name for name in found if (alias := head_name(name)) in names}
     dtypes = dict.fromkeys(names, model.dtype) | {name: each.dtype for name, each in model.named_buffers()}
     state: dict[str, torch.Tensor] = {}
     share = {name for name in names if part.shares_head and name.startswith("lm_head.")}
-    for some, rows in ((names - share, None), (share, _rows(model) if share else None)):
-        found = _read(files, {aliases[name] for name in some}, rows)
-        state |= {name: found[aliases[name]].to(dtypes[name]) for name in some if aliases[name] in found}
+    for name in names:
+        if (saved := found.get(aliases[name])) is not None:
+            state[name] = (saved[_rows(model)] if name in share else saved).to(dtypes[name], copy=True)
     for name in names - state.keys():
         if name.startswith("score."):
             state[name] = torch.zeros(model.get_parameter(name).shape, dtype=dtypes[name])
@@ -148,27 +147,12 @@ def _fill(model: PreTrainedModel, path: str, part: Part) -> None:
         )
 
 
-def _files(path: str) -> dict[str, str]:
-    """Return tensor name -> safetensors file."""
+def _tensors(path: str) -> dict[str, torch.Tensor]:
+    """Return all tensors at `path`, mapped into memory."""
     quiet = {"_raise_exceptions_for_missing_entries": False}
     if index := cached_file(path, "model.safetensors.index.json", **quiet):
-        shards = json.loads(Path(index).read_text())["weight_map"]
-        local = {shard: cached_file(path, shard) for shard in set(shards.values())}
-        return {name: local[shard] for name, shard in shards.items()}
+        shards = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
+        return {name: tensor for shard in shards for name, tensor in map_tensors(cached_file(path, shard))}
     if whole := cached_file(path, "model.safetensors", **quiet):
-        with safe_open(whole, "pt") as tensors:
-            return dict.fromkeys(tensors.keys(), whole)
+        return dict(map_tensors(whole))
     raise FileNotFoundError(f"{path} has no model.safetensors, which pipeline stages need. Convert the checkpoint.")
-
-
-def _read(files: dict[str, str], names: Iterable[str], rows: slice | None = None) -> dict[str, torch.Tensor]:
-    """Return tensors by name, or only `rows` of each."""
-    names_by_file: dict[str, list[str]] = {}
-    for name in names:
-        if name in files:
-            names_by_file.setdefault(files[name], []).append(name)
-    found = {}
-    for file, inside in names_by_file.items():
-        with safe_open(file, "pt") as tensors:
-            found |= {name: tensors.get_slice(name)[rows] if rows else tensors.get_tensor(name) for name in inside}
-    return found

@@ -1,10 +1,9 @@
 """Point-to-point process groups of the stages: one group of two ranks per lane, connected before the first transfer.
 
-Requirements of NCCL: a communicator runs calls in the order of posting, so a send must not share one with earlier
-receives whose peer may wait for it; hence a group per lane and pair of ranks. NCCL connects two ranks in their first
-call and blocks the host meanwhile; hence one number is sent through every lane here, in the same order on all ranks.
-Streams must run concurrently (`cluster.cuda.pipeline_settings`, `_options`). Collective over all ranks, which wait
-slightly more than `timeout` seconds at most. (Not tested on GPUs.)
+An NCCL communicator runs calls in the order of posting, so a send must not share one with earlier receives whose peer
+may wait for it. NCCL connects two ranks in their first call and blocks the host meanwhile, so one number is sent
+through every lane here, in the same order on all ranks. Waits slightly more than `timeout` seconds. (Not tested on
+GPUs.)
 """
 
 from __future__ import annotations

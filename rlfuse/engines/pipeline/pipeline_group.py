@@ -1,9 +1,7 @@
-"""The driver's handle of all pipeline ranks.
+"""The driver's handle of all pipeline ranks, the counterpart of `TrainerGroup`.
 
-Role: the counterpart of `TrainerGroup` for pipeline stages. Distributes rows over blocks, pipelines and micro-batches,
-sends them with a schedule, and returns results in the order of the rows. With tensor parallelism, all ranks of a device
-get its work and the first one returns results. Invariants and waits: as `trainer.rank_group`; every call needs all
-ranks.
+Distributes rows over blocks, pipelines and micro-batches, sends them with a schedule, and returns results in the order
+of the rows. With tensor parallelism, all ranks of a device get its work and the first one returns results.
 """
 
 from __future__ import annotations

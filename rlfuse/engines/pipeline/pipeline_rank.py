@@ -1,11 +1,9 @@
 """A pipeline rank: its stages of actor, critic and reference, those of each model in a `StagesModel`.
 
-Role: `PipelineGroup.start` makes this class a Ray actor. Ranks form blocks of devices; every block runs the same
-schedule on different rows. Data parallelism of a model is over its pipelines in all blocks. With tensor parallelism, a
-device has several ranks, and the first one returns and writes what all have. `setup`, `run`, `step`, `save` and `load`
-are collective: every rank gets the call and waits for its peers, at most cluster.timeout_s.
-Invariants: as in `TrainerRank`, gradients and diagnostics are sums until the step divides once. If head and embedding
-are one tensor on two stages, both copies get the sum of both gradients, which counts once in the norm.
+With tensor parallelism, a device has several ranks, and the first one returns and writes what all have. `setup`,
+`run`, `step`, `save` and `load` are collective and bounded by cluster.timeout_s. Invariants: gradients and diagnostics
+are sums until the step divides once. If head and embedding are one tensor on two stages, both copies get the sum of
+both gradients, which counts once in the norm.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The controller's `Trainer` with pipeline parallelism: plans schedules, which the group runs.
 
-Role: `rlfuse.run.build` starts one if `training.pipeline_parallel_size` is above 1. Actor and critic share devices in
-opposite directions. A `Planner` searches the schedule in a thread, from measured durations; passes that the fusion
-policy chose fill its bubbles. Slow ranks get fewer rows or, at a checkpoint, fewer layers (`slow_devices`). Stages are
-split by modelled costs at first, and by measured ones from a checkpoint on. Waits for the search (seconds) and the
-group.
+Actor and critic share devices in opposite directions. A `Planner` searches the schedule in a thread, from measured
+durations; passes that the fusion policy chose fill its bubbles. Slow ranks get fewer rows or, at a checkpoint, fewer
+layers (`slow_devices`). Stages are split by modelled costs at first, and by measured ones from a checkpoint on.
 """
 
 from __future__ import annotations

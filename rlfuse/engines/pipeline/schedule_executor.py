@@ -1,11 +1,8 @@
 """Run one device's row of a pipeline schedule over torch.distributed, for all models on the device.
 
-Role: called by pipeline ranks, on all ranks of a block with the same schedule (`fusion.schedules.transfers`). Results
-are sent through lanes, each a process group (`p2p_groups`), or passed in a dictionary to a stage on the same device.
-Invariants: messages arrive in the order of the peer's row, with tags (gloo) or without (NCCL); sends never wait and
-receives do not wait for each other (`waits`); collectives of shared heads and layers have one order on all ranks. After
-an error the process group is unusable. Waits: before an operation for its input, in a shared head for the other
-devices, at the end for its sends.
+Results are sent through lanes, each a process group (`p2p_groups`), or kept for a stage on the same device.
+Invariants: messages arrive in the order of the peer's row, with tags (gloo) or without (NCCL); sends never wait;
+collectives of shared heads and layers have one order on all ranks. After an error the process group is unusable.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Split backward pass: input gradients immediately, weight gradients of linear layers immediately or later.
 
-Role: `split_linears` prepares a stage's model; its `Tape` computes weight gradients in B or later in `run` (the W of
-Zero Bubble, Qi et al. 2023, arXiv 2401.10241), including those of a rank's share of a layer
-(`trainer.tensor_parallel`). Invariants: both modes do the same arithmetic. A linear layer's weight gets its gradient
-only from the tape; norms, other biases and embeddings get theirs in B. After B only inputs and output gradients of
-linear layers are kept.
+A `Tape` computes weight gradients in B or later in `run` (the W of Zero Bubble, Qi et al. 2023, arXiv 2401.10241),
+with the same arithmetic. Norms, other biases and embeddings get their gradients in B. After B only inputs and output
+gradients of linear layers are kept.
 """
 
 from __future__ import annotations

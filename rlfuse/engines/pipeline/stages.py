@@ -1,9 +1,7 @@
 """Computation of a stage: forward, backward and weight gradients of micro-batches, and its share of the head.
 
-Role: the executor calls `forward`, `backward`, `weight_gradients` and `head` in the order of a schedule; the rank sets
-the micro-batches before (`begin`) and reads the scores and sums of the last stage afterwards.
-Invariants: activations of F are kept until B, or until W if the backward is split; losses and diagnostics are
-unnormalised sums, as in `TrainerRank`; a micro-batch without B only leaves its scores.
+The executor calls `forward`, `backward`, `weight_gradients` and `head` in the order of a schedule. Activations of F
+are kept until B, or until W if the backward is split; losses and diagnostics are unnormalised sums.
 """
 
 from __future__ import annotations

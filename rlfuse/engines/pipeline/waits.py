@@ -1,11 +1,8 @@
 """Waiting for transfers and timing: on the host with gloo, on CUDA streams with NCCL.
 
-Role: one object per run of a schedule, chosen by backend. Calls: `wait_received` before an operation, `track_send`
-after its result was sent, `mark_end` after it, `finish` at the end of the row; `now` records a moment, `seconds`
-converts it after `finish`. Invariants: a sent tensor lives until the send completes (gloo: a thread waits; NCCL:
-torch's allocator tracks it). With NCCL the host only waits for the operation RUN_AHEAD back. Every wait ends after
-`timeout` seconds with an `EngineError` that names operation and peer; the group's timeout is longer. (Streams: not
-tested on GPUs.)
+A sent tensor lives until the send completes (gloo: a thread waits; NCCL: torch's allocator tracks it). With NCCL the
+host only waits for the operation RUN_AHEAD back. Every wait ends after `timeout` seconds with an `EngineError` that
+names operation and peer; the group's timeout is longer. (Streams: not tested on GPUs.)
 """
 
 from __future__ import annotations

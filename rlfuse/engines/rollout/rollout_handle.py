@@ -1,16 +1,12 @@
 """The driver's handle of one rollout engine; it outlives the engine and replaces it when it is lost.
 
-Implements the controller's `RolloutEngine` and the weight sync's `WeightReceiver`; `timeout_s` bounds every remote
-call.
-
     generate, evict, ... --> actor          _watch --pulse--> actor
           | EngineLost <-- _lose <------------- | no answer, stalled
           +--> _restart: a new actor starts --> wait_ready <-- WeightPush: begin_update, receive, finish_update
 
-Invariants: an engine is lost if its process died, or if it did not answer or made no progress for `heartbeat_s` despite
-having work; then its actor is killed, and every call raises `EngineLost`. An engine that failed with an exception
-(`EngineFailed`) is replaced, unless its replacement fails with the same exception. A replacement generates only after
-`finish_update`.
+An engine is lost if its process died, or if it did not answer or made no progress for `heartbeat_s` despite having
+work; then every call raises `EngineLost`. One that failed with an exception (`EngineFailed`) is replaced, unless its
+replacement fails with the same exception. A replacement generates only after `finish_update`.
 """
 
 from __future__ import annotations

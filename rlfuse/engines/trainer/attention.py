@@ -1,11 +1,9 @@
 """Attention of trained and scored models, defined by a layout of segments instead of a mask of all token pairs.
 
-Role: `attend_by_layout` gives a Hugging Face model this attention; `model_inputs.collate` adds a `Layout` to the
-inputs. A layout splits a batch into causal segments, each optionally with a shared prefix: packed rows compute nothing
-across rows, and one prompt serves all its responses. Scale, window (also from a mask alone: Qwen2-MoE, Phi-MoE),
-softcap (Gemma-2) and sinks (GPT-OSS) are applied or rejected, never ignored. Models without attention interface (Bloom,
-Falcon, MPT, GPT-J) or with chunked or linear attention (Llama-4, Qwen3-Next) keep transformers' attention and get no
-layout. Invariants: the segments cover all tokens in order; memory is linear in the tokens.
+A `Layout` splits a batch into causal segments that cover all tokens in order, each optionally with a shared prefix:
+packed rows compute nothing across rows, and one prompt serves all its responses. Window, softcap (Gemma-2) and sinks
+(GPT-OSS) are applied or rejected, never ignored. Models without attention interface (Bloom, Falcon, MPT, GPT-J) or
+with chunked or linear attention (Llama-4, Qwen3-Next) keep transformers' attention and get no layout.
 """
 
 from __future__ import annotations

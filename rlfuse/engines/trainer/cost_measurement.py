@@ -1,8 +1,7 @@
 """Measurement of the costs of sequence parallelism and of rank speeds, with passes of the real model at startup.
 
-Role: all trainer ranks call `measure_costs` concurrently; the driver plans with one rank's result. Passes are timed
-with all ranks and with some ranks active, as ranks on CPU hosts may share cores; the minimum counts. Waits: for the
-other ranks in every measurement, at most the process group's timeout.
+All trainer ranks call `measure_costs` concurrently. Passes are timed with all ranks and with some ranks active, as
+ranks on CPU hosts may share cores; the minimum counts.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """CUDA graphs for decoder passes of small models, which replace thousands of kernel launches by two.
 
-Role: a trainer rank has one `PassGraphs` for all its models and pads batches to its `sizes`. A pass is captured when a
-size first occurs and replayed later; head, loss and batches of other sizes are launched as usual. Invariants: a replay
-launches the captured kernels, so results are equal. Addresses are fixed: graphs are dropped when weights have moved.
-Gradients pass through autograd, so hooks run, in a different order than in a launched backward. All graphs share one
-memory pool, so only one pass at a time may be between its forward and backward. If capture fails or the first replay
-differs, `stop` turns graphs off and logs the reason. Nothing is recomputed within a graph.
+A pass is captured when a size first occurs and replayed later; head, loss and batches of other sizes are launched as
+usual. Graphs are dropped when weights have moved, as addresses are fixed. All graphs share one memory pool, so only
+one pass at a time may be between its forward and backward. If capture fails or the first replay differs, `stop` turns
+graphs off and logs the reason.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Model families: checks whether a family can be trained, and value-model classes.
 
-Role: runs call `training_problems` at startup; ranks and pipeline stages get the critic's class from `value_class`.
-Loads no weights. Invariant: a value model is its family's base model with a linear head `score` of one output. Its
-folder also loads with transformers' token-classification class if that has the same structure (Qwen2, Llama, ...).
+A value model is its family's base model with a linear head `score` of one output. Its folder also loads with
+transformers' token-classification class if that has the same structure (Qwen2, Llama, ...).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Fused log-probs and entropy of response tokens on GPUs: one pass over the logits, gradient computed in place.
 
-Role: `micro_batch_losses` calls it if `is_fused`; otherwise `algorithms.losses` computes the same, and is the reference
-in tests. Memory plans run it on meta tensors, where no kernel is launched.
-Invariant: needs four float32 numbers per row in addition to the logits; the gradient overwrites the logits.
+`algorithms.losses` computes the same, and is the reference in tests. Needs four float32 numbers per row in addition to
+the logits, which the gradient overwrites. Memory plans run it on meta tensors, where no kernel is launched.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Detect trainer ranks that make no progress in a call.
 
-Role: a rank's `Progress` returns a `Pulse` while another thread computes; the driver's `HangDetector` compares those of
-all ranks in a call. Invariants: a rank that computes is alive however long it takes (on GPUs CPU time is no evidence,
-as a thread that waits for the device spins); a rank that waits in a collective, or has joined more collectives than
-another, does not hang unless all ranks make no progress for long; only time observed by the driver counts.
+A rank that computes is alive however long it takes (on GPUs CPU time is no evidence, as a thread that waits for the
+device spins). A rank that waits in a collective, or has joined more collectives than another, does not hang unless all
+ranks make no progress for long. Only time observed by the driver counts.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Packing of micro-batches for ranks in lockstep with sequence parallelism, as columns of concurrent micro-batches.
 
-Role: pure; used where gradients or weights are sharded over ranks, so that ranks wait for each other in every
-micro-batch. A column takes as long as its slowest micro-batch, so it gets micro-batches of similar time and any degree;
-short units fill the gaps. Invariants: a unit is in one column, on as many consecutive, aligned ranks as its degree; a
-micro-batch has one degree and stays within the budget unless it is a single unit; every rank has equally many
-micro-batches, some without rows.
+Pure. A column takes as long as its slowest micro-batch, so it gets micro-batches of similar time and any degree; short
+units fill the gaps. A unit is in one column, on as many consecutive, aligned ranks as its degree; every rank has
+equally many micro-batches, some without rows.
 """
 
 from __future__ import annotations

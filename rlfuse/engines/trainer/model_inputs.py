@@ -1,8 +1,7 @@
 """Collation of rows into model inputs: packed or padded, with or without shared prompts, whole or this rank's slice.
 
-Role: trainer ranks and pipeline stages call `collate`. Padding is on the right, so causal models need no attention
-mask; positions and layout define attention. Under sequence parallelism all ranks of a group collate the same rows and
-slice the same sheet of tokens; the positions that predict each token are computed before slicing.
+Padding is on the right, so causal models need no attention mask; positions and layout define attention. Under sequence
+parallelism all ranks of a group collate the same rows and slice the same sheet of tokens.
 """
 
 from __future__ import annotations

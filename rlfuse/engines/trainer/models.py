@@ -1,8 +1,7 @@
 """Hugging Face models as the trainer uses them: loading, and a forward pass that computes only response positions.
 
-Role: called by trainer ranks; uses torch and transformers, not DeepSpeed or Ray. Sequences are packed into one row
-(positions restart at every sequence, and the batch's layout separates them) or, for models that cannot, padded; both
-give the same results (`packs_exactly` checks it).
+Sequences are packed into one row (positions restart at every sequence, and the batch's layout separates them) or, for
+models that cannot, padded; both give the same results (`packs_exactly` checks it).
 """
 
 from __future__ import annotations

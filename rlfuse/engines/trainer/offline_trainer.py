@@ -1,8 +1,6 @@
 """Driver-side group of ranks that train one model on a fixed dataset: demonstrations or preference pairs.
 
-Role: used by `rlfuse.run.offline`, over `TrainerRank` or `RewardModelRank` actors. A pair is two rows in one
-micro-batch, chosen before rejected, that share their prompt, so that it is computed once.
-Invariants and waits: as of `TrainerGroup`.
+A pair is two rows in one micro-batch, chosen before rejected, that share their prompt, so that it is computed once.
 """
 
 from __future__ import annotations

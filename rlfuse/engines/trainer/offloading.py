@@ -1,11 +1,9 @@
 """Offloading of models to pinned host memory and back, in place.
 
-Role: ranks move models when a slot changes roles; checkpoints load them while they are written. Masters and moments can
-be offloaded alone or loaded later (actor.optimizer_residency), in a thread and on a separate stream. Invariants: no
-tensor is replaced; storages are emptied and refilled, so views, hooks and optimizer states stay linked, and a storage
-that is missed costs only memory. (DeepSpeed's `offload_states` unlinks masters.) Reading an offloaded tensor kills the
-process or its CUDA context, so ranks reject such calls. Only one move runs at a time. Waits: for all streams of the
-device; for a fetch, at most the limit given at its start.
+No tensor is replaced: storages are emptied and refilled, so views, hooks and optimizer states stay linked (DeepSpeed's
+`offload_states` unlinks masters). Masters and moments can be offloaded alone or loaded later in a thread
+(actor.optimizer_residency). Reading an offloaded tensor kills the process or its CUDA context, so ranks reject such
+calls. Only one move runs at a time.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Driver-side base class of groups of trainer ranks: start, calls, optimizer steps and device moves.
 
-Role: base of `TrainerGroup` (and its `OfflineTrainer`) and `PipelineTrainer`. A rollout slot spans
-`rollout.tensor_model_parallel_size` ranks, which share its rate. Invariants: calls on single slots run concurrently, a
-call on all ranks runs exclusively; a failure is raised once, that of a dead rank before those of ranks waiting for it;
-a rank that hangs in a `WATCHED` call is killed within about cluster.heartbeat_s. Waits at most cluster.timeout_s.
+A rollout slot spans `rollout.tensor_model_parallel_size` ranks. Calls on single slots run concurrently, a call on all
+ranks runs exclusively; a failure is raised once, that of a dead rank before those of ranks waiting for it; a rank that
+hangs in a `WATCHED` call is killed within about cluster.heartbeat_s. Waits at most cluster.timeout_s.
 """
 
 from __future__ import annotations
@@ -129,7 +128,7 @@ class RankGroup:
 
         `lr_factor`: fraction of the full learning rate. ValueError unless `lengths` are the tokens in the loss of the
         rows accumulated since the last step and of the `skipped` ones, in any order. Diagnostics are means over the
-        accumulated rows. Without tokens, or if all rows are skipped, the gradient is 0.
+        accumulated rows. Without tokens, or if all rows are skipped, gradient and loss are 0.
         """
         accumulated = self._accumulated[model]
         if not accumulated and not skipped:
@@ -149,7 +148,7 @@ class RankGroup:
         count = loss_divisor(lengths, mode, longest) if any(lengths) else 1.0
         sums = await self._all("step", f"update the {model}", model, count, lr_factor)
         if not accumulated:
-            sums = [({}, facts) for _, facts in sums]  # without diagnostics of fillers
+            sums = [({"pg_loss": 0.0}, facts) for _, facts in sums]  # without diagnostics of fillers
         return step_metrics(model, sums, count, accumulated)
 
     async def _accumulate_zero(self, model: str) -> None:

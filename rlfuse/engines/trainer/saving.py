@@ -1,8 +1,7 @@
 """Checkpoint files of a rank; neither a slow nor a full disk must stop the rank's collectives.
 
-Role: a rank saves within `checkpoint_writer(models)` and writes every file with `CheckpointWriter.write`. After the
-first failure nothing more is written, but the rank still enters every collective, so that its peers do not wait for it.
-Files are synced to disk when `write` returns, or in the background if they are staged in shared memory.
+After the first failure nothing more is written, but the rank still enters every collective, so that its peers do not
+wait for it. Files are synced to disk when `write` returns, or in the background if they are staged in shared memory.
 """
 
 from __future__ import annotations

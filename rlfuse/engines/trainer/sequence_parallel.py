@@ -1,12 +1,8 @@
-"""Ulysses sequence parallelism over consecutive trainer ranks: each runs all layers on a slice of a micro-batch's
-tokens.
+"""Ulysses sequence parallelism: consecutive trainer ranks run all layers on a slice each of a micro-batch's tokens.
 
-Role: a trainer rank creates one `SequenceParallel` after joining, which gives it its `SequenceSlice` of a micro-batch
-of some degree; where layers are shared, too, the ranks of a part hold the same share. In attention they trade: an
-all-to-all gives each rank whole sequences of some heads, another one gives the slices back (Jacobs et al. 2023, arXiv
-2309.14509). Key-value heads that the degree does not divide are repeated as little as makes them divisible. To backends
-every rank is data-parallel, and the sum over ranks is the gradient. Waits: for the other ranks of the slice's group,
-which run the same micro-batches in the same order; at most the timeout.
+In attention an all-to-all gives each rank whole sequences of some heads, another one gives the slices back (Jacobs et
+al. 2023, arXiv 2309.14509). Key-value heads that the degree does not divide are repeated as little as makes them
+divisible. To backends every rank is data-parallel, and the sum over ranks is the gradient.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Packing of rows into micro-batches with sequence parallelism, from lengths and predicted times.
 
-Role: called before every pass; pure. Rows become units (a row, or the responses to one prompt); units get a
-sequence-parallel degree, ranks and a micro-batch. Invariants: a row is in one micro-batch; one of degree d is on d
-consecutive, aligned ranks; each rank runs higher degrees first, so collectives are in the same order on all ranks;
-budgets hold unless one unit exceeds them at the highest degree. A unit goes to the rank that ends it first; ranks in
-lockstep run equally many micro-batches.
+Pure. Rows become units (a row, or the responses to one prompt); units get a degree, ranks and a micro-batch. A
+micro-batch of degree d is on d consecutive, aligned ranks; each rank runs higher degrees first, so collectives are in
+the same order on all ranks; budgets hold unless one unit exceeds them at the highest degree.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Protocol of a trainer backend: a model sharded over ranks.
+"""Protocol of a trainer backend: a model sharded over ranks, created with `sharded_model(config.actor.strategy)`.
 
-Role: trainer ranks create models with `sharded_model(config.actor.strategy)` and use only this protocol.
-Invariant: gradients are sums until `step` divides them once. Every rank calls `step`, `gathered` and `load`;
+Gradients are sums until `step` divides them once. Every rank calls `step`, `gathered` and `load`;
 `Config.sharded_weights` and `sharded_gradients` say whether passes and backward passes are collective, too.
 """
 

@@ -1,9 +1,8 @@
 """Training state by parameter name: weights and optimizer moments, written under one layout and read under any other.
 
-Role: a backend lists the parts of parameters that its rank holds (`Part`); each rank writes its own parts, without
-communication, and reads the parts that it needs from the files of all ranks. Files: `state_<rank>.safetensors` with
-one-dimensional tensors `<field>/<parameter>`, and their positions in the metadata.
-Invariant: values are written and read in float32, so a run that resumes under the same layout continues bitwise equal.
+Each rank writes its own `Part`s of parameters, without communication, to `state_<rank>.safetensors`: one-dimensional
+float32 tensors `<field>/<parameter>`, with their positions in the metadata. It reads the parts that it needs from the
+files of all ranks; under the same layout they are bitwise equal.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
 """Tensor parallelism over consecutive trainer ranks: each has a share of every decoder layer and processes all tokens.
 
-Role: a rank creates one `TensorParallelGroup` after joining, loads its models with it and passes it to exporters;
-backends get the mesh, and identify shares with `is_share`. Layers are sharded by transformers' tensor-parallel plan of
-the family: `colwise` layers compute some outputs (whole heads in attention), `rowwise` layers take these as inputs and
-are followed by an all-reduce; `replicated_with_grad_allreduce` parameters see some heads only (Megatron-LM, arXiv
-1909.08053). Not sharded: embedding, head, norms, and keys and values if several ranks share a head.
-Transformers' own tensor parallelism is not used: its parameters are DTensors, which DeepSpeed cannot flatten.
-Invariants: ranks of a group get the same rows and compute equal gradients of replicated parameters; a backend sums over
-the ranks with the same share, and counts replicated parameters once in the norm.
-Waits: for the other ranks of the group, which run the same micro-batches in the same order; at most the timeout.
+Layers are sharded by transformers' tensor-parallel plan of the family (Megatron-LM, arXiv 1909.08053): `colwise`
+layers compute some outputs, `rowwise` layers take these as inputs and are followed by an all-reduce. Not sharded:
+embedding, head, norms, and keys and values if several ranks share a head. Transformers' own tensor parallelism uses
+DTensors, which DeepSpeed cannot flatten. Ranks of a group get the same rows and compute equal gradients of replicated
+parameters, which count once in the norm.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Driver-side group of trainer ranks: training, and scoring with the policy, critic and reference.
 
-Role: implements the controller's `Trainer` and the weight sync's `WeightExporter` over `TrainerRank` actors. Assigns
-rows to ranks and micro-batches with `sequence_parallel_packing` and `lockstep_packing`, and returns results in row
-order. A long row is split over several ranks if it has to be or if that is faster. Invariants and waits: as
-`rank_group`.
-
     controller --rows--> TrainerGroup --micro-batches--> rank 0 .. rank N-1   (collectives among the ranks)
+
+Assigns rows to ranks and micro-batches and returns results in row order. A long row is split over several ranks if it
+has to be or if that is faster.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Trainer rank: actor, critic and reference in one process, each a `ShardedModel` over all ranks.
 
-Role: `TrainerGroup.start` runs it as a Ray actor. Collective, bounded by cluster.timeout_s: steps, checkpoints, passes
-with sharded weights, backward passes with sharded gradients, micro-batches of degree d among d ranks
-(`sequence_parallel`) and every pass among ranks with shares of the same layers (`tensor_parallel`). Invariants:
-gradients and diagnostics are sums until the step divides them once, so the gradient does not depend on the split into
-ranks, calls and micro-batches; in a collective pass all ranks run equally many micro-batches, if needed fillers of
-weight 0; of ranks with slices of a micro-batch the first counts diagnostics and returns results; a step with a
-non-finite loss or gradient is skipped on every rank, and non-finite weights are never saved.
+Collective, bounded by cluster.timeout_s: steps, checkpoints, passes with sharded weights, backward passes with sharded
+gradients, micro-batches of degree d among d ranks. Invariants: gradients and diagnostics are sums until the step
+divides them once; in a collective pass all ranks run equally many micro-batches, if needed fillers of weight 0; of
+ranks with slices of a micro-batch the first counts diagnostics and returns results; a step with a non-finite loss or
+gradient is skipped on every rank, and non-finite weights are never saved.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Asynchronous copies of tensors from the host to a GPU, and timing of GPU work.
 
-Role: used where trainer ranks prepare a micro-batch. A copy from pageable memory blocks until the device has finished
-all earlier work; one from pinned memory is queued, so the next micro-batch is prepared while the device computes. On
-CPUs nothing is copied.
+A copy from pageable memory blocks until the device has finished all earlier work; one from pinned memory is queued, so
+the next micro-batch is prepared while the device computes. On CPUs nothing is copied.
 """
 
 from __future__ import annotations

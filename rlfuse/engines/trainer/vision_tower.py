@@ -1,12 +1,9 @@
 """Vision tower trained with the policy: clips are encoded again in the backward pass, from their embeddings' gradients.
 
-Role: one per trainer rank; `TrainerRank` gets the rows of every pass from it, and passes it the gradients of their
-embeddings. A step adds its float32 sums to the actor's gradients (one norm, one optimizer) and copies the new weights
-back; a rank holds the tower's weights twice, in the backend and, unsharded, here. Invariants: the loss uses the same
-embeddings as rollouts, rounded to bf16: cached ones until the tower is updated within a step, then those of the current
-tower, so PPO's ratio is 1 before an update. The reference uses the initial tower, which needs another encoding after
-updates; the critic uses cached embeddings and does not train them. A micro-batch encodes a clip once with gradient,
-`step` units at a time. Only `add_gradients_to` and `copy_weights_from` are collective.
+A step adds the tower's float32 sums to the actor's gradients (one norm, one optimizer) and copies the new weights
+back. The loss uses the same embeddings as rollouts, rounded to bf16: cached ones until the tower is updated within a
+step, so PPO's ratio is 1 before an update. The reference uses the initial tower; the critic uses cached embeddings and
+does not train them. Only `add_gradients_to` and `copy_weights_from` are collective.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Rollout backend on transformers, for CPU hosts and models that vLLM does not support.
 
-Role: the Ray actor of `rollout.name=transformers`. It decodes a left-padded batch, which samples join and leave between
-two steps, in a thread, so that the actor can answer calls.
-
     generate, evict, receive -> [event loop: waiting, active] -> step in a thread -> tokens -> responses
 
-Invariants: a token depends only on logits, seed and position; samples in flight keep their tokens when weights change,
-and their caches are recomputed. `generate` waits for its samples, `evict` and `begin_update` for the current step.
+Samples in flight keep their tokens when weights change, and their caches are recomputed. `generate` waits for its
+samples, `evict` and `begin_update` for the current step.
 """
 
 from __future__ import annotations

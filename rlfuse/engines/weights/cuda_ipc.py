@@ -1,10 +1,7 @@
 """Share weights through CUDA IPC with engines on the same GPU: the trainer ranks' functions, called by `WeightPush`.
 
-    each rank packs a bucket --one CUDA IPC handle--> workers on the same GPU copy its tensors out, load them
-
-Each bucket has a buffer on the device, allocated until the engines have loaded it: torch pairs one export with one
-receiver. Contract tests check it against vLLM 0.32. It ran on one H200 with a handle per tensor; packed buckets are
-untested there.
+Each bucket is packed into one buffer with one handle, allocated until the engines have loaded it: torch pairs one
+export with one receiver. It ran on one H200 with a handle per tensor; packed buckets are untested there.
 """
 
 from __future__ import annotations

@@ -17,11 +17,10 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlfuse.cluster import nodes, scratch
 from rlfuse.cluster.placement import Slots
-from rlfuse.cluster.remote import call
+from rlfuse.cluster.remote import call, on_node
 from rlfuse.cluster.scratch import SHARED_MEMORY
 from rlfuse.cluster.worker_environment import worker_environment
 from rlfuse.errors import EngineError
@@ -108,11 +107,10 @@ def stagings(engines: Sequence[Any], slots: Slots, timeout_s: float) -> list[Sta
     """Return a staging for each node. `engines`: in slot order."""
     if [node.id for node in slots.nodes] == [nodes.this_node_id()]:
         return [StagingHandle(engines, WeightStaging())]
-    remote, environment = ray.remote(WeightStaging), {"env_vars": worker_environment(slots.device)}
+    environment = worker_environment(slots.device)
     found, per_node, local = [], len(engines) // len(slots.nodes), slots.count // len(slots.nodes)
     for i, node in enumerate(slots.nodes):
-        there = NodeAffinitySchedulingStrategy(node.id, soft=False)
-        staging = remote.options(num_cpus=0, scheduling_strategy=there, runtime_env=environment).remote()
+        staging = on_node(WeightStaging, node.id, environment).remote()
         mine, its_slots = engines[i * per_node : (i + 1) * per_node], range(i * local, (i + 1) * local)
         found.append(StagingHandle(mine, staging, node, its_slots, timeout_s))
     return found

@@ -1,8 +1,6 @@
 """Push of the trained vision tower from the trainer to the encoder ranks, as part of every weight push.
 
-Role: called by `engines.weights.sync.WeightPush` while trainer ranks are on their devices, with
-`video.freeze_vision_tower=false`. Keys of embeddings contain the tower's version, so that older
-embeddings are not reused. Waits for trainer and encoder ranks, each with its own limit.
+Keys of embeddings contain the tower's version, so that older embeddings are not reused.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Call a custom reward function with the signature it was written for: verl, TRL, OpenRLHF, or a list of samples.
 
 Parameter names select the shape. A function receives only the columns that it names, unless it has `**kwargs`. verl
-passes no columns except `extra_info`; in its shapes a column is passed only to a parameter without a default.
-Functions receive copies. An exception or invalid result fails only the samples of that call; only Ctrl-C by the user
-propagates. Ordinary functions run on the calling thread, coroutines on one event loop in a separate thread.
+passes no columns except `extra_info`; in its shapes a column is passed only to a parameter without a default. An
+exception or invalid result fails only the samples of that call. Coroutines run on one event loop in a separate thread.
 """
 
 from __future__ import annotations

@@ -112,18 +112,18 @@ def is_video_model(folder: Path) -> bool:
     return family_of_type(config.get("model_type", "")) is not None
 
 
-def check_head(folder: Path) -> dict[str, Path]:
-    """Return the files with the tensors of the head. Raises RewardError unless they match config.json."""
-    from rlfuse.video.checkpoints import locate_tensors, tensor_shape
+def check_head(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of the head. Raises RewardError unless they match config.json."""
+    from rlfuse.tensor_files import map_tensors, safetensors_files  # imports torch
 
     config = json.loads((folder / "config.json").read_text())
     labels = len(config.get("id2label") or "01")  # transformers omits it for two unnamed labels
     hidden = (config.get("text_config") or config).get("hidden_size")
     try:
-        places = locate_tensors(folder)
+        tensors = {name: each for file in safetensors_files(folder) for name, each in map_tensors(file)}
     except FileNotFoundError as error:
         raise RewardError(f"{KEY}: {error}") from error
-    if WEIGHT not in places:
+    if WEIGHT not in tensors:
         raise RewardError(
             f"{KEY}: {folder} has no {WEIGHT}, so its head would be random. Use a trained reward model with its head "
             "in *.safetensors, not a language model"
@@ -134,22 +134,20 @@ def check_head(folder: Path) -> dict[str, Path]:
             f"{KEY}: {folder} has a {WEIGHT}, but architectures={named} in config.json. If it is a linear layer over "
             "the features of the last token, set architectures to the model's ...ForSequenceClassification"
         )
-    shape = tensor_shape(places[WEIGHT], WEIGHT)
+    shape = list(tensors[WEIGHT].shape)
     if shape[0] != labels or hidden not in (None, *shape[1:]):
         raise RewardError(
             f"{KEY}: {folder} has a {WEIGHT} of shape {shape}, but config.json has {labels} labels (id2label) and "
             f"hidden size {hidden}; use head and config.json of the same model"
         )
-    return {name: places[name] for name in (WEIGHT, BIAS) if name in places}
+    return {name: tensors[name].clone() for name in (WEIGHT, BIAS) if name in tensors}
 
 
 def read_head(folder: str) -> torch.nn.Linear:
     """Read the head of the reward model in this folder. Raises RewardError like `check_head`."""
     import torch
 
-    from rlfuse.video.checkpoints import read_tensor
-
-    tensors = {name: read_tensor(file, name) for name, file in check_head(Path(folder)).items()}
+    tensors = check_head(Path(folder))
     labels, hidden = tensors[WEIGHT].shape
     head = torch.nn.Linear(hidden, labels, bias=BIAS in tensors, device="meta")
     head.load_state_dict({name.removeprefix("score."): each for name, each in tensors.items()}, assign=True)

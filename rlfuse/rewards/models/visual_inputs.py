@@ -1,8 +1,7 @@
 """Build vLLM prompts with the clips and images of a row for a judge or classifier.
 
 The model sees the frames and sizes of the row's plan. Embeddings of the policy's vision tower are reused if file, plan
-and tower are the same; otherwise the model's vision tower computes them, cached up to MAX_CACHED_BYTES. Markers in
-answers are treated as text.
+and tower are the same. Markers in answers are treated as text.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
                             <---outcomes---      <--replies---
 
 A candidate is forked before its test is read and has none of the host's pipes, so its memory contains neither expected
-values nor a way to report success. No code runs before the candidate has reported its isolation. A test may use
-`timeout_s` of CPU time and WALL_TIME_FACTOR times that of wall time; all tests together `total_s` of wall time.
+values nor a way to report success. No code runs before the candidate has reported its isolation.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 r"""Score batches of samples with functions and models in worker processes that may crash or hang (`RewardScorer`).
 
-    score() --put, waits while full--> queue of functions (2 calls per worker) --> handle reward/0 --> RewardWorker
-                                                                              \-> handle reward/1 --> RewardWorker
-            --put, waits while full--> queue of a model, shared by all `score` calls --> handle reward/model --> process
+    score() --put, waits while full--> queue of functions (2 calls per worker) --> handles --> RewardWorker processes
+            --put, waits while full--> queue of a model, shared by all `score` calls --> handle --> its process
     score() <--futures, one per call---------------------------------------- handles
 
-A process runs one call at a time, with a time limit; a process that exceeds it is killed and replaced. Batching and
-order change no reward. A failed call is a `RewardFailure`; a batch that raised or lost its process is repeated sample
-by sample, a batch that timed out is not. If a process cannot start, every waiting `score` raises `EngineError`.
+A process runs one call at a time; one that exceeds its time limit is killed and replaced. A failed call is a
+`RewardFailure`; a batch that raised or lost its process is repeated sample by sample, a batch that timed out is not.
+If a process cannot start, every waiting `score` raises `EngineError`.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from dataclasses import replace
 from functools import partial
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlfuse.cluster.nodes import this_node_id
 from rlfuse.cluster.placement import Slots, reward_device, reward_options
+from rlfuse.cluster.remote import on_node
 from rlfuse.config.rewards import MODEL_PART, RewardConfig, RewardEntry, is_model
 from rlfuse.engines.vllm.offline_engine import environment
 from rlfuse.errors import EngineError, RewardError
@@ -196,6 +195,11 @@ class RewardPool:
         found = ((row.index, why) for row in shown if (why := unsupported_reason(row.visual)))
         return next((f"{entry.name}, row {index}: {why}" for index, why in found), None)
 
+    @property
+    def has_models(self) -> bool:
+        """Whether it has processes of reward models or judges."""
+        return bool(self._models)
+
     async def start(self, slots: Slots | None = None) -> None:
         """Start all processes. `slots`: slots whose GPUs models may share; None for CPU only."""
         shared = asyncio.Queue(2 * max(self._workers, 1))
@@ -310,10 +314,7 @@ class RewardPool:
             self._pace[call.name] = max(pace, self._pace.get(call.name, 0.0) / 2)
 
     def _function_worker(self, index: int, queue: asyncio.Queue[Call]) -> RewardWorkerHandle:
-        # num_cpus=0: an actor whose request doesn't fit would stay pending forever without an error.
-        # On the driver's node, where the files of the functions exist.
-        driver_node = NodeAffinitySchedulingStrategy(this_node_id(), soft=False)
-        actor = ray.remote(RewardWorker).options(num_cpus=0, max_restarts=0, scheduling_strategy=driver_node)
+        actor = on_node(RewardWorker, this_node_id())  # the driver's node, where the files of the functions exist
         sources, where = [pack(self._functions[name]) for name in self._plain], f"reward/{index}"
         create = partial(actor.remote, where, sources, self._settings.timeout_s, self._settings.memory_mb)
         return RewardWorkerHandle(where, queue, create, self._engine_timeout_s)

@@ -1,9 +1,7 @@
-"""List the differences of a job from the run that it resumes: settings, custom files and models, and their effects.
+"""List the differences of a job from the run that it resumes, by content, and their effects.
 
-Models and custom files are compared by content: a moved model is unchanged, an edited reward function is a change.
-
-    changes.jsonl  changed settings, with the step after which they changed
-    inputs.jsonl   digests of models and custom files, with the step
+changes.jsonl  changed settings, with the step after which they changed
+inputs.jsonl   digests of models and custom files, with the step
 """
 
 from __future__ import annotations

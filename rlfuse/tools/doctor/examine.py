@@ -238,12 +238,11 @@ def _ray() -> Finding:
     from rlfuse.cluster import placement
     from rlfuse.config.schema import Config
     from rlfuse.errors import EngineError
-    from rlfuse.run import WORKER_IMPORTS
 
     config = Config()
     config.cluster.device = "cpu"
     try:
-        asyncio.run(placement.start(config, WORKER_IMPORTS))
+        asyncio.run(placement.start(config))
     except EngineError as error:
         return Finding("Ray", "problem", "does not start", str(error))
     finally:

@@ -16,17 +16,17 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from rlfuse.config.facts import is_hub_name
 from rlfuse.config.rewards import read_entries
 from rlfuse.config.secrets import hidden, hidden_text
 from rlfuse.errors import UserError
-from rlfuse.observe.summary import SCORE, versions
+from rlfuse.observe.summary import SCORE, compared_steps, versions
 from rlfuse.observe.tracking import last_validation, read_metrics
 from rlfuse.run_folder.reader import RunFolder, open_run
 from rlfuse.tools.evaluation.source import Source, find
 
 CARD = "README.md"
 VALIDATED = "val-core/"
-WINDOW = 5
 
 
 class PushError(UserError):
@@ -157,12 +157,11 @@ def card_of(source: Source, name: str) -> str:
     run = open_run(source.run) if source.run and (source.run / "config.yaml").is_file() else None
     facts = _facts(run, source.step) if run else {}
     base = run.config["model"]["path"] if run else None
-    on_hub = base and base.count("/") <= 1 and not base.startswith((".", "/", "~")) and not os.path.exists(base)
     kind = "text-generation" if source.answers else "text-classification"
     tags = ["rlfuse", "reinforcement-learning", *([facts["Algorithm"]] if "Algorithm" in facts else [])]
     data = ModelCardData(
         library_name="transformers",
-        base_model=base if on_hub else None,
+        base_model=base if base and is_hub_name(base) else None,
         pipeline_tag=kind,
         tags=tags if source.answers else ["rlfuse", "reward-model"],
     )
@@ -195,10 +194,11 @@ def _facts(run: RunFolder, step: int) -> dict[str, str]:
         "Steps": _batches(phases, step),
     }  # fmt: skip
     if config.get("trainer", {}).get("task", "rl") == "rl":
-        found["Algorithm"] = config.get("algorithm", {}).get("adv_estimator")
+        found["Algorithm"] = str(config.get("algorithm", {}).get("adv_estimator")).rpartition(":")[2]
         found["Reward"] = ", ".join(entry.name or re.split("[:/]", entry.path)[-1] for entry in entries)
         scores = [row[SCORE] for row in rows if SCORE in row]
-        found["Mean reward"] = f"{_mean(scores[:WINDOW])} → {_mean(scores[-WINDOW:])}" if scores else None
+        window = compared_steps(len(scores))
+        found["Mean reward"] = f"{_mean(scores[:window])} → {_mean(scores[-window:])}" if scores else None
     for name in (name for name in last_validation(rows) if name.startswith(VALIDATED)):
         values = [row[name] for row in rows if name in row]
         found[f"Held out, {name.removeprefix(VALIDATED)}"] = f"{values[0]:.3f} → {values[-1]:.3f}"

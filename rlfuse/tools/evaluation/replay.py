@@ -130,7 +130,7 @@ async def scored(
     pool.check_prompts([sample.prompt for sample in samples], reward.max_failure_rate)
     config = Config()
     config.cluster.device = "cpu" if reward.device == "cpu" else "auto"
-    slots = await placement.start(config, WORKER_IMPORTS)
+    slots = await placement.start(config, WORKER_IMPORTS if pool.has_models else None)
     try:
         await pool.start(slots)
         return await pool.score(samples)

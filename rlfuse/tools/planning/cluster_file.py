@@ -223,7 +223,7 @@ class Cluster:
         from rlfuse.tools.planning.calibration import scaled
         from rlfuse.tools.planning.hardware import read_calibration
 
-        found = read_calibration(Path(self.calibration))
+        found = read_calibration(Path(self.calibration)).as_hardware()
         if self.product_ratio is not None:
             found = scaled(found, self.product_ratio, self.copy_ratio)
         if self.peak_tflops is not None and found.train_flops > most * self.peak_tflops * 1e12:

@@ -64,8 +64,8 @@ class Links:
         within = (here - 1) * (self.within_s + size / ranks * nodes / self.within_bytes_per_s)
         return within + (nodes - 1) * (self.between_s + size / ranks / self.between_bytes_per_s)
 
-    def all_reduce(self, size: float, ranks: int, stride: int = 1) -> float:
-        return 2 * self.all_gather(size, ranks, stride)
+    def all_reduce(self, size: float, ranks: int) -> float:
+        return 2 * self.all_gather(size, ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,11 +203,6 @@ def _plain(value: object) -> object:
     return [_plain(each) for each in value] if isinstance(value, tuple | list) else value
 
 
-def read_calibration_file(path: Path) -> Calibration:
+def read_calibration(path: Path) -> Calibration:
     """Read and validate a calibration file. Raises CalibrationError, naming line, field and value."""
     return read_yaml(path, Calibration, CalibrationError, "`rlfuse calibrate` writes such a file")
-
-
-def read_calibration(path: Path) -> Hardware:
-    """Return `as_hardware` of a calibration file."""
-    return read_calibration_file(path).as_hardware()

@@ -17,10 +17,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from rlfuse.config.compose import compose_job, to_config
-from rlfuse.config.declare import as_typed
+from rlfuse.config.declare import as_typed, did_you_mean
 from rlfuse.config.facts import Facts, planning_facts
 from rlfuse.config.input_files import unwritable
-from rlfuse.config.keys import did_you_mean
 from rlfuse.config.schema import Config
 from rlfuse.engines.memory.estimate import GIB
 from rlfuse.engines.memory.model_sizes import served_shapes, shapes_of

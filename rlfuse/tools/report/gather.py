@@ -135,10 +135,10 @@ def _alerts(run: RunFolder, rows: Sequence[Row]) -> list[tuple[int, Alert]]:
 
 
 def _chosen_steps(steps: Mapping[int, Span], most: int) -> list[int]:
-    """Return the steps whose timelines are shown: the median, slowest, last, first and second slowest."""
+    """Return the steps whose timelines are shown: the median first, then the two slowest, the first and the last."""
     by_time = sorted(steps, key=lambda number: steps[number].seconds)
     wanted = [*by_time[len(by_time) // 2 :][:1], *by_time[-1:], *sorted(steps)[-1:], *sorted(steps)[:1], *by_time[-2:]]
-    return sorted(list(dict.fromkeys(wanted))[:most])
+    return [*wanted[:1], *sorted({*list(dict.fromkeys(wanted))[1:most]})]
 
 
 def _rows(run: RunFolder) -> list[Row]:

@@ -51,7 +51,7 @@ def _outcome(run: Gathered) -> tuple[dict[str, str], dict[str, str]]:
     state = state_now(run.run.path, status) if status else "finished" if summary else "not finished"
     above = {
         "state": state + (f": {status.error}" if status and status.error else ""),
-        "steps": str(len(run.steps)) + (f" in {duration(seconds)}" if seconds else ""),
+        "steps": str(len(run.steps)) + (f" in {duration(seconds)}, with startup and validation" if seconds else ""),
         "startup": duration(start_up) if (start_up := sum(row.get("idle/start_up", 0.0) for row in run.steps)) else "",
         "validation": _change(summary.get("val_before"), summary.get("val_after")),
     }
@@ -87,7 +87,7 @@ def _facts(run: Gathered) -> dict[str, str]:
         "sweep": status.sweep if status else "",
         "folder": str(run.run.path),
         "model": str(config["model"]["path"]),
-        "algorithm": config["algorithm"]["adv_estimator"] if policy else config["trainer"]["task"],
+        "algorithm": f"adv_estimator={config['algorithm']['adv_estimator']}" if policy else config["trainer"]["task"],
         "fusion": summary.get("fusion", choice(config["fusion"])) + label if policy else "",
         "slots": str(run.run.slots),
         "versions": ", ".join(f"{name} {version}" for name, version in summary.get("versions", {}).items()),

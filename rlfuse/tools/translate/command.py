@@ -22,10 +22,12 @@ from rlfuse.tools.translate import openrlhf, trl, verl
 from rlfuse.tools.translate.arguments import SETTING, Command
 from rlfuse.tools.translate.job import Translation
 from rlfuse.tools.translate.shell import Script, Word
+from rlfuse.tools.translate.trl_script import read_script
 
 USAGE = """\
 Convert a command of verl, TRL or OpenRLHF to a job file on stdout:
   rlfuse translate run_qwen2-7b_grpo.sh > my_job.yaml      a script with one such command (not executed)
+  rlfuse translate train_grpo.py > my_job.yaml             a Python script that calls a trainer of TRL (not executed)
   rlfuse translate ppo_trainer.yaml > my_job.yaml          a config file of verl, or of the TRL CLI
   rlfuse translate -- python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo ...
   rlfuse translate -- trl grpo --model_name_or_path Qwen/Qwen2.5-0.5B ...
@@ -56,6 +58,8 @@ def read(arguments: list[str]) -> Command:
     origin = "stdin" if name == "-" else Path(name).name
     if name.endswith((".yaml", ".yml")):
         return _parse_yaml(origin, text)
+    if name.endswith(".py"):
+        return read_script(Command("TRL", origin), text)
     script = Script()
     found = [(words, _environment(script)) for words in script.commands(text) if _framework(words)]
     if len(found) == 1:

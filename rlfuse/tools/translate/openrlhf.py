@@ -7,6 +7,7 @@ from typing import Any
 
 from rlfuse.config.declare import as_typed
 from rlfuse.config.documentation import by_name
+from rlfuse.config.other_frameworks import OPENRLHF, keys_of
 from rlfuse.tools.translate.arguments import Command
 from rlfuse.tools.translate.job import Open, Translation
 
@@ -52,29 +53,14 @@ DEFAULTS: dict[str, Any] = {
     "freezing_actor_steps": -1,
 }
 DIRECT = {
-    "pretrain": "model.path",
-    "rollout_batch_size": "data.train_batch_size",
-    "n_samples_per_prompt": "rollout.n",
     "max_epochs": "actor.ppo_epochs",
-    "num_episodes": "trainer.total_epochs",
-    "prompt_max_len": "data.max_prompt_length",
-    "generate_max_len": "data.max_response_length",
-    "micro_train_batch_size": "actor.ppo_micro_batch_size_per_gpu",
     "train_max_tokens_per_gpu": "actor.ppo_max_token_len_per_gpu",
-    "actor_learning_rate": "actor.optim.lr",
-    "critic_learning_rate": "critic.optim.lr",
-    "lr_warmup_ratio": "actor.optim.lr_warmup_steps_ratio",
-    "l2": "actor.optim.weight_decay",
     "max_norm": "actor.grad_clip",
     "gamma": "algorithm.gamma",
-    "lambd": "algorithm.lam",
     "dual_clip": "actor.clip_ratio_c",
-    "value_clip": "critic.cliprange_value",
     "entropy_loss_coef": "actor.entropy_coeff",
     "temperature": "rollout.temperature",
     "top_p": "rollout.top_p",
-    "input_key": "data.prompt_key",
-    "apply_chat_template": "data.prompt_is_chat",
     "gradient_checkpointing": "model.enable_gradient_checkpointing",
     "packing_samples": "model.use_remove_padding",
     "adam_offload": "actor.offload_optimizer",
@@ -82,20 +68,23 @@ DIRECT = {
     "ring_attn_size": "training.ulysses_sequence_parallel_size",
     "actor_num_nodes": "trainer.nnodes",
     "actor_num_gpus_per_node": "trainer.n_gpus_per_node",
-    "vllm_tensor_parallel_size": "rollout.tensor_model_parallel_size",
-    "vllm_gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "eval_temperature": "rollout.val_kwargs.temperature",
     "eval_n_samples_per_prompt": "rollout.val_kwargs.n",
     "overlong_penalty_factor": "reward.overlong_buffer.penalty_factor",
     "save_steps": "trainer.save_freq",
     "eval_steps": "trainer.test_freq",
     "max_ckpt_num": "trainer.max_ckpt_to_keep",
-    "save_path": "trainer.default_local_dir",
     "seed": "data.seed",
     "full_determinism": "trainer.deterministic",
     "wandb_project": "trainer.project_name",
     "wandb_run_name": "trainer.experiment_name",
     "dynamic_filtering": "algorithm.filter_groups.enable",
+    **keys_of(
+        OPENRLHF,
+        "pretrain rollout_batch_size n_samples_per_prompt num_episodes prompt_max_len generate_max_len "
+        "micro_train_batch_size actor_learning_rate critic_learning_rate lr_warmup_ratio l2 lambd value_clip input_key "
+        "apply_chat_template vllm_tensor_parallel_size vllm_gpu_memory_utilization save_path",
+    ),
 }
 """Flags that only have another name."""
 ESTIMATORS = {

@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlfuse.config.declare import as_typed
 from rlfuse.config.documentation import by_name
+from rlfuse.config.other_frameworks import TRL, keys_of
 from rlfuse.errors import ConfigError
 from rlfuse.parsing import parse_yaml
 from rlfuse.tools.translate.arguments import Command
@@ -91,36 +92,28 @@ LOSSES = {
 """loss_type -> (actor.loss_mode, actor.loss_agg_mode)."""
 SCHEDULES = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd"}
 DIRECT = {
-    "learning_rate": "actor.optim.lr",
-    "weight_decay": "actor.optim.weight_decay",
-    "max_grad_norm": "actor.grad_clip",
-    "per_device_train_batch_size": "actor.ppo_micro_batch_size_per_gpu",
-    "gradient_checkpointing": "model.enable_gradient_checkpointing",
-    "model_name_or_path": "model.path",
     "trust_remote_code": "model.trust_remote_code",
-    "save_total_limit": "trainer.max_ckpt_to_keep",
-    "output_dir": "trainer.default_local_dir",
-    "run_name": "trainer.experiment_name",
     "seed": "data.seed",
     "full_determinism": "trainer.deterministic",
+    **keys_of(
+        TRL,
+        "learning_rate weight_decay max_grad_norm per_device_train_batch_size gradient_checkpointing "
+        "model_name_or_path save_total_limit output_dir run_name",
+    ),
 }
 """Settings that only have another name."""
 DIRECT_ONLINE = {
-    "num_generations": "rollout.n",
     "num_generations_eval": "rollout.val_kwargs.n",
-    "num_iterations": "actor.ppo_epochs",
-    "max_completion_length": "data.max_response_length",
     "max_prompt_length": "data.max_prompt_length",
-    "temperature": "rollout.temperature",
-    "top_p": "rollout.top_p",
-    "min_p": "rollout.min_p",
     "entropy_coef": "actor.entropy_coeff",
-    "reward_weights": "reward.weights",
     "shuffle_dataset": "data.shuffle",
-    "chat_template_kwargs": "data.apply_chat_template_kwargs",
     "vllm_gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "vllm_tensor_parallel_size": "rollout.tensor_model_parallel_size",
-    "mask_truncated_completions": "actor.mask_truncated_completions",
+    **keys_of(
+        TRL,
+        "num_generations num_iterations max_completion_length temperature top_p min_p reward_weights "
+        "chat_template_kwargs mask_truncated_completions",
+    ),
 }
 GRPO = {"loss_type", "scale_rewards", "importance_sampling_level", "delta", "multi_objective_aggregation"}
 """Settings that only GRPO has, of those that generate."""
@@ -137,32 +130,18 @@ UNKNOWN = {
 }
 """Settings whose value may be missing in a script -> keys to decide."""
 READ = {
-    *("gradient_accumulation_steps", "steps_per_generation", "generation_batch_size", "num_train_epochs", "max_steps"),
-    *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "beta", "epsilon", "epsilon_high"),
-    *("delta", "loss_type", "scale_rewards", "importance_sampling_level", "multi_objective_aggregation", "top_k"),
-    *("use_bias_correction_kl", "use_vllm", "dataset_name", "dataset_train_split", "dataset_test_split"),
-    *(
-        "reward_funcs",
-        "reward_model_name_or_path",
-        "reward_model_path",
-        "datasets",
-        "save_strategy",
-        "save_steps",
-        "eval_strategy",
-        "eval_steps",
-    ),
-    *("report_to", "dtype", "torch_dtype", "bf16", "fp16", "deepspeed", "max_length", "completion_only_loss"),
+    *("gradient_accumulation_steps", "steps_per_generation", "generation_batch_size", "num_train_epochs"),
+    *("max_steps", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "beta", "epsilon"),
+    *("epsilon_high", "delta", "loss_type", "scale_rewards", "importance_sampling_level"),
+    *("multi_objective_aggregation", "top_k", "use_bias_correction_kl", "use_vllm", "dataset_name"),
+    *("dataset_train_split", "dataset_test_split", "reward_funcs", "reward_model_name_or_path"),
+    *("reward_model_path", "datasets", "save_strategy", "save_steps", "eval_strategy", "eval_steps", "report_to"),
+    *("dtype", "torch_dtype", "bf16", "fp16", "deepspeed", "max_length", "completion_only_loss"),
     *("sapo_temperature_pos", "sapo_temperature_neg", "adam_beta1", "adam_beta2", "adam_epsilon", "project"),
-    *("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha"),
-    *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_cap"),
-    *(
-        "vllm_importance_sampling_clip_max",
-        "assistant_only_loss",
-        "accelerate_config",
-        "config_file",
-        "num_processes",
-        "nproc_per_node",
-    ),
+    *("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha", "vllm_importance_sampling_correction"),
+    *("vllm_importance_sampling_mode", "vllm_importance_sampling_cap"),
+    *("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
+    *("assistant_only_loss", "accelerate_config", "config_file", "num_processes", "nproc_per_node"),
 }
 """Settings that the functions below read together."""
 WITHOUT_EFFECT = re.compile(

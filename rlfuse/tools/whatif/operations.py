@@ -27,7 +27,6 @@ class Operations:
     end: np.ndarray
     waits: np.ndarray  # int [E, 2]: (operation, its dependency)
     group: np.ndarray  # int [N]: operations with the same number synchronize; or `NO_GROUP`
-    communicates: np.ndarray  # bool [N]: True for communication kinds, in a group or not
     pairs: np.ndarray = field(default_factory=lambda: np.empty((0, 3), np.int64))
     """int [P, 3]: forward and backward of a micro-batch on one worker, and their model chunk."""
 

@@ -20,6 +20,7 @@ from rlfuse.simulate.tuning import tune
 from rlfuse.simulate.workload import Workload
 from rlfuse.tools.run_code import policy_code, refuse_code
 from rlfuse.tools.simulate.recorded import config_of, fit_run, recorded_workload
+from rlfuse.tools.whatif import study_trace
 from rlfuse.tools.whatif.causes import SLOW_RATE
 from rlfuse.tools.whatif.run_operations import COMMUNICATION, KINDS, REWARD, operations, recorded_steps
 from rlfuse.tools.whatif.slowdown import COMBINED_KINDS, SLOWEST, Job, JobSlowdown, Run, RunSlowdown, slowest
@@ -68,7 +69,8 @@ def job_answers(job: Job, found: JobSlowdown, without: Sequence[str] = ()) -> It
         yield _replayed(job, "all micro-batches equal", job.even)
     if operations.stages > 1:
         yield _replayed(job, "last stage like the others", job.without(operations.stage == operations.stages - 1))
-    yield _replayed(job, "links 2x faster", np.where(operations.communicates, job.durations / 2, job.durations))
+    links = operations.has_kind(*study_trace.COMMUNICATION)
+    yield _replayed(job, "links 2x faster", np.where(links, job.durations / 2, job.durations))
     for kind in without:
         part = operations.has_kind(*COMBINED_KINDS.get(kind, (kind,)))
         yield _replayed(job, f"{kind} takes no time", np.where(part, 0.0, job.durations))

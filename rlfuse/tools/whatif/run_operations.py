@@ -123,7 +123,6 @@ def operations(
         end=np.array([piece.end for piece in pieces]),
         waits=np.array(waits, dtype=np.int64).reshape(-1, 2),
         group=np.array([groups.get((piece.step, piece.group), NO_GROUP) for piece in pieces]),
-        communicates=np.array([piece.kind in COMMUNICATION for piece in pieces]),
     )
     return RecordedOperations(
         operations=found, workers=tuple(workers), pieces=pieces, steps=tuple(step for step, _ in steps)

@@ -20,6 +20,7 @@ from rlfuse.samples import PASSES
 from rlfuse.tools.whatif.causes import Cause, Evidence, correlation, likely_cause, likely_job_cause
 from rlfuse.tools.whatif.operations import NO_GROUP, Operations, Replay
 from rlfuse.tools.whatif.run_operations import CONTROLLER, DRIVER, RecordedOperations
+from rlfuse.tools.whatif.study_trace import COMMUNICATION
 
 MIN_SLOWDOWN = 1.03  # smaller slowdowns are within the error of the replay
 SLOWEST = 0.03  # share of the workers that `M_W` is about, rounded up
@@ -149,9 +150,9 @@ class Job(_Analysis):
 def ideal_seconds(operations: Operations, seconds: np.ndarray) -> np.ndarray:
     """Return float [N]: mean of each kind of computation, median of each kind of transfer (long tails)."""
     ideal = np.empty(len(operations))
-    for number in range(len(operations.kinds)):
+    for number, name in enumerate(operations.kinds):
         if (of_kind := operations.kind == number).any():
-            typical = np.median if operations.communicates[of_kind].any() else np.mean
+            typical = np.median if name in COMMUNICATION else np.mean
             ideal[of_kind] = typical(seconds[of_kind])
     return ideal
 

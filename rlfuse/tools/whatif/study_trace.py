@@ -31,7 +31,7 @@ TAIL = (
     "optimizer",
 )  # operations after the last backward, in this order
 KINDS = (*COMPUTE, *P2P, DATA[0], *TAIL)
-COMMUNICATION = {*P2P, *DATA, CLIP, EMBEDDING, "layernorm-grads-all-reduce"}
+COMMUNICATION = (*P2P, *DATA, CLIP, EMBEDDING, "layernorm-grads-all-reduce")
 NEEDED = ("dp_rank", "stage", "step", "optype", "start_ts", "duration")
 NUMBERS = {"seq_id": 0, "mc": 0, "mb_id": 0, "gmc": None}
 """Optional columns and their defaults; `gmc` (global model chunk) defaults to the stage for a single chunk."""
@@ -141,7 +141,6 @@ class _Builder:
             end=self.end,
             waits=np.concatenate([np.empty((0, 2), np.int64), *waits]),
             group=group,
-            communicates=np.isin(self.kinds, [KINDS.index(name) for name in COMMUNICATION]),
             pairs=np.concatenate([np.empty((0, 3), np.int64), *self.pairs]),
         )
 

@@ -95,12 +95,9 @@ def test_every_loss_is_counted_explained_and_repaired(runs):
     assert not (runs[1] / "reward_failures.jsonl").exists()
 
 
-def test_repeated_steps_are_generated_from_their_first_responses(runs):
+def test_deterministic_steps_are_repeated_without_drafts(runs):
     """Step 3 was lost after its responses were finished, step 4 while they were generated."""
-    acceptance = [
-        [row.get("fusion/draft_acceptance", 0.0) for row in read_metrics(run / "metrics.jsonl")] for run in runs
-    ]
-    assert acceptance[0] == [0.0] * STEPS and acceptance[1][:2] == [0.0, 0.0]
-    assert acceptance[1][2] > 0.95 and all(share == 0 or share > 0.95 for share in acceptance[1][3:])
+    for run in runs:
+        assert [row.get("fusion/draft_acceptance", 0.0) for row in read_metrics(run / "metrics.jsonl")] == [0.0] * STEPS
     stored = StoredResponses(runs[1] / FILE)
     assert stored.last_step == STEPS and stored.count >= STEPS * 8 * 4

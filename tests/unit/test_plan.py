@@ -148,6 +148,10 @@ def test_engine_memory_follows_its_arguments(large):
     long = {"data__max_prompt_length": 80_000}
     clips = engine(replace(shape, tower=1000), **long)
     assert sizes(clips, "engine")["work space"] > 5 * sizes(engine(shape, **long), "engine")["work space"] / 2
+    few = {"rollout__max_num_seqs": 64}
+    drafts = sizes(engine(shape, **few, rollout__draft="history"), "engine")["work space"]
+    logits = 64 * 16 * shape.vocabulary * 2
+    assert drafts - sizes(engine(shape, **few), "engine")["work space"] == pytest.approx(logits)
 
 
 @pytest.mark.slow

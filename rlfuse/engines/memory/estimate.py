@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from rlfuse.config.quantization import EXPERTS_ONLY
+from rlfuse.config.rollout import HISTORY
 from rlfuse.config.schema import Config
 from rlfuse.engines.memory.activations import (
     PASS_OF,
@@ -26,7 +27,7 @@ from rlfuse.engines.memory.residency import MODELS, PHASES, TRAINING, Item, cont
 from rlfuse.engines.trainer.activation_placement import Place
 from rlfuse.engines.trainer.backends import model_memory
 from rlfuse.engines.vllm.gpu_settings import gpu_arguments
-from rlfuse.engines.vllm.kv_cache import HEADROOM, UNKNOWN, Bounds, max_kv_cache_bytes, size_kv_cache
+from rlfuse.engines.vllm.kv_cache import HEADROOM, HISTORY_TOKENS, UNKNOWN, Bounds, max_kv_cache_bytes, size_kv_cache
 from rlfuse.engines.weights.sync import resolve_transfer
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -281,7 +282,10 @@ def _engine(config: Config, shape: Shape, budget: Budget) -> tuple[list[Part], i
     given |= config.rollout.engine_kwargs
     # Some video models process a clip's whole embedding in one step.
     tokens = max(given["max_num_batched_tokens"], longest if shape.tower else 0)
-    work = given.get("max_num_seqs", config.rollout.max_num_seqs) * shape.vocabulary * SERVED_BYTES / width
+    sequences = given.get("max_num_seqs", config.rollout.max_num_seqs)
+    work = sequences * shape.vocabulary * SERVED_BYTES / width
+    if config.rollout.draft == HISTORY:  # logits of drafts
+        work += min(tokens, sequences * HISTORY_TOKENS) * shape.vocabulary * item / width
     work += _layer_work_space(shape, tokens, item, width)
     if shape.embedded:  # in vLLM's encoder cache, and in the inputs of the layers that receive it
         work += tokens * (2 * shape.embedded - shape.hidden) * item

@@ -2,7 +2,7 @@
 
 Drafts continue at the same position of the response with the same seed while the latest tokens agree with it. After a
 difference they continue where most of the latest tokens agree, in that response or another to the same prompt, because
-tokens may have been inserted or left out. Little agreement gives a short draft.
+tokens may have been inserted or left out; drafts then have one token more than agree, because verification has a cost.
 Invariant: drafts depend on the tokens of the request only, so a sample continues on another engine.
 """
 
@@ -14,10 +14,8 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from rlfuse.engines.vllm.proposer import Proposer
 from rlfuse.engines.vllm.request_arguments import SEPARATOR, draft_of, drawn_tokens
 
-CONTEXT = 8
+CONTEXT = 16
 """Number of latest tokens that are compared with the draft."""
-DRAFTED_PER_AGREED = 4
-"""Draft tokens after a difference, per latest token that agrees and one more."""
 
 
 def continuation(draft: np.ndarray, length: int, recent: np.ndarray, limit: int) -> np.ndarray:
@@ -35,7 +33,7 @@ def continuation(draft: np.ndarray, length: int, recent: np.ndarray, limit: int)
         places, most = np.arange(len(draft)), int(agreed.max(initial=0))
         distances = 2 * np.abs(places - length) + (places > length)
         start = int((4 * (length + len(draft)) * agreed - distances).argmax()) if most else length
-        limit = min(limit, DRAFTED_PER_AGREED * (most + 1))
+        limit = min(limit, most + 1)
     following = draft[start : start + limit]
     ends = np.flatnonzero(following == SEPARATOR)
     return following[: ends[0]] if len(ends) else following

@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
-from rlfuse.engines.vllm.history import CONTEXT, DRAFTED_PER_AGREED
+from rlfuse.engines.vllm.history import CONTEXT
 from rlfuse.engines.vllm.request_arguments import SEPARATOR, draft_of, drawn_tokens
 
 NO_RECENT = -2
@@ -79,7 +79,7 @@ class HistorySpeculator(BaseSpeculator):
         same = ((tokens == rows.gather(1, recent)) | is_prompt).all(1, keepdim=True)
         start, agreed = _best_places(rows, length, torch.where(is_prompt, NO_RECENT, tokens))
         start = torch.where(same | (agreed == 0), length, start)
-        count = torch.where(same, self.limit, DRAFTED_PER_AGREED * (agreed + 1))
+        count = torch.where(same, self.limit, agreed + 1)
         drafts = rows.gather(1, (start + self._steps).clamp(max=rows.shape[1] - 1)).long()
         usable = (self._steps < count) & (drafts != SEPARATOR) & (num_sampled > 0)[: len(indices), None]
         usable = usable.int().cumprod(1).bool()

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -250,6 +251,11 @@ def found_rows(run):
     return sorted(rows, key=lambda row: row["id"])
 
 
+def has_responses_after_checkpoint(run):
+    latest = (run / LATEST).read_text() if (run / LATEST).exists() else ""
+    return latest and StoredResponses(run / DRAFTS).last_step > int(re.search(r"\d+", latest)[0])
+
+
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
     """The folder where each process of `resumed` records which modules it imports."""
@@ -276,7 +282,7 @@ def resumed(job, command, temporary, records, write_shadows):
     [server] = [each for each in workers if "rlfuse.cluster.fork_server" in each.cmdline()]
     forks = [each.name() for each in server.children()]
     assert [name for name in forks if "TrainerRank" in name] and [name for name in forks if "RolloutWorker" in name]
-    wait_for(lambda: (run / LATEST).exists(), "its checkpoint", process)
+    wait_for(lambda: has_responses_after_checkpoint(run), "a response of the step after its checkpoint", process)
     process.kill()
     assert len(workers) > 6 and not all_gone(workers), "nothing outlives a driver that is killed"
     for name in ("metrics", "samples", "events"):  # as if killed in the middle of a row
@@ -308,6 +314,15 @@ def test_killed_and_resumed_adaptive_run_equals_the_uninterrupted_serial_one(res
     run, text = resumed
     assert "resumed from" in text and f"{run}/events.jsonl: skipping the last row (from byte" in text
     assert_same_curves(serial[0], run, range(STEPS + 1))
+
+
+def test_a_step_that_a_kill_interrupted_is_repeated_from_its_first_responses(resumed):
+    run, text = resumed
+    step, count = re.search(r"step (\d+) was repeated: all (\d+) stored responses are identical", text).groups()
+    [acceptance] = [
+        row["fusion/draft_acceptance"] for row in read_metrics(run / "metrics.jsonl") if row["step"] == int(step)
+    ]
+    assert int(count) > 0 and acceptance > 0.9
 
 
 def test_a_run_leaves_nothing_outside_its_folder(resumed, temporary):

@@ -481,6 +481,16 @@ async def test_earlier_responses_change_no_token_and_most_are_accepted(engine, d
         spans = await drained(drafting, "decode")
         steps = sum(span.attributes["steps"] for span in spans)
         accepted[name] = sum(span.attributes.get("accepted", 0) for span in spans), steps
+    await assert_moved_samples_continue_with_drafts(drafting, samples, expected, drawn)
+    tokens, length = sum(map(len, right)), max(map(len, right))
+    assert accepted["right"][0] > 0.8 * tokens and accepted["right"][1] < length / 4
+    for name in ("wrong in parts", "after another response", "with inserted tokens"):
+        assert accepted[name][0] > 0.4 * tokens and accepted[name][1] < length / 2, name
+    assert accepted["shorter"][0] > 0
+    assert accepted["of another vocabulary"] == (0, accepted["of another vocabulary"][1])
+
+
+async def assert_moved_samples_continue_with_drafts(drafting, samples, expected, drawn):
     begun = {
         each.id: Partial(expected[each.id].token_ids[:5], expected[each.id].log_probs[:5], 0)
         for each in samples
@@ -493,12 +503,6 @@ async def test_earlier_responses_change_no_token_and_most_are_accepted(engine, d
         name: expected[name].token_ids.tolist() for name in begun
     }
     assert sum(span.attributes.get("accepted", 0) for span in await drained(drafting, "decode")) > 3 * len(begun) > 0
-    tokens, length = sum(map(len, right)), max(map(len, right))
-    assert accepted["right"][0] > 0.8 * tokens and accepted["right"][1] < length / 4
-    for name in ("wrong in parts", "after another response", "with inserted tokens"):
-        assert accepted[name][0] > 0.4 * tokens and accepted[name][1] < length / 2, name
-    assert accepted["shorter"][0] > 0
-    assert accepted["of another vocabulary"] == (0, accepted["of another vocabulary"][1])
 
 
 # Failures --------------------------------------------------------------------------------------------------------

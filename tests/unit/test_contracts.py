@@ -23,15 +23,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # importing it
 
 ROOT = Path(rlfuse.__file__).parent
 DEEPSPEED, ZERO_1 = "deepspeed.DeepSpeedEngine", "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
+SHARDED = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
 ASYNC_LLM, LLM = "vllm.v1.engine.async_llm.AsyncLLM", "vllm.v1.engine.llm_engine.LLMEngine"
 CUDA = "deepspeed.accelerator.cuda_accelerator.CUDA_Accelerator"
 RECEIVERS = {
     "engines/deepspeed/optimizer.py: engine.optimizer": ZERO_1,
     "engines/deepspeed/optimizer.py: grid": "deepspeed.runtime.pipe.topology.PipelineParallelGrid",
+    "engines/deepspeed/optimizer.py: sharded": SHARDED,
     "engines/deepspeed/states.py: engine": DEEPSPEED,
     "engines/deepspeed/states.py: engine.optimizer": ZERO_1,
     "engines/deepspeed/states.py: wrapper": "deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer",
-    "engines/deepspeed/states.py: zero": "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",
+    "engines/deepspeed/states.py: zero": SHARDED,
     "engines/pipeline/waits.py: work": "torch.distributed.Work",
     "engines/vllm/rollout_worker.py: cache": "vllm.config.CacheConfig",
     "engines/vllm/rollout_worker.py: self._engine": ASYNC_LLM,

@@ -156,7 +156,8 @@ def take_step(engine: deepspeed.DeepSpeedEngine, count: float, world: int) -> fl
         finally:
             engine.optimizer.loss_scale = 1.0  # otherwise the next backward would multiply by it
     if stage == 3:  # otherwise kept for parameters that the first backward of the next step does not reach
-        engine.optimizer.grad_partitions_flat_buffer.zero_()
+        sharded = engine.optimizer
+        sharded.grad_partitions_flat_buffer.zero_()
     return float(engine.get_global_grad_norm())
 
 

@@ -29,7 +29,7 @@ CUDA = "deepspeed.accelerator.cuda_accelerator.CUDA_Accelerator"
 RECEIVERS = {
     "engines/deepspeed/optimizer.py: engine.optimizer": ZERO_1,
     "engines/deepspeed/optimizer.py: grid": "deepspeed.runtime.pipe.topology.PipelineParallelGrid",
-    "engines/deepspeed/optimizer.py: sharded": SHARDED,
+    "engines/deepspeed/optimizer.py: zero": SHARDED,
     "engines/deepspeed/states.py: engine": DEEPSPEED,
     "engines/deepspeed/states.py: engine.optimizer": ZERO_1,
     "engines/deepspeed/states.py: wrapper": "deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer",

@@ -155,10 +155,14 @@ def take_step(engine: deepspeed.DeepSpeedEngine, count: float, world: int) -> fl
             engine.step()
         finally:
             engine.optimizer.loss_scale = 1.0  # otherwise the next backward would multiply by it
-    if stage == 3:  # otherwise kept for parameters that the first backward of the next step does not reach
-        sharded = engine.optimizer
-        sharded.grad_partitions_flat_buffer.zero_()
+    if stage == 3:
+        _clear_gradients(engine.optimizer)
     return float(engine.get_global_grad_norm())
+
+
+def _clear_gradients(zero: Any) -> None:
+    """Clear the gradients of ZeRO 3, which keeps those of parameters that the next first backward does not reach."""
+    zero.grad_partitions_flat_buffer.zero_()
 
 
 @torch.no_grad()

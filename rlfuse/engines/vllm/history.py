@@ -9,6 +9,7 @@ Invariant: drafts depend on the tokens of the request only, so a sample continue
 from __future__ import annotations
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from rlfuse.engines.vllm.proposer import Proposer
@@ -25,11 +26,9 @@ def continuation(draft: np.ndarray, length: int, recent: np.ndarray, limit: int)
     """
     start = length
     if not np.array_equal(draft[length - len(recent) : length], recent):
-        agreed, running = np.zeros(len(draft), np.int64), draft != SEPARATOR
-        for back, token in enumerate(recent[::-1], 1):
-            running[:back] = False
-            running[back:] &= draft[:-back] == token
-            agreed += running
+        padded = np.concatenate([np.full(len(recent), SEPARATOR, draft.dtype), draft])
+        before = sliding_window_view(padded, len(recent))[: len(draft)]
+        agreed = (before == recent)[:, ::-1].cumprod(1).sum(1) * (draft != SEPARATOR)
         places, most = np.arange(len(draft)), int(agreed.max(initial=0))
         distances = 2 * np.abs(places - length) + (places > length)
         start = int((4 * (length + len(draft)) * agreed - distances).argmax()) if most else length

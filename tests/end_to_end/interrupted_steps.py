@@ -94,7 +94,9 @@ class Steps:
             ends = (engine.finish_update(0) for engine in self.given[1]["engines"].rollout)
             await asyncio.gather(*ends, return_exceptions=True)  # one whose bucket was gone has ended it already
         if kind == "a checkpoint":  # what a process that dies there leaves
-            assert not list(self.folder.glob(f"{name}/*.partial"))
+            while await self.given[1]["engines"].trainer.is_saving():  # ranks live on, unlike those of a killed process
+                await asyncio.sleep(0.01)
+            shutil.rmtree(self.folder / name / "global_step_2.partial", ignore_errors=True)
             shutil.copytree(
                 self.folder / name / "global_step_1" / "actor", self.folder / name / "global_step_2.partial"
             )

@@ -57,6 +57,7 @@ report() {
     [ -d "$out/runs/pictures/quickstart-1" ] || quickstart
     [ "$(cut -d, -f1 "$out/quickstart-1.quiet")" = quiet ] || return 3
     rlfuse report "$out/runs/pictures/quickstart-1" --out "$out/report.html"
+    sed -i "s#$PWD/##g" "$out/report.html" # no path of this machine in a picture
     [ -d "$out/browser/node_modules" ] || npm install --prefix "$out/browser" puppeteer-core @sparticuz/chromium
     cp tests/benchmarks/photograph.mjs "$out/browser"
     node "$out/browser/photograph.mjs" "$out/report.html" "$out/report.png"

@@ -28,9 +28,9 @@ def test_a_jobs_curves_are_to_the_last_bit_those_with_a_pass_before(driven, tmp_
         passes.append([name for span in driver if span.kind == "old_log_prob" for name in span.samples])
     assert [len(each) for each in passes] == [2 * 2 * 3, 2 * 2 * 6]
     assert len(rows[0]) == len(rows[1]) == 2
-    told = ("actor/", "critic/rewards", "critic/advantages", "response_length/", "training/rollout_")
+    compared = ("actor/", "critic/rewards", "critic/advantages", "response_length/", "training/rollout_")
     for have, want in zip(*rows, strict=True):
-        names = [name for name in want if name.startswith(told) and "reward_kl" not in name]
+        names = [name for name in want if name.startswith(compared) and "reward_kl" not in name]
         assert {"actor/ppo_kl", "actor/grad_norm", "training/rollout_probs_diff_max"} <= {*names}
         np.testing.assert_equal({name: have[name] for name in names}, {name: want[name] for name in names})
 
@@ -49,9 +49,9 @@ def test_with_the_engines_log_probs_drafts_change_no_curve(driven, ending_model,
         status, text = driven("rlfuse_command", tmp_path, "train", **changed)
         assert status == 0, text
         rows.append([row for row in read_metrics(tmp_path / "runs" / "rlfuse" / name / "metrics.jsonl") if row["step"]])
-    told = ("actor/", "critic/rewards", "critic/advantages", "response_length/")
+    compared = ("actor/", "critic/rewards", "critic/advantages", "response_length/")
     for have, want in zip(*rows, strict=True):
         assert have["fusion/draft_acceptance"] > 0 and "fusion/draft_acceptance" not in want
-        names = [name for name in want if name.startswith(told)]
+        names = [name for name in want if name.startswith(compared)]
         assert {"actor/ppo_kl", "actor/grad_norm", "response_length/mean"} <= {*names}
         assert {name: have[name] for name in names} == pytest.approx({name: want[name] for name in names}, 1e-3, 1e-4)

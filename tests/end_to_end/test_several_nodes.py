@@ -216,9 +216,9 @@ def test_links_between_the_nodes_are_measured(cluster, tmp_path):
 
 
 def test_a_job_with_clips_learns_on_two_nodes_what_it_learns_on_one(cluster, started, tmp_path, write_shadows):
-    """On one by a single slot, in a cluster of its own. On two with clips encoded ahead, the long ones cut
-    over both ranks while each runs short rows of its own; and until Ctrl-C, which a job whose Ray is another's answers,
-    too."""
+    """One node: one slot in a private cluster. Two nodes: clips are encoded ahead, both ranks share long rows and each
+    runs its own short rows, until Ctrl-C, which also stops a job in a cluster that it did not start.
+    """
     address, raylets, _ = cluster
     settings, seen, shadows = with_clips(tmp_path), {}, write_shadows(tmp_path)
     shared = {

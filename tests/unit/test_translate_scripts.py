@@ -137,6 +137,7 @@ def test_preference_scripts_become_their_task(tmp_path):
     ("text", "part"),
     [
         ("from trl import (", "not valid Python"),
+        ("a = " + "-" * 100_000 + "1", "not valid Python"),
         ("print('hello')", "0 calls of a trainer of TRL"),
         (GRPO + "GRPOTrainer(model=MODEL)", "2 calls of a trainer of TRL"),
     ],

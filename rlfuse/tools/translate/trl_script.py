@@ -18,7 +18,7 @@ def read_script(command: Command, text: str) -> Command:
     """Add the settings of a script. Raises ConfigError unless it calls exactly one trainer of TRL."""
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError([f"{command.origin}: is not valid Python: {error}"]) from error
     script = _Script(tree)
     trainers = [call for call in script.calls if script.name_of(call.func).endswith("Trainer")]

@@ -170,7 +170,7 @@ class Steps:
 
     async def on_a_full_disk(self) -> None:
         """The second step's checkpoint does not fit; it was not seen to be that large."""
-        began, told, filler = time.time(), [], self.folder / "filler"
+        began, alerts, on_disk, filler = time.time(), [], [], self.folder / "filler"
         shutil.copytree(self.folder / "whole" / "global_step_1", self.folder / "full" / "global_step_1")
 
         def fill(controller):
@@ -182,15 +182,17 @@ class Steps:
                     filler.write_bytes(bytes(max(0, shutil.disk_usage(self.folder).free - (FULL_MB << 20))))
                     checkpoints._size = lambda folders: 0
                 await whole(step, required)
+                if checkpointing._writing is not None:  # its files may be written after `write` has returned
+                    await asyncio.wait([checkpointing._writing[1]])
                 checkpoints._size = size
-                told.append([path.stem for path in self.folder.glob("full/global_step_*")])
+                on_disk.append(sorted(path.stem for path in self.folder.glob("full/global_step_*")))
                 filler.unlink(missing_ok=True)
 
             checkpointing.write = checkpoint
-            loggers.alert = lambda step, alert: (told.append(alert.text), call(step, alert))
+            loggers.alert = lambda step, alert: (alerts.append(alert.text), call(step, alert))
 
         assert await self.go_on("full", fill)
-        self.found["told of a full disk"] = told
+        self.found["told of a full disk"] = *alerts, *on_disk
         self.keep("full disk", "full", began)
 
     async def stopped(self, controller) -> None:

@@ -86,7 +86,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(found):
     alert, on_disk, later = found["told of a full disk"]
     assert "step 2 could not be written" in alert and "global_step_2.partial" in alert and "MiB free" in alert
     assert "global_step_1. Free disk space" in alert and "The run continues" in alert
-    assert on_disk == ["global_step_1"] and sorted(later) == ["global_step_1", "global_step_3"]
+    assert on_disk == ["global_step_1"] and later == ["global_step_1", "global_step_3"]
 
 
 def test_a_worker_that_hangs_is_shown_with_its_last_event_and_all_stacks(found):

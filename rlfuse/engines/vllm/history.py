@@ -27,7 +27,7 @@ MIN_OWN = 2
 
 def best_place(text: np.ndarray, recent: np.ndarray, length: int) -> tuple[int, int]:
     """Return where most of the latest tokens precede a token of `text`, the place nearest to `length`, and how many."""
-    places, agreed = np.flatnonzero(text[:-1] == recent[-1]) + 1, 0
+    places, agreed = (text[:-1] == recent[-1]).nonzero()[0] + 1, 0
     further = places[text[places] != SEPARATOR]
     while len(further) and agreed < len(recent):
         places, agreed = further, agreed + 1
@@ -39,16 +39,16 @@ def best_place(text: np.ndarray, recent: np.ndarray, length: int) -> tuple[int, 
 
 
 def continuation(draft: np.ndarray, response: np.ndarray, limit: int) -> tuple[np.ndarray, int]:
-    """Return up to `limit` tokens that may follow the response, and the kind of this draft."""
+    """Return up to `limit` tokens that may follow the response, and the kind of this draft. All arrays are int32."""
     recent, length = response[-CONTEXT:], len(response)
     text, start, kind = draft, length, SAME_POSITION
-    if not np.array_equal(draft[length - len(recent) : length], recent):
+    if draft[length - len(recent) : length].tobytes() != recent.tobytes():
         start, kind = best_place(draft, recent, length)
         own_start, own = best_place(response, recent, length)
         if own >= MIN_OWN and own > kind:
             text, start, kind = response, own_start, own
     following = text[start : start + limit]
-    ends = np.flatnonzero(following == SEPARATOR)
+    ends = (following == SEPARATOR).nonzero()[0]
     return following[: ends[0]] if len(ends) else following, kind
 
 

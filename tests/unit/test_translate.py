@@ -23,7 +23,7 @@ from rlfuse.tools.translate import trl
 from rlfuse.tools.translate.command import main, read, translate
 from rlfuse.tools.translate.job import affects_training
 from rlfuse.tools.translate.undecided import UNDECIDED
-from rlfuse.tools.translate.verl import CONVERSIONS, DEFAULTS
+from rlfuse.tools.translate.verl import CONVERSIONS, DEFAULTS, DIFFERENCES, LOSS_AGG_MODE, LOSS_MODE
 
 VERLS = json.loads((Path(__file__).parent / "verl_keys.json").read_text())
 PUBLIC = yaml.load((Path(__file__).parent / "public_commands.yaml").read_text(), yaml.CSafeLoader)
@@ -329,6 +329,13 @@ def test_different_defaults_are_written_or_explained():
          {f"{CORRECTION}.rollout_is_threshold": 5.0, f"{CORRECTION}.rollout_is_threshold_lower": 0.5}),
         ({f"{CORRECTION}.rollout_rs_threshold": "0.5_2.0,0.1"}, {}),
         ({"actor_rollout_ref.actor.policy_loss.ppo_kl_coef": 1.0}, {"actor.ppo_kl_coef": 1.0}),
+        ({LOSS_MODE: "gspo"}, {"actor.loss_mode": "gspo", "actor.loss_agg_mode": "seq-mean-token-mean"}),
+        ({LOSS_MODE: "sapo", LOSS_AGG_MODE: "token-mean"},
+         {"actor.loss_mode": "sapo", "actor.loss_agg_mode": "seq-mean-token-mean"}),
+        ({LOSS_MODE: "gspo", "actor_rollout_ref.actor.use_kl_loss": True},
+         {"actor.loss_mode": "gspo", "actor.use_kl_loss": True}),
+        ({LOSS_MODE: "cispo", LOSS_AGG_MODE: "seq-mean-token-sum"},
+         {"actor.loss_mode": "cispo", "actor.loss_agg_mode": "seq-mean-token-sum"}),
         ({"algorithm.rollout_correction.bypass_mode": True}, {"algorithm.old_log_probs": "engine"}),
         ({"algorithm.kl_penalty": "mse"}, {"algorithm.kl_penalty": "mse"}),
         (ADAPTIVE_KL, ADAPTIVE_KL),
@@ -406,12 +413,23 @@ def test_values_are_converted_where_they_can_be(given, set_to):
         (["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc",
           "reward_model.overlong_buffer.enable=True"], "algorithm.filter_groups.enable", "with the overlong penalty"),
         (["actor_rollout_ref.actor.optim.optimizer=Muon"], "actor.optim.lr", "rlfuse trains with AdamW"),
+        ([f"{LOSS_MODE}=gspo", "actor_rollout_ref.actor.entropy_coeff=0.1"], "actor.loss_agg_mode",
+         "gspo by seq-mean-token-mean, KL loss and entropy bonus by loss_agg_mode"),
         (["data.seed=1", "~data.shuffle"], "trainer.task", "~data.shuffle: removes a setting of the framework"),
         (["data.train_batch_size=${a.b}"], "data.train_batch_size", "the value of ${...} is not in the command"),
     ],
 )  # fmt: skip
 def test_what_rlfuse_would_train_differently_is_left_open(words, key, why):
     assert why in str(translate(read(["--", "verl.trainer.main_ppo", *words])).undecided[key])
+
+
+@pytest.mark.parametrize(("key", "value"), DIFFERENCES)
+def test_methods_that_differ_from_verls_are_marked(key, value):
+    name, value = {"actor.loss_mode": LOSS_MODE}.get(key, key), value or "seq_max_k2"
+    printed = translate(read(["--", "verl.trainer.main_ppo", f"{name}={value}"])).as_text("words")
+    assert DIFFERENCES.get((key, value), DIFFERENCES.get((key, None))) in printed
+    other = translate(read(["--", "verl.trainer.main_ppo", "algorithm.adv_estimator=grpo"]))
+    assert not {*DIFFERENCES.values()} & {*other.comments.values()}
 
 
 FILES = "data.train_files=a/gsm8k.parquet actor_rollout_ref.model.path=m algorithm.adv_estimator=grpo"
@@ -432,6 +450,9 @@ TRL = "trl grpo --model_name_or_path m --dataset_name ./d --reward_funcs a.b.c -
         ("--loss_type sapo --sapo_temperature_neg 2", {"actor.loss_mode": "sapo", "actor.tau_neg": 2.0}, {}),
         ("--loss_type cispo --epsilon_high 5",
          {"actor.loss_mode": "cispo", "actor.clip_ratio_low": 1.0, "actor.clip_ratio_high": 4.0}, {}),
+        ("--mask_truncated_completions", {"actor.mask_truncated_completions": True}, {}),
+        ("--mask_truncated_completions --loss_type sapo", {},
+         {"actor.mask_truncated_completions": "divides the loss by the number of all completions"}),
         ("--loss_type bnpo", {}, {"actor.loss_agg_mode": "over the tokens of one micro-batch"}),
         ("--loss_type vespo", {}, {"actor.loss_mode": "vespo is not in rlfuse"}),
         ("--num_iterations 3 --delta 4", {"actor.ppo_epochs": 3, "actor.clip_ratio_c": 4.0}, {}),

@@ -105,7 +105,7 @@ def test_a_finished_run_is_reported_at_once(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text(CONFIG)
     watch.main([str(tmp_path)])
     said = capsys.readouterr().out
-    assert "1 steps in 10 s, resumed after step 2, fusion=serial (exact)" in said
+    assert "1 step in 10 s, resumed after step 2, fusion=serial (exact)" in said
     assert "0.100 -> 0.200   (first and last step)" in said and "held out      0.500   (val-core/x/acc)" in said
 
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rlfuse import version_of
@@ -20,7 +21,7 @@ from rlfuse.run_folder import checkpoints
 from rlfuse.run_folder.reader import RunFolder
 
 WINDOW = 5
-SCORE = "critic/score/mean"
+SCORE, STEP_S = "critic/score/mean", "perf/time_per_step"
 TEACHER_KL = "actor/teacher_kl"
 REWARD_CURVE, CURVE = "reward_curve.png", "learning_curve.png"
 """The second is of runs without rewards."""
@@ -77,12 +78,14 @@ def _choices(folder: Path, config: Config, steps: int) -> str:
 
 def outcome(rows: Sequence[Mapping[str, float]], validation: str | None, seconds: float) -> dict[str, Any]:
     """Return the fields that the summary of every run has. `validation`: name of the main validation metric."""
+    step_s = [row[STEP_S] for row in rows if row["step"] > 0 and STEP_S in row]
     held_out = [(row["step"], row[validation]) for row in rows if math.isfinite(row.get(validation, math.nan))]
     return {
         "val_before": next((value for step, value in held_out if step == 0), None),
         "val_after": next((value for step, value in reversed(held_out) if step > 0), None),
         "steps": sum(row["step"] > 0 for row in rows),
         "seconds": round(seconds, 1),
+        "median_step_s": median(step_s) if step_s else None,
         "versions": versions(),
         "metrics": {key: value for row in rows for key, value in row.items()},
     }

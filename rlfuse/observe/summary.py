@@ -91,6 +91,13 @@ def outcome(rows: Sequence[Mapping[str, float]], validation: str | None, seconds
     }
 
 
+def duration(steps: int, summary: Mapping[str, Any]) -> str:
+    """Return the number of steps, their median time, and the time of the process with startup and validations."""
+    typical = summary.get("median_step_s")
+    of = "" if typical is None else f" of {typical:.1f} s (median)"
+    return f"{steps} step{'s' * (steps != 1)}{of} in {summary['seconds']:.0f} s"
+
+
 def compared_steps(count: int) -> int:
     """Return how many first and last steps of `count` a mean reward is reported of: at most five, at most half."""
     return max(1, min(WINDOW, count // 2))
@@ -128,11 +135,11 @@ def draw_curve(path: Path, rows: Sequence[Mapping[str, float]], name: str, valid
 def summary_text(summary: Mapping[str, Any], folder: Path) -> str:
     """Return the final lines of a run: results, files and next commands."""
     steps, after, name = summary["steps"], summary["resumed_after"], summary["val_name"]
-    resumed = f", resumed after step {after}" if after else ""
     window = summary["reward_window"]
     first = f"first and last {window} steps" if window > 1 else "first and last step"
-    ran = f"{steps - after} step{'s' * (steps - after != 1)} in {summary['seconds']:.0f} s{resumed}"
-    lines = [f"{ran}, fusion={summary['fusion']} ({summary['label']})"]
+    resumed = f", resumed after step {after}" if after else ""
+    ran = duration(steps - after, summary)
+    lines = [f"{ran}{resumed}, fusion={summary['fusion']} ({summary['label']})"]
     for title, key in (("mean reward", "reward"), ("kl to teacher", "teacher_kl")):
         if summary.get(f"{key}_first") is not None:
             values = " -> ".join(figure(summary[f"{key}_{end}"]) for end in ("first", "last"))

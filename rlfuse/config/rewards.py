@@ -237,9 +237,9 @@ def _duplicates(entries: list[RewardEntry]) -> list[str]:
     names = [entry.name for entry in entries if entry.name]
     found = [f"reward.functions: two entries have the name {name}" for name in dict.fromkeys(names)
              if names.count(name) > 1]  # fmt: skip
-    asked = [entry.path for entry in entries if is_model(entry.path)]
-    return found + [f"reward.functions: {path} is listed twice; remove one" for path in dict.fromkeys(asked)
-                    if asked.count(path) > 1]  # fmt: skip
+    paths = [entry.path for entry in entries if is_model(entry.path)]
+    return found + [f"reward.functions: {path} is listed twice; remove one" for path in dict.fromkeys(paths)
+                    if paths.count(path) > 1]  # fmt: skip
 
 
 def _weighted(entries: list[RewardEntry], weights: Sequence[float]) -> tuple[list[RewardEntry], list[str]]:

@@ -95,7 +95,7 @@ def test_the_slow_one_is_named_with_the_evidence(workers):
     assert (began.worker, began.metric, began.ended) == ("rollout/1", "slowness", None)
     assert set(began.peers) == {f"rollout/{i}" for i in range(workers)} - {"rollout/1"}
     assert 21 <= began.step <= 24 and began.began == began.step * 8, "windows count from 1"
-    assert began.window == (began.told - 8, began.told) and began.step + STEPS * 8 <= began.told
+    assert began.window == (began.raised - 8, began.raised) and began.step + STEPS * 8 <= began.raised
     assert began.distance >= began.threshold and began.value / began.usual == pytest.approx(began.ratio)
     assert 1.3 < began.ratio < 1.75
     assert ended == replace(began, ended=ended.ended) and 51 * 8 < ended.ended < 75 * 8
@@ -161,9 +161,9 @@ def test_short_steps_and_a_shorter_time_need_fewer_seconds():
     levels = scattered(60, 4)
     levels[20:, 1] *= 1.8
     (first,) = alarms(levels, seconds=2.0)
-    assert STEPS * 2 <= first.told - first.began <= (STEPS + 4) * 2
+    assert STEPS * 2 <= first.raised - first.began <= (STEPS + 4) * 2
     (sooner,) = alarms(levels, continuity_s=30.0)
-    assert 30 <= sooner.told - sooner.began <= 60
+    assert 30 <= sooner.raised - sooner.began <= 60
 
 
 def test_a_restarted_worker_is_judged_anew():
@@ -188,8 +188,8 @@ def test_a_worker_has_one_alarm_and_what_else_is_apart_stands_beside_it():
         ("rollout/0", "slowness"),
         ("node/0", "memory_pressure"),
     ]
-    assert [text.partition(":")[0] for text in found[0].beside] == ["rollout/0", "node/0"]
-    assert "% of the time stalled for memory" in found[0].beside[1]
+    assert [text.partition(":")[0] for text in found[0].related] == ["rollout/0", "node/0"]
+    assert "% of the time stalled for memory" in found[0].related[1]
 
 
 # What is left of it ---------------------------------------------------------------------------------------------------

@@ -171,7 +171,7 @@ def test_an_undecided_job_is_refused_until_it_is_decided(tmp_path, capsys):
 def test_what_has_an_equal_is_not_listed_as_undecided(framework, row):
     found = counterpart(row.name, KNOWN) if framework == "verl" else None
     assert row.why and (row.key in KNOWN or row.values)
-    assert not row.values or not {*row.values} & {*by_name()[row.name].names}, "the registry has these values"
+    assert row.key or not {*row.values} & {*by_name()[row.name].names}, "the registry has these values"
     assert row.values or (row.name not in KNOWN and not (found and found.is_same)), "this is a key"
 
 
@@ -450,6 +450,11 @@ TRL = "trl grpo --model_name_or_path m --dataset_name ./d --reward_funcs a.b.c -
         ("--lr_scheduler_type polynomial", {}, {"actor.optim.lr_scheduler_type": "polynomial is not in rlfuse"}),
         ("--repetition_penalty 1.1", {}, {"rollout.temperature": "no such sampling parameter"}),
         ("--some_new_flag 3", {}, {"trainer.task": "rlfuse has no such setting"}),
+        ("--loss_type grpo --use_adaptive_entropy --entropy_coef 0.1 --disable_dropout", {},
+         {"actor.loss_mode": "no such loss setting", "actor.entropy_coeff": "TRL averages it over tokens"}),
+        ("--deepspeed zero3.json", {"actor.zero_stage": 3},
+         {"actor.optim.lr_scheduler_type": "may set another optimizer and schedule"}),
+        ("--dataset_train_split train[:9]", {}, {"data.train_files": "split train[:9]: rlfuse reads whole files"}),
         ("--report_to wandb", {"trainer.logger": ["console", "wandb"], "trainer.wandb_mode": "online"}, {}),
         ("--run_name 007 --output_dir 7", {"trainer.experiment_name": "007", "trainer.default_local_dir": "7"}, {}),
         ("--chat_template_kwargs '{\"enable_thinking\": false}'",
@@ -486,6 +491,18 @@ def test_trls_flags_become_keys(flags, set_to, undecided, tmp_path):
          {"reward.functions", "rollout.n", "actor.ppo_mini_batch_size"}),
         ("trl sft --model_name_or_path $M --num_processes 1",
          {"model.path", "data.train_files", "trainer.task"}),
+        ("trl sft --model_name_or_path m --dataset_name ./d --completion_only_loss --num_processes 1", set()),
+        ("trl sft --model_name_or_path m --dataset_name ./d --completion_only_loss --num_processes 1 --loss_type dft "
+         "--packing --no_average_tokens_across_devices --train_sampling_strategy sequential",
+         {"trainer.task", "data.train_batch_size", "actor.loss_agg_mode", "data.shuffle"}),
+        ("trl dpo --model_name_or_path m --dataset_name ./d --sync_ref_model --num_processes 1", set()),
+        *((f"{launch} trl/scripts/dpo.py --model_name_or_path m --dataset_name ./d",
+           set() if is_known else {"trainer.n_gpus_per_node"}) for launch, is_known in (
+            ("python -u", True), ("/bin/python3.12", True), ("torchrun --nproc_per_node 2 --nnodes 2", True),
+            ("accelerate launch --config_file examples/accelerate_configs/multi_gpu.yaml", True),
+            ("accelerate launch --config_file my/zero3.yaml", False), ("/bin/accelerate launch", False),
+            ("torchrun --nproc_per_node 2 --nnodes $N", False), ("torchrun --nproc_per_node 2 --nnodes 1:4", False),
+            ("srun", False), ("python -m accelerate.commands.launch", False))),
         ("trl reward --model_name_or_path m --dataset_name ./d --max_length none --num_processes 1",
          {"data.max_prompt_length", "data.max_response_length"}),
         ("openrlhf.cli.train_ppo_ray --pretrain m --prompt_data ./d --remote_rm_url a.py --n_samples_per_prompt 0",

@@ -51,13 +51,12 @@ _ONLINE = {
     "epsilon_high": None,
     "temperature": 1.0,
     "beta": 0.0,
-    "sync_ref_model": False,
-    "ref_model_sync_steps": 512,
-    "ref_model_mixup_alpha": 0.6,
 }
+_SYNC = {"sync_ref_model": False, "ref_model_sync_steps": 512, "ref_model_mixup_alpha": 0.6}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "grpo": _SHARED
     | _ONLINE
+    | _SYNC
     | {
         "loss_type": "dapo",
         "scale_rewards": "group",
@@ -71,9 +70,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "sapo_temperature_pos": 1.0,
         "sapo_temperature_neg": 1.05,
     },
-    "rloo": _SHARED | _ONLINE | {"num_generations": 2, "beta": 0.05},
+    "rloo": _SHARED | _ONLINE | _SYNC | {"num_generations": 2, "beta": 0.05},
     "sft": _SHARED | {"learning_rate": 2e-5, "max_length": 1024, "loss_type": "nll"},
-    "dpo": _SHARED | {"beta": 0.1, "max_length": 1024, "loss_type": ["sigmoid"]},
+    "dpo": _SHARED | _SYNC | {"beta": 0.1, "max_length": 1024, "loss_type": ["sigmoid"]},
     "reward": _SHARED | {"learning_rate": 1e-4, "max_length": 1024},
 }
 """Program -> TRL's defaults of the settings that the translation reads."""
@@ -121,7 +120,10 @@ ONLINE = {"reward_funcs", "num_generations", "max_completion_length"}
 REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 UNKNOWN = {
     "dataset_name": ("data.train_files",),
+    "dataset_train_split": ("data.train_files",),
     "reward_funcs": ("reward.functions",),
+    "reward_model_name_or_path": ("reward.model_path",),
+    "processing_class": ("model.path",),
     "num_generations": ("rollout.n", "data.train_batch_size", "actor.ppo_mini_batch_size"),
     **dict.fromkeys(
         ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size"),
@@ -148,14 +150,19 @@ WITHOUT_EFFECT = re.compile(
     r"log_|logging_|hub_|push_to_hub|trackio|wandb_|lora_|use_peft$|eval_|per_device_eval|do_|save_|dataloader|ddp_|fsdp"
     r"|num_(machines|processes|completions)|main_process|machine_rank|rdzv|nnodes|bf16_|fp16_|tf32|use_liger|liger_"
     r"|gradient_checkpointing_kwargs|attn_implementation|torch_compile|vllm_(mode|server|group|enable|max|model|device)"
-    r"|use_transformers|cache_|use_cache|pad_|remove_unused|overwrite_output|output|include_|disable_tqdm|debug|ds3_"
+    r"|use_transformers|cache_|use_cache|pad_|remove_unused|overwrite_output|output|include_|disable_tqdm|debug|ds3_|disable_dropout"
     r"|dataset_num_proc|local_rank|prediction_loss|load_best|metric_for|greater_is|activation_offloading|use_cpu"
-    r"|local_rollout|num_sample_generations|dataset_streaming|ignore_bias|packing$|padding_free|cast_lm"
-    r"|precompute_ref|config$|sft_model_path|auto_find|skip_memory|data_seed|num_ppo_epochs"
+    r"|local_rollout|num_sample_generations|dataset_streaming|ignore_(bias|data)|padding_free|cast_lm|shuffle_dataset"
+    r"|precompute_ref|config$|sft_model_path|auto_find|skip_memory|data_seed|num_ppo_epochs|torch_empty|batch_eval"
+    r"|enable_jit|restore_callback"
 )
 """Names of TRL that do not change what is trained."""
 PROGRAM = re.compile(r"(?:^|/)(?:trl|examples|scripts)\S*/(\w+)\.py$")
-CONFIGS = re.compile(r"(?:^|/)(?:deepspeed_)?(zero[123]|fsdp[12]|multi_gpu|single_gpu)(?:\.yaml)?$")
+CONFIGS = re.compile(r"(?:^|accelerate_configs/(?:deepspeed_)?)(zero[123]|fsdp[12]|multi_gpu|single_gpu)(?:\.yaml)?$")
+"""Accelerate configs of TRL, which start 8 processes or one; other files may start another number."""
+
+
+PYTHON = re.compile(r"(\S*/)?python[\d.]*|-\w+")
 
 
 def program_at(words: Sequence[Word]) -> int | None:
@@ -195,13 +202,10 @@ def read_words(command: Command, words: Sequence[Word]) -> None:
             command.unknown |= inside.unknown
         else:
             command.unread[f"--config {file}"] = "the file does not exist here, so that its settings are unknown"
-    command.processes = _processes(launcher.settings | command.settings)
-    if (
-        command.processes is None
-        and not is_cli
-        and not {"accelerate", "torchrun", "deepspeed"} & {word.text for word in words[:at]}
-    ):
-        command.processes = 1  # python script.py
+    is_unknown = any(each.startswith(("num_processes=", "nproc_per_node=", "nnodes=")) for each in launcher.unknown)
+    command.processes = None if is_unknown else _processes(launcher.settings | command.settings)
+    if not is_cli and all(PYTHON.fullmatch(word.text) for word in words[:at]):
+        command.processes = 1
 
 
 def read_config(command: Command, content: DictConfig) -> Command:
@@ -221,9 +225,11 @@ def _program_of(script: str) -> str:
 
 
 def _processes(given: dict[str, Any]) -> int | None:
-    for name in ("num_processes", "nproc_per_node"):
-        if isinstance(given.get(name), int):
-            return given[name] * (given.get("nnodes", 1) if name == "nproc_per_node" else 1)
+    nodes = given.get("nnodes", 1)
+    if isinstance(given.get("num_processes"), int):
+        return given["num_processes"]
+    if isinstance(given.get("nproc_per_node"), int):
+        return given["nproc_per_node"] * nodes if isinstance(nodes, int) else None
     found = CONFIGS.search(str(given.get("config_file") or given.get("accelerate_config") or ""))
     return None if found is None else 1 if found[1] == "single_gpu" else 8
 
@@ -249,6 +255,9 @@ class _Reader:
 
     def value(self, name: str) -> Any:
         return self.command.value(name, self.defaults.get(name))
+
+    def _is_unknown(self, name: str) -> bool:
+        return any(setting.startswith(f"{name}=") for setting in self.command.unknown)
 
     def set(self, key: str, value: Any, *names: str) -> None:
         """Set a key from settings, with a comment that names them, or TRL's default."""
@@ -282,6 +291,8 @@ class _Reader:
             self.set("dpo.loss_type", one, "loss_type")
         if task not in (None, "rl"):
             self._split_length()
+        if task == "sft" and self.value("loss_type") not in ("nll", "chunked_nll"):
+            self.result.leave_open("trainer.task", f"loss_type={self.value('loss_type')}: rlfuse has no such loss")
         if task == "sft" and not self.given.get("completion_only_loss") and not self.given.get("assistant_only_loss"):
             self.result.leave_open(
                 "trainer.task",
@@ -297,6 +308,8 @@ class _Reader:
         length = self.value("max_length")
         for key, size in (("max_prompt_length", length // 2), ("max_response_length", length - length // 2)):
             self.result.set(f"data.{key}", size, "", f"the sum is max_length={length}")
+        if self.command.program == "reward":
+            self.result.set("data.filter_overlong_prompts", True, "", "TRL drops longer pairs")
 
     def _batches(self) -> None:
         """Set batch sizes in prompts (or rows), and lengths in training steps."""
@@ -378,19 +391,24 @@ class _Reader:
             self.result.leave_open("model.dtype", "float16 is not supported")
         elif self.given.get("bf16") is False and dtype in (None, "float32"):
             self.set("model.dtype", "float32", "bf16", "dtype", "torch_dtype")
-        stage = re.search(r"zero_?([123])", str(self.given.get("deepspeed")))
+        file = self.given.get("deepspeed")
+        stage = re.search(r"zero_?([123])", str(file))
         if stage:
             self.set("actor.zero_stage", int(stage[1]), "deepspeed")
+        if file and not (isinstance(file, dict) and not {"optimizer", "scheduler"} & file.keys()):
+            why = f"deepspeed={as_typed(file)}: may set another optimizer and schedule; they are not read"
+            self.result.leave_open("actor.optim.lr_scheduler_type", why)
 
     def _data(self) -> None:
         name = self.given.get("dataset_name")
         split = self.given.get("dataset_train_split", "train")
         if self.given.get("datasets"):
             self.result.leave_open("data.train_files", "rlfuse reads files: download the datasets and list them")
-        elif name is None:
+        elif name is None and not self._is_unknown("dataset_name"):
             self.result.leave_open("data.train_files", "the command names no dataset, the script may load one")
-        else:
-            self.result.set_files("data.train_files", "dataset_name", str(name), listed=f"those of the split {split}")
+        elif name is not None:
+            part = "" if split == "train" else f", split {split}"
+            self.result.set_files("data.train_files", "dataset_name", str(name), part, f"those of the split {split}")
         if self.is_online:
             self.result.set(
                 "data.prompt_is_chat", False, "", "TRL's prompts are messages, or text that is used as it is"
@@ -407,9 +425,13 @@ class _Reader:
         names = self.given.get("reward_funcs") or []
         names = [names] if isinstance(names, str) else list(names)
         model = self.given.get("reward_model_name_or_path") or self.given.get("reward_model_path")
-        functions: list[Any] = ["reward_model"] if model and names else []
+        marker = "reward_model_name_or_path"
+        names = [marker, *names] if model and names and marker not in names else names
+        functions: list[Any] = []
         for name in names:
-            if name in REWARDS:
+            if name == marker:
+                functions.append("reward_model")
+            elif name in REWARDS:
                 functions.append(f"trl.rewards:{name}")
             elif "." in str(name):
                 module, _, function = name.rpartition(".")
@@ -420,7 +442,7 @@ class _Reader:
             self.set("reward.model_path", model, "reward_model_name_or_path", "reward_model_path")
         if functions:
             self.set("reward.functions", functions, "reward_funcs")
-        elif not model and not names:
+        elif not model and not names and not self._is_unknown("reward_funcs"):
             self.result.leave_open("reward.functions", "the command names no reward, the script may define one")
 
     def _objective(self) -> None:
@@ -494,6 +516,9 @@ class _Reader:
             self.result.leave_open("actor.loss_agg_mode", why)
         self.set("actor.loss_mode", mode, "loss_type", "importance_sampling_level")
         self.set("actor.loss_agg_mode", aggregation, "loss_type")
+        if self.given.get("entropy_coef") and aggregation != "token-mean":
+            why = f"entropy_coef={self.given['entropy_coef']}: TRL averages it over tokens, rlfuse as the loss"
+            self.result.leave_open("actor.entropy_coeff", why)
         if mode == "cispo":  # TRL's bound is that of the ratio itself, and there is no lower one
             self.set("actor.clip_ratio_low", 1.0)
             self.set("actor.clip_ratio_high", high - 1 if high > 1 else Open("the ratio would be cut below 1"),

@@ -28,7 +28,14 @@ class Undecided:
 
     def applies(self, value: Any) -> bool:
         """Return whether the setting changes what is trained."""
-        return value in self.values if self.values else bool(value) and value not in self.off
+        if self.values:
+            return _is_one_of(value, self.values)
+        return bool(value) and not _is_one_of(value, self.off)
+
+
+def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
+    """Return whether a value is one of these; true is not 1."""
+    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in values)
 
 
 def _rows(key: str, why: str, names: str, off: tuple[Any, ...] = ()) -> tuple[Undecided, ...]:
@@ -89,8 +96,8 @@ TRL = (
     *_rows(MODEL, "the routers of experts have no auxiliary loss", "router_aux_loss_coef"),
     *_rows("actor.optim.lr", _OPTIMIZER, "optim optim_args optim_target_modules",
            ("adamw_torch_fused", "adamw_torch", "adamw_apex_fused", "adamw_hf")),
-    *_rows("actor.loss_agg_mode", "tokens are averaged over the whole mini-batch", "average_tokens_across_devices",
-           (True,)),
+    Undecided("average_tokens_across_devices", "actor.loss_agg_mode", "tokens are averaged over the whole mini-batch",
+              (), (False,)),
     *_rows("actor.loss_mode", "rlfuse has no such loss setting",
            "top_entropy_quantile use_adaptive_entropy off_policy_mask_threshold", (1.0,)),
     *_rows("rollout.temperature", "rollout has no such sampling parameter",
@@ -106,6 +113,8 @@ TRL = (
     *_rows("rollout.name", MULTI_TURN, "max_tool_calling_iterations tools environment_factory"),
     *_rows(TASK, "label smoothing and noise are not supported", "label_smoothing_factor neftune_noise_alpha"),
     *_rows("trainer.resume_mode", "checkpoints of TRL cannot be resumed", "resume_from_checkpoint"),
+    *_rows("data.train_batch_size", "the batch has packed sequences, in rlfuse rows", "packing"),
+    *_rows("data.shuffle", "rows are shuffled, or used in their order", "train_sampling_strategy", ("random",)),
     *_rows(TASK, "sequences are never concatenated over their ends", "packing_strategy", ("bfd",)),
     *_rows(TASK, "the loss of pairs has no such setting",
            "label_smoothing loss_weights ld_alpha use_weighting center_rewards_coefficient"),

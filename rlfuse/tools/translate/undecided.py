@@ -47,8 +47,10 @@ _CORRECTION = "algorithm.rollout_correction"
 _OPTIMIZER = "rlfuse trains with AdamW"
 
 VERL = (
-    *_rows(MODEL, LORA, f"{_MODEL}.lora_rank {_MODEL}.lora.rank {_MODEL}.lora_adapter_path", (-1,)),
-    *_rows("critic.path", LORA, "critic.model.lora_rank critic.model.lora.rank", (-1,)),
+    *_rows(MODEL, LORA, f"{_MODEL}.lora_rank {_MODEL}.lora.rank {_MODEL}.lora_adapter_path "
+           f"{_MODEL}.lora.adapter_path", (-1,)),
+    *_rows("critic.path", LORA, "critic.model.lora_rank critic.model.lora.rank critic.model.lora_adapter_path "
+           "critic.model.lora.adapter_path", (-1,)),
     *_rows(MODEL, "edit config.json of the model instead", f"{_MODEL}.override_config"),
     *_rows(MODEL, "the tokenizer is that of the model", "data.tokenizer"),
     *_rows(MODEL, "the routing of experts is not replayed", f"{_ACTOR}.router_replay.mode", ("disabled",)),

@@ -140,6 +140,14 @@ def overlong(value: Any, given: Given) -> Outcome:
     return {"reward.overlong_buffer.len": given.get(f"{group}.len", 0) if on else 0}
 
 
+def generated_batch(value: Any, given: Given) -> Outcome:
+    """Convert gen_batch_size, which is also the number of prompts that are trained on unless groups are filtered."""
+    trained = given.get("data.train_batch_size", DEFAULTS["data.train_batch_size"])
+    if value in (None, trained) or given.get("algorithm.filter_groups.enable"):
+        return "the number of prompts per step is data.train_batch_size"
+    return {"data.train_batch_size": Open(f"verl trains on these prompts, not on train_batch_size={trained}")}
+
+
 def run_folder(value: Any, given: Given) -> Outcome:
     """Convert default_local_dir, the folder of one run in verl and of all runs in rlfuse."""
     names = [given.get("trainer.project_name"), given.get("trainer.experiment_name")]
@@ -221,6 +229,7 @@ CONVERSIONS: dict[str, Callable[[Any, Given], Outcome]] = {
     **dict.fromkeys(("reward_model.enable", "reward_model.model.path"), reward_model),
     **dict.fromkeys(("reward.reward_model.enable", "reward.reward_model.model_path"), reward_model),
     **{f"{group}.{leaf}": overlong for group in OVERLONG for leaf in ("enable", "len")},
+    "data.gen_batch_size": generated_batch,
     "trainer.default_local_dir": run_folder,
     "trainer.logger": loggers,
     "trainer.resume_mode": resumed,
@@ -263,6 +272,8 @@ def translate(command: Command) -> Translation:
             later.append((name, value, in_verl))
     for name, value, in_verl in later:
         _translate_other(job, given, name, value, in_verl)
+    if {"reward.functions", "reward.model_path"} <= job.settings.keys():
+        job.leave_open("reward.functions", "verl uses the score of the reward model alone; rlfuse adds both")
     _leave_unknown_open(job, command)
     _fill_in(job, command)
     return job
@@ -317,8 +328,8 @@ def _leave_unknown_open(job: Translation, command: Command) -> None:
             job.leave_open("trainer.task", f"{setting}: {why}")
     for word, why in command.unread.items():
         option, _, value = word.partition("=")
-        if option == "--config-path":
-            continue
+        if option == "--config-path" and value in ("config", "./config"):
+            continue  # verl's own, next to main_ppo
         if option == "--config-name" and value.removesuffix(".yaml") in CONFIGS:
             job.note("has verl's defaults", word)
         else:

@@ -410,7 +410,7 @@ def test_values_are_converted_where_they_can_be(given, set_to):
         (["actor_rollout_ref.model.lora.adapter_path=a"], "model.path", "LoRA is not supported"),
         (["custom_reward_function.path=a.py", "reward_model.enable=True", "reward_model.model.path=b"],
          "reward.functions", "the score of the reward model alone"),
-        (["--config-path=/mine", "--config-name=ppo_trainer"], "trainer.task", "--config-path=/mine: is not a setting"),
+        (["data.seed=1", "--config-path=/mine", "--config-name=ppo_trainer"], "trainer.task", "--config-path=/mine: is not a setting"),
         (["data.seed=1", "~data.shuffle"], "trainer.task", "~data.shuffle: removes a setting of the framework"),
         (["data.train_batch_size=${a.b}"], "data.train_batch_size", "the value of ${...} is not in the command"),
     ],

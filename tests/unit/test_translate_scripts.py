@@ -44,14 +44,14 @@ def test_a_script_is_read_as_a_shell_would_and_never_run():
         ("A=2 other", "1"),
         ("eval $(conda shell.bash hook); source /opt/conda/bin/activate", "1"),
         *((change, None) for change in (
-            "source common.sh", ". ./common.sh", "eval $(parse $@)", "((A++))", "(( A = 2 ))", "for ((A=0; A<2; A++)); do",
-            "let A=2", "printf -v A 2", "mapfile -t A < x", "while IFS= read -r A; do", "while true; do read A",
+            "source common.sh", ". ./common.sh", "eval $(parse $@)", "((A++))", "(( A = 2 ))",
+            "for ((A=0; A<2; A++)); do", "let A=2", "printf -v A 2", "mapfile -t A < x", "while IFS= read -r A; do", "while true; do read A",
             "if a; then if b; then :; fi; fi; if c; then A=2; fi",
         )),
     ],
 )  # fmt: skip
 def test_a_variable_that_may_have_changed_is_unknown(change, value):
-    words = [words for words in Script().commands(f"A=1\n{change}\nrun $A") if words[0].text == "run"][0]
+    words = next(words for words in Script().commands(f"A=1\n{change}\nrun $A") if words[0].text == "run")
     assert (words[1].text == value and not words[1].unknown) if value else words[1].unknown
 
 

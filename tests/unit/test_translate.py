@@ -185,6 +185,24 @@ def test_defaults_of_trl_are_those_of_the_installed_version():
             assert default == value, (program, setting)
 
 
+@pytest.mark.parametrize(
+    ("words", "stage"),
+    [
+        ("", 3),
+        ("actor_rollout_ref.actor.strategy=fsdp2", 3),
+        ("actor_rollout_ref.actor.fsdp_config.reshard_after_forward=False", 2),
+        ("actor_rollout_ref.actor.fsdp_config.fsdp_size=4 trainer.nnodes=2", 3),
+        ("actor_rollout_ref.actor.fsdp_config.fsdp_size=1", None),
+        ("actor_rollout_ref.actor.strategy=megatron", None),
+        ("--config-name=ppo_megatron_trainer", None),
+        ("trainer.n_gpus_per_node=1", None),
+    ],
+)
+def test_parameters_are_sharded_as_by_verls_fsdp(words, stage):
+    given = ["python3", "-m", "verl.trainer.main_ppo", "data.train_files=a", *words.split()]
+    assert translate(read(["--", *given])).settings.get("actor.zero_stage") == stage
+
+
 WANDB = "python3 -m verl.trainer.main_ppo data.train_files=gsm8k actor_rollout_ref.model.path=m trainer.nnodes=1"
 
 
@@ -385,7 +403,7 @@ def test_values_are_converted_where_they_can_be(given, set_to):
     command = read(["--", "data.shuffle=true"])
     command.settings = given
     job = translate(command)
-    left_open = {"reward.functions", "trainer.wandb_mode", *DEFAULTS} - set_to.keys()
+    left_open = {"reward.functions", "trainer.wandb_mode", "actor.zero_stage", *DEFAULTS} - set_to.keys()
     assert {key: value for key, value in job.settings.items() if key not in left_open} == set_to
     assert "trainer.task" not in job.undecided
 
@@ -403,6 +421,8 @@ def test_values_are_converted_where_they_can_be(given, set_to):
         (["reward_model.reward_manager=mine"], "reward.functions", "called for every sample, without a manager"),
         (["trainer.val_only=True"], "trainer.task", "use `rlfuse eval`"),
         (["algorithm.adv_estimator=gae"], "critic.path", "the command does not set it"),
+        (["algorithm.adv_estimator=[gae]"], "algorithm.adv_estimator", "needs a string"),
+        (["actor_rollout_ref.actor.tis_imp_ratio_cap=a"], f"{CORRECTION}.rollout_is_threshold", "needs a number"),
         (["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc",
           "reward_model.overlong_buffer.enable=True"], "algorithm.filter_groups.enable", "with the overlong penalty"),
         (["actor_rollout_ref.actor.optim.optimizer=Muon"], "actor.optim.lr", "rlfuse trains with AdamW"),
@@ -410,7 +430,8 @@ def test_values_are_converted_where_they_can_be(given, set_to):
         (["actor_rollout_ref.model.lora.adapter_path=a"], "model.path", "LoRA is not supported"),
         (["custom_reward_function.path=a.py", "reward_model.enable=True", "reward_model.model.path=b"],
          "reward.functions", "the score of the reward model alone"),
-        (["data.seed=1", "--config-path=/mine", "--config-name=ppo_trainer"], "trainer.task", "--config-path=/mine: is not a setting"),
+        (["data.seed=1", "--config-path=/mine", "--config-name=ppo_trainer"], "trainer.task",
+         "--config-path=/mine: is not a setting"),
         (["data.seed=1", "~data.shuffle"], "trainer.task", "~data.shuffle: removes a setting of the framework"),
         (["data.train_batch_size=${a.b}"], "data.train_batch_size", "the value of ${...} is not in the command"),
     ],
@@ -567,6 +588,9 @@ def test_a_config_file_of_trl_is_read_with_its_command(tmp_path, monkeypatch):
         (["bad.yaml"], "is not valid YAML"),
         (["list.yaml"], "it has no keys"),
         (["--", "trl", "grpo", "--model_name_or_path", "m", "--num_generations", "few"], "=few: must be a number"),
+        (["--", "trl", "grpo", "--model_name_or_path", "m", "--max_steps", "inf"], "=inf: must be a number"),
+        (["--", "trl", "dpo", "--model_name_or_path", "m", "--adam_beta1", "x"], "adam_beta1=x: must be a number"),
+        (["--", "trl", "grpo", "--model_name_or_path", "m", "--loss_type", "a", "b"], "must be text; correct"),
         (["--", "trl", "grpo", "--dataset_name", "d"], "sets no --model_name_or_path"),
         (["--", "trl", "grpo", "--config", "bad.yaml"], "--config bad.yaml: can't be read as YAML"),
         (["--", "openrlhf.cli.train_ppo_ray", "--adam_betas", "0.9"], "adam_betas=0.9: must be 2 numbers"),

@@ -44,9 +44,9 @@ def test_a_script_is_read_as_a_shell_would_and_never_run():
         ("A=2 other", "1"),
         ("eval $(conda shell.bash hook); source /opt/conda/bin/activate", "1"),
         *((change, None) for change in (
-            "source common.sh", ". ./common.sh", "eval $(parse $@)", "((A++))", "(( A = 2 ))",
-            "for ((A=0; A<2; A++)); do", "let A=2", "printf -v A 2", "mapfile -t A < x", "while IFS= read -r A; do", "while true; do read A",
-            "if a; then if b; then :; fi; fi; if c; then A=2; fi",
+            "source common.sh", ". ./common.sh", "eval $(parse $@)", "((A++))", "(( A = 2 ))", "let A=2",
+            "for ((A=0; A<2; A++)); do", "printf -v A 2", "mapfile -t A < x", "while IFS= read -r A; do",
+            "while true; do read A", "if a; then if b; then :; fi; fi; if c; then A=2; fi",
         )),
     ],
 )  # fmt: skip

@@ -219,7 +219,7 @@ def _data(job: Translation, given: dict[str, Any], command: Command) -> None:
         dataset = str(given.get(name) or "")
         if dataset:
             first = "max_samples" in given and name == "prompt_data"
-            job.set_files(key, name, dataset, f", the first {given['max_samples']:,} rows" if first else "")
+            job.set_files(key, name, dataset, f", the first {given['max_samples']} rows" if first else "")
         elif name == "prompt_data" and not any(each.startswith(name) for each in command.unknown):
             job.leave_open(key, "the command does not set prompt_data")
 

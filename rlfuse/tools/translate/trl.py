@@ -117,6 +117,7 @@ DIRECT_ONLINE = {
 GRPO = {"loss_type", "scale_rewards", "importance_sampling_level", "delta", "multi_objective_aggregation"}
 """Settings that only GRPO has, of those that generate."""
 ONLINE = {"reward_funcs", "num_generations", "max_completion_length"}
+COUNTS = ("num_generations", "num_iterations")
 REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 UNKNOWN = {
     "dataset_name": ("data.train_files",),
@@ -254,7 +255,8 @@ class _Reader:
         self.is_online = TASKS.get(command.program) == "rl" or bool(ONLINE & self.given.keys())
 
     def value(self, name: str) -> Any:
-        return self.command.value(name, self.defaults.get(name))
+        """Return a setting or TRL's default; 1 for an unknown number of generations or iterations."""
+        return self.command.value(name, self.defaults.get(name, 1 if name in COUNTS else None))
 
     def _is_unknown(self, name: str) -> bool:
         return any(setting.startswith(f"{name}=") for setting in self.command.unknown)
@@ -318,7 +320,7 @@ class _Reader:
         steps = self.command.value("steps_per_generation", 0)
         batch = self.command.value("generation_batch_size", 0) or steps * each or update
         online = self.is_online
-        rows = self.value("num_generations") if online and self.value("num_generations") else 1
+        rows = self.value("num_generations") or 1
         names = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
                  "generation_batch_size")  # fmt: skip
         sizes = {"data.train_batch_size": batch} | ({"actor.ppo_mini_batch_size": min(update, batch)} if online else {})
@@ -359,7 +361,7 @@ class _Reader:
         every = self.command.value("eval_steps", 0) or self.command.value("logging_steps", 10)
         evaluated = self._interval(every, updates) if is_evaluated else -1
         self.set("trainer.test_freq", evaluated, "eval_strategy", "eval_steps", "logging_steps")
-        if self.value("sync_ref_model"):
+        if self.value("sync_ref_model") and _SYNC.keys() <= self.defaults.keys():
             self.set("ref.sync_ref_model", True, "sync_ref_model")
             steps = max(1, round(self.value("ref_model_sync_steps") / updates))
             self.set("ref.ref_model_sync_steps", steps, "ref_model_sync_steps")
@@ -382,7 +384,7 @@ class _Reader:
             self.result.leave_open("actor.optim.lr_scheduler_type", f"lr_scheduler_kwargs={options}: has no equal")
         self.set("actor.optim.lr_scheduler_type", SCHEDULES.get(name, name), "lr_scheduler_type")
         if {"adam_beta1", "adam_beta2"} & self.given.keys():
-            betas = [float(self.given.get("adam_beta1", 0.9)), float(self.given.get("adam_beta2", 0.999))]
+            betas = [float(self.command.value(f"adam_beta{n}", default)) for n, default in ((1, 0.9), (2, 0.999))]
             self.set("actor.optim.betas", betas, "adam_beta1", "adam_beta2")
         if "adam_epsilon" in self.given:
             self.set("actor.optim.eps", self.given["adam_epsilon"], "adam_epsilon")
@@ -423,7 +425,7 @@ class _Reader:
 
     def _rewards(self) -> None:
         names = self.given.get("reward_funcs") or []
-        names = [names] if isinstance(names, str) else list(names)
+        names = list(names) if isinstance(names, list | tuple) else [names]
         model = self.given.get("reward_model_name_or_path") or self.given.get("reward_model_path")
         marker = "reward_model_name_or_path"
         names = [marker, *names] if model and names and marker not in names else names
@@ -434,7 +436,7 @@ class _Reader:
             elif name in REWARDS:
                 functions.append(f"trl.rewards:{name}")
             elif "." in str(name):
-                module, _, function = name.rpartition(".")
+                module, _, function = str(name).rpartition(".")
                 functions.append(f"{module}:{function}")
             else:
                 self.result.leave_open("reward.functions", f"reward_funcs={name}: is defined in the script")
@@ -490,7 +492,7 @@ class _Reader:
     def _correction(self) -> None:
         """Set the correction of the mismatch between vLLM and trainer."""
         names = ("use_vllm", "vllm_importance_sampling_mode")
-        level, _, kind = self.value("vllm_importance_sampling_mode").partition("_")
+        level, _, kind = str(self.value("vllm_importance_sampling_mode")).partition("_")
         lower = self.given.get("vllm_importance_sampling_clip_min")
         cap = self.given.get("vllm_importance_sampling_cap") or self.value("vllm_importance_sampling_clip_max")
         self.set("algorithm.rollout_correction.rollout_is", level, *names)
@@ -531,8 +533,8 @@ class _Reader:
             self.set(f"actor.tau_{side}", self.value(f"sapo_temperature_{side}"), f"sapo_temperature_{side}")
 
     def _logging(self) -> None:
-        names = self.value("report_to")
-        names = [names] if isinstance(names, str) else list(names or [])
+        names = self.given.get("report_to", "none")
+        names = list(names) if isinstance(names, list | tuple | set) else [str(names)]
         names = ["wandb"] if names == ["all"] else names
         known = [name for name in names if name in by_name()["trainer.logger"].names]
         self.set("trainer.logger", ["console", *known], "report_to")

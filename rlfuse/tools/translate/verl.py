@@ -92,7 +92,9 @@ def clip_range(value: Any, given: Given) -> Outcome:
 
 def truncation(value: Any, given: Given) -> Outcome:
     """Convert tis_imp_ratio_cap, the threshold of truncated importance weights per token; -1 disables them."""
-    on = value is not None and value > 0
+    if isinstance(value, int | float) and value <= 0:
+        return ""
+    on = value is not None
     return {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": value} if on else ""
 
 
@@ -115,7 +117,7 @@ def custom_reward(value: Any, given: Given) -> Outcome:
     group = next((group for group in REWARD if given.get(f"{group}.path")), None)
     if group is None:
         return ""
-    file = given[f"{group}.path"].removeprefix("pkg://")
+    file = str(given[f"{group}.path"]).removeprefix("pkg://")
     path = f"{file}:{given.get(f'{group}.name') or 'compute_score'}"
     start = f"{group}.reward_kwargs"
     kwargs = {name.removeprefix(f"{start}."): each for name, each in given.items() if name.startswith(f"{start}.")}
@@ -173,7 +175,7 @@ def validation_temperature(value: Any, given: Given) -> Outcome:
 
 def loggers(value: Any, given: Given) -> Outcome:
     """Keep the loggers that rlfuse supports."""
-    names = [value] if isinstance(value, str) else list(value or [])
+    names = value if isinstance(value, list) else [str(value)]
     return {LOGGERS: [name for name in names if name in by_name()[LOGGERS].names]}
 
 
@@ -199,7 +201,7 @@ def filter_metric(value: Any, given: Given) -> Outcome:
 
 def engine(value: Any, given: Given) -> Outcome:
     """Convert the rollout engine: any of verl's samples from the same model."""
-    name = "vllm" if ENGINES.fullmatch(str(value)) else {"hf": "transformers"}.get(value, value)
+    name = "vllm" if ENGINES.fullmatch(str(value)) else "transformers" if value == "hf" else value
     return {"rollout.name": name}
 
 
@@ -238,7 +240,7 @@ CONVERSIONS: dict[str, Callable[[Any, Given], Outcome]] = {
     "actor_rollout_ref.rollout.do_sample": lambda value, _: (
         "" if value else {"rollout.temperature": Open("training requires sampled responses")}
     ),
-    "algorithm.adv_estimator": lambda value, _: {"algorithm.adv_estimator": SAME.get(value, value)},
+    "algorithm.adv_estimator": lambda value, _: {"algorithm.adv_estimator": SAME.get(str(value), value)},
     "algorithm.filter_groups.metric": filter_metric,
     "actor_rollout_ref.actor.use_token_level_loss": token_level_loss,
     "actor_rollout_ref.actor.use_gpg_loss": renamed("actor.loss_mode", off=False, to="gpg"),
@@ -343,6 +345,7 @@ def _fill_in(job: Translation, command: Command) -> None:
     for key, value in DEFAULTS.items():
         if key not in job.settings and key not in job.undecided:
             job.set(key, value, "", "verl's default")
+    _set_zero_stage(job, command)
     has_critic = command.settings.get("algorithm.adv_estimator", "gae") == "gae"
     for key in ("data.train_files", "model.path", *["critic.path"] * has_critic):
         if key not in job.settings and key not in job.undecided:
@@ -351,6 +354,20 @@ def _fill_in(job: Translation, command: Command) -> None:
         job.set_wandb_mode(command.environment)
     if not {"reward.functions", "reward.model_path"} & (job.settings.keys() | job.undecided.keys()):
         _choose_reward(job)
+
+
+def _set_zero_stage(job: Translation, command: Command) -> None:
+    """Shard as verl's FSDP does, unless one rank has all: its full shards are ZeRO 3, without resharding ZeRO 2."""
+    actor, given = "actor_rollout_ref.actor", command.settings
+    strategy = given.get(f"{actor}.strategy", "megatron" if "megatron" in str([*command.unread]) else "fsdp")
+    is_unknown = any(setting.startswith(f"{actor}.strategy=") for setting in command.unknown)
+    ranks = [job.settings.get(key) for key in ("trainer.nnodes", "trainer.n_gpus_per_node")]
+    if strategy not in ("fsdp", "fsdp2") or is_unknown or given.get(f"{actor}.fsdp_config.fsdp_size") == 1:
+        return
+    if ranks not in ([1, 1], [None, 1]):
+        reshards = given.get(f"{actor}.fsdp_config.reshard_after_forward", True)
+        why = "1 overlaps more of a step, if it fits (see rlfuse plan)"
+        job.set("actor.zero_stage", 3 if reshards else 2, "", f"as verl's FSDP; {why}")
 
 
 def _choose_reward(job: Translation) -> None:

@@ -481,6 +481,7 @@ TRL = "trl grpo --model_name_or_path m --dataset_name ./d --reward_funcs a.b.c -
         ("--deepspeed zero3.json", {"actor.zero_stage": 3},
          {"actor.optim.lr_scheduler_type": "may set another optimizer and schedule"}),
         ("--dataset_train_split train[:9]", {}, {"data.train_files": "split train[:9]: rlfuse reads whole files"}),
+        ("--lr_scheduler_type constant --warmup_steps 10", {"actor.optim.lr_warmup_steps": None}, {}),
         ("--report_to wandb", {"trainer.logger": ["console", "wandb"], "trainer.wandb_mode": "online"}, {}),
         ("--run_name 007 --output_dir 7", {"trainer.experiment_name": "007", "trainer.default_local_dir": "7"}, {}),
         ("--chat_template_kwargs '{\"enable_thinking\": false}'",
@@ -539,6 +540,11 @@ def test_trls_flags_become_keys(flags, set_to, undecided, tmp_path):
          {"actor.ppo_micro_batch_size_per_gpu"}),
         ("openrlhf.cli.train_ppo_ray --pretrain m --prompt_data ./d --max_samples 9 --remote_rm_url a.py",
          {"data.train_files"}),
+        *((f"python3 -m {program} {FILES}", keys) for program, keys in (
+            ("verl.trainer.main_ppo", set()), ("recipe.dapo.main_dapo", set()),
+            ("recipe.one_step_off_policy.main_ppo", {"trainer.task"}), ("recipe.sppo.main_sppo", {"trainer.task"}))),
+        (f"python3 /mine/verl/trainer/main_ppo.py {FILES}", set()),
+        ("python mine/scripts/dpo.py --model_name_or_path m --dataset_name ./d", {"trainer.task"}),
         ("openrlhf.cli.train_sft --pretrain m --prompt_data ./d --remote_rm_url http://a:1/b", {"trainer.task"}),
     ],
 )  # fmt: skip

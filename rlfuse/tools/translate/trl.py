@@ -158,7 +158,8 @@ WITHOUT_EFFECT = re.compile(
     r"|enable_jit|restore_callback"
 )
 """Names of TRL that do not change what is trained."""
-PROGRAM = re.compile(r"(?:^|/)(?:trl|examples|scripts)\S*/(\w+)\.py$")
+PROGRAM = re.compile(r"(?:^|/)(?:trl|examples)/scripts/(?:\S*/)?(\w+)\.py$")
+"""Scripts of TRL, which train by the settings alone, except for rewards and datasets that they define."""
 CONFIGS = re.compile(r"(?:^|accelerate_configs/(?:deepspeed_)?)(zero[123]|fsdp[12]|multi_gpu|single_gpu)(?:\.yaml)?$")
 """Accelerate configs of TRL, which start 8 processes or one; other files may start another number."""
 
@@ -188,6 +189,8 @@ def read_words(command: Command, words: Sequence[Word]) -> None:
     is_cli = not name.endswith(".py")
     command.program = name if is_cli else _program_of(script[1] if script else Path(name).stem)
     command.read_flags(words[at + 1 :])
+    if not is_cli and script is None:
+        command.unread[name] = "may change what its flags set; run `rlfuse translate` on the script itself"
     file = command.settings.pop("config", None)
     if file is not None:
         path = Path(str(file)).expanduser()
@@ -349,6 +352,11 @@ class _Reader:
         else:
             self.set("trainer.total_epochs", Open("a part of an epoch; write total_training_steps"), "num_train_epochs")
         warmup, ratio = self.value("warmup_steps"), self.command.value("warmup_ratio", 0.0)
+        if self.value("lr_scheduler_type") == "constant" and (warmup or ratio):
+            self.result.note(
+                "no effect with lr_scheduler_type=constant", f"warmup_steps={warmup}, warmup_ratio={ratio}"
+            )
+            warmup = ratio = 0
         if 0 < warmup < 1:
             ratio = warmup
         if ratio and warmup < 1:

@@ -22,8 +22,8 @@ from rlfuse.tools.translate.job import Open, Translation, affects_training
 Given = Mapping[str, Any]
 Outcome = dict[str, Any] | str
 
-PROGRAMS = ("main_ppo", "main_dapo", "main_entropy", "main_ppo_sync", "main_gspo")
-"""Programs of verl and its recipes that train by the settings alone."""
+PROGRAMS = re.compile(r"((^|verl\.trainer\.)main_ppo(_sync)?|(^|dapo\.|src\.)main_dapo|(^|entropy\.)main_entropy)$")
+"""Ends of the names of verl's programs and recipes that train by the settings alone."""
 DEFAULTS: dict[str, Any] = {
     "data.train_batch_size": 1024,
     "actor.ppo_mini_batch_size": 256,
@@ -336,7 +336,7 @@ def _leave_unknown_open(job: Translation, command: Command) -> None:
             job.note("has verl's defaults", word)
         else:
             job.leave_open("trainer.task", f"{word}: {why}")
-    if command.program and command.program not in PROGRAMS:
+    if command.program and PROGRAMS.search(command.program) is None:
         job.leave_open("trainer.task", f"{command.program}: is not verl.trainer.main_ppo, and may train something else")
 
 

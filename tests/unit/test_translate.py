@@ -545,6 +545,9 @@ def test_trls_flags_become_keys(flags, set_to, undecided, tmp_path):
             ("recipe.one_step_off_policy.main_ppo", {"trainer.task"}), ("recipe.sppo.main_sppo", {"trainer.task"}))),
         (f"python3 /mine/verl/trainer/main_ppo.py {FILES}", set()),
         ("python mine/scripts/dpo.py --model_name_or_path m --dataset_name ./d", {"trainer.task"}),
+        *((f"openrlhf.cli.train_ppo_ray --pretrain m --prompt_data ./d --remote_rm_url a.py {flag}", keys)
+          for flag, keys in (("--label_key answer", set()), ("--label_key label", {"data.train_files"}),
+                             ("--prompt_split test", {"data.train_files"}))),
         ("openrlhf.cli.train_sft --pretrain m --prompt_data ./d --remote_rm_url http://a:1/b", {"trainer.task"}),
     ],
 )  # fmt: skip

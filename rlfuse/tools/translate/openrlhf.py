@@ -113,7 +113,7 @@ READ = {
 WITHOUT_EFFECT = re.compile(
     r"(ref|reward|critic)_num_|colocate|vllm_|ckpt|save_|logging_|micro_|rollout_max|rollout_tasks|use_dynamic_batch"
     r"|use_wandb|use_tensorboard|enforce_eager|deepspeed|fsdp|ds_|flash_attn|attn_impl|bf16|param_dtype|zpg|overlap_comm|grad_accum|actor_init"
-    r"|enable_prefix|disable_|label_key|eval_split|prompt_split|wandb_|ring_head|load_checkpoint|local_rank|perf|use_ms"
+    r"|enable_prefix|disable_|eval_split|wandb_|ring_head|load_checkpoint|local_rank|perf|use_ms"
     r"|value_head|ref_reward|use_liger|gradient_checkpointing_use|async_queue|max_len$|deepcompile|colocate_|ptx_coef"
 )
 """Flags that do not change what is trained."""

@@ -143,6 +143,9 @@ OPENRLHF = (
     *_rows("algorithm.filter_groups.enable", "groups are dropped if their rewards are equal",
            "dynamic_filtering_reward_range", ([0, 1], [0.0, 1.0], [0, 1.0])),
     *_rows(DATA, "the prompt is used as it is", "input_template"),
+    *_rows(DATA, "rename the column of labels to ground_truth, answer or solution", "label_key",
+           ("ground_truth", "answer", "solution")),
+    *_rows(DATA, "all rows of the files are used; list those of the split", "prompt_split", ("train",)),
     *_rows(DATA, "datasets are not mixed by probabilities", "prompt_data_probs dataset_probs"),
     *_rows("fusion.data", "fusion=one_step_off is closest", "async_train partial_rollout"),
 )  # fmt: skip

@@ -11,7 +11,19 @@ from typing import Any
 
 READING = {"print", "len", "str", "repr", "list", "dict", "vars", "asdict", "info", "init", "isinstance", "type"}
 """Functions and methods that do not change their arguments."""
-CHANGING = {"append", "extend", "insert", "remove", "pop", "clear", "update", "sort", "reverse", "setdefault"}
+CHANGING = {
+    "append",
+    "extend",
+    "insert",
+    "remove",
+    "pop",
+    "clear",
+    "update",
+    "sort",
+    "reverse",
+    "setdefault",
+    "__setattr__",
+}
 CHANGING_PREFIXES = ("set_", "add_", "remove_", "pop_")
 """Methods that change their object."""
 Loop = ast.For | ast.AsyncFor | ast.While

@@ -135,6 +135,21 @@ def test_keys_of_unknown_values_are_left_open(command, keys, tmp_path):
     assert translate(read([str(tmp_path / "run.sh")])).undecided.keys() == keys
 
 
+@pytest.mark.parametrize(
+    ("launch", "stage"),
+    [
+        ("--config_file examples/accelerate_configs/deepspeed_zero2.yaml", 2),
+        ("--config_file trl/accelerate_configs/fsdp2.yaml", 3),
+        ("--num_processes 2 --deepspeed_config_file zero3.json", 3),
+        ("--config_file trl/accelerate_configs/multi_gpu.yaml", None),
+        ("--num_processes 1 --config_file zero3.yaml", None),
+    ],
+)
+def test_parameters_are_sharded_as_by_accelerate(launch, stage, tmp_path):
+    (tmp_path / "run.sh").write_text(f"accelerate launch {launch} trl/scripts/dpo.py --model_name_or_path m")
+    assert translate(read([str(tmp_path / "run.sh")])).settings.get("actor.zero_stage") == stage
+
+
 def test_settings_without_effect_are_listed(tmp_path):
     (tmp_path / "run.sh").write_text(f"{TRL} --optim adamw_torch --logging_steps 1 --model_revision main")
     listed = {given for settings in translate(read([str(tmp_path / "run.sh")])).notes.values() for given in settings}

@@ -162,6 +162,8 @@ PROGRAM = re.compile(r"(?:^|/)(?:trl|examples)/scripts/(?:\S*/)?(\w+)\.py$")
 """Scripts of TRL, which train by the settings alone, except for rewards and datasets that they define."""
 CONFIGS = re.compile(r"(?:^|accelerate_configs/(?:deepspeed_)?)(zero[123]|fsdp[12]|multi_gpu|single_gpu)(?:\.yaml)?$")
 """Accelerate configs of TRL, which start 8 processes or one; other files may start another number."""
+SHARDING = re.compile(r"zero_?([123])|fsdp[12]?(?:\.yaml)?(?: |$)")
+"""Names of files that shard a model: FSDP as ZeRO 3 does."""
 
 
 PYTHON = re.compile(r"(\S*/)?python[\d.]*|-\w+")
@@ -189,6 +191,9 @@ def read_words(command: Command, words: Sequence[Word]) -> None:
     is_cli = not name.endswith(".py")
     command.program = name if is_cli else _program_of(script[1] if script else Path(name).stem)
     command.read_flags(words[at + 1 :])
+    for theirs, name in (("config_file", "config_file"), ("deepspeed_config_file", "deepspeed")):
+        if theirs in launcher.settings:
+            command.settings[name] = launcher.settings[theirs]
     if not is_cli and script is None:
         command.unread[name] = "may change what its flags set; run `rlfuse translate` on the script itself"
     file = command.settings.pop("config", None)
@@ -402,9 +407,10 @@ class _Reader:
         elif self.given.get("bf16") is False and dtype in (None, "float32"):
             self.set("model.dtype", "float32", "bf16", "dtype", "torch_dtype")
         file = self.given.get("deepspeed")
-        stage = re.search(r"zero_?([123])", str(file))
-        if stage:
-            self.set("actor.zero_stage", int(stage[1]), "deepspeed")
+        names = ("deepspeed", "config_file", "accelerate_config")
+        stage = SHARDING.search(" ".join(str(self.given.get(name)) for name in names))
+        if stage and self.command.processes != 1:
+            self.set("actor.zero_stage", int(stage[1] or 3), *names)
         if file and not (isinstance(file, dict) and not {"optimizer", "scheduler"} & file.keys()):
             why = f"deepspeed={as_typed(file)}: may set another optimizer and schedule; they are not read"
             self.result.leave_open("actor.optim.lr_scheduler_type", why)

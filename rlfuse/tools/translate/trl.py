@@ -195,7 +195,7 @@ def read_words(command: Command, words: Sequence[Word]) -> None:
         if theirs in launcher.settings:
             command.settings[name] = launcher.settings[theirs]
     if not is_cli and script is None:
-        command.unread[name] = "may change what its flags set; run `rlfuse translate` on the script itself"
+        command.unread[name] = "may change what its flags set; compare the script with this job"
     file = command.settings.pop("config", None)
     if file is not None:
         path = Path(str(file)).expanduser()

@@ -12,7 +12,10 @@ from rlfuse.tools.translate.arguments import Command
 from rlfuse.tools.translate.bindings import Bindings, last_name
 
 COMPUTED = "the script computes the value"
-CONFIG = "the script computes the config; keys with the comment `TRL's default` may have other values"
+CONFIG = (
+    "the script computes the config (if from flags, translate the command that sets them); keys with the comment "
+    "`TRL's default` may have other values"
+)
 MODEL, REWARDS, REWARD_MODEL = "model_name_or_path", "reward_funcs", "reward_model_name_or_path"
 WITHOUT_MEANING = {"args", "eval_dataset", "compute_metrics", "preprocess_logits_for_metrics"}
 """Arguments of a trainer that do not change what is trained, or that are read separately."""

@@ -50,7 +50,7 @@ STAGE_KEY = {
     f"rlfuse.{name}"
     for name in (
         *("config.schema", "config.parallelism", "config.other_frameworks", "run.resume.changes"),
-        *("tools.translate.openrlhf", "tools.translate.trl"),
+        *("tools.translate.openrlhf", "tools.translate.trl", "tools.translate.verl"),
     )
 }
 """Files that declare, check, translate and resume `actor.zero_stage`."""

@@ -104,9 +104,7 @@ async def drained(handle, enough):
 async def test_agent_samples_periodically_and_reports_failures(monkeypatch):
     monkeypatch.setattr(agent, "PERIOD_S", 0.05)
     workers = [Registered("rollout/0", os.getpid(), "")]
-    handle = AgentHandle(
-        "node/a", Agent("node/a", sampler=Sampler("node/a", workers=lambda: workers)), remote=False
-    )
+    handle = AgentHandle("node/a", Agent("node/a", sampler=Sampler("node/a", workers=lambda: workers)), remote=False)
     samples, failure = await drained(handle, lambda samples, _: len({sample.worker for sample in samples}) == 2)
     assert not failure and {sample.worker for sample in samples} == {"rollout/0", "node/a"}
     monkeypatch.setattr(Sampler, "sample", lambda _: 1 / 0)

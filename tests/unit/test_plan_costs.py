@@ -117,7 +117,7 @@ def test_a_step_gathers_its_weights_in_one_message(shape, size, copied):  # noqa
 
 @pytest.mark.parametrize("again, cared_for", [(False, 2), (True, 3)])
 def test_zero_3_has_a_fixed_cost_per_module(shape, again, cared_for):  # noqa: F811
-    """In forward, recomputation and backward; or the latency of its messages, if that is longer."""
+    """Count it in forward, recomputation and backward; message latency replaces it if that is longer."""
     assert shape.modules == 8 * 9 + 3
     settings = {"actor.zero_stage": 3, "model.enable_gradient_checkpointing": again}
     config = changed(job_of(shape).config, settings.items())
@@ -246,17 +246,21 @@ def test_tensor_parallel_engines_read_faster_and_communicate(shape):  # noqa: F8
     assert two.step_base_s > one.step_base_s, "reading the weights of a small model is faster than the all-reduces"
 
 
-@pytest.mark.parametrize("own", [0.0, 1e-6, 1e-4])
-def test_decoding_costs_are_exact_at_both_ends_and_a_lower_bound_between(shape, own):  # noqa: F811
+@pytest.mark.parametrize("sequence_s", [0.0, 1e-6, 1e-4])
+def test_decoding_costs_are_exact_at_both_ends_and_a_lower_bound_between(shape, sequence_s):  # noqa: F811
     """The fixed cost per sequence is charged for actual sequences only."""
-    hardware = Hardware(1e13, 1e13, 1e13, 1e12, decode_step_s=1e-3, decode_sequence_s=own)
+    hardware = Hardware(1e13, 1e13, 1e13, 1e12, decode_step_s=1e-3, decode_sequence_s=sequence_s)
     config = job_of(shape).config
     read = (sum(shape.layers) + shape.head) * ITEM[config.model.dtype] / 1e12
     computed = 2 * (shape.passed + shape.head) / 1e13
-    told = costs_of(config, {"actor": shape}, hardware, 200)
+    fitted = costs_of(config, {"actor": shape}, hardware, 200)
     bend = read / computed
     for batch in (1, 2, bend / 4, bend / 2, bend, 2 * bend, 8 * bend):
-        exact = 1e-3 + own * batch + max(read, computed * batch)
-        assert exact - own * bend - computed <= told.decode_step(batch, 0) <= (1 + 1e-9) * exact + computed + own
+        exact = 1e-3 + sequence_s * batch + max(read, computed * batch)
+        assert (
+            exact - sequence_s * bend - computed
+            <= fitted.decode_step(batch, 0)
+            <= (1 + 1e-9) * exact + computed + sequence_s
+        )
         if batch == 1 or batch >= bend:
-            assert told.decode_step(batch, 0) == pytest.approx(exact, abs=computed + own)
+            assert fitted.decode_step(batch, 0) == pytest.approx(exact, abs=computed + sequence_s)

@@ -28,7 +28,7 @@ class Cycle:
         Cycle.freed += 1
 
 
-def leave_cycles(count):
+def create_cycles(count):
     """Create `count` unreachable cycles; return how many were freed meanwhile."""
     before = Cycle.freed
     for _ in range(count):
@@ -57,7 +57,7 @@ def test_automatic_collection_stops_at_the_first_planned_collection(collector):
     collector.collect()
     assert not gc.isenabled() and gc.get_freeze_count() > 0
     recorded_collections(collector)
-    assert leave_cycles(20_000) == 0, "without it, Python would have collected automatically"
+    assert create_cycles(20_000) == 0, "without it, Python would have collected automatically"
     before = Cycle.freed
     collector.collect()
     assert Cycle.freed - before == 20_000
@@ -69,7 +69,7 @@ def test_python_collects_only_the_young_generation_in_processes_with_user_code(c
     collector._young = True
     collector.collect()
     recorded_collections(collector)
-    assert leave_cycles(400_000) > 300_000
+    assert create_cycles(400_000) > 300_000
     collector.collect()
     ((cause, automatic),) = recorded_collections(collector)
     assert cause == "step" and automatic > 10
@@ -78,7 +78,7 @@ def test_python_collects_only_the_young_generation_in_processes_with_user_code(c
 @pytest.mark.slow
 def test_automatic_collections_are_recorded(collector):
     gc.collect()
-    assert leave_cycles(20_000) > 0
+    assert create_cycles(20_000) > 0
     assert recorded_collections(collector)[0][0] == "python"
     collector.collect()
     ((cause, automatic),) = [each for each in recorded_collections(collector) if each[0] != "python"]
@@ -91,10 +91,10 @@ def test_memory_growth_triggers_a_collection_between_spans(collector, monkeypatc
     collector.collect()
     recorder, before = collector._recorder, Cycle.freed
     with recorder.span("forward"):
-        leave_cycles(2_000)
+        create_cycles(2_000)
     assert Cycle.freed == before
     with recorder.span("forward"):
-        assert leave_cycles(20_000) == 0, "collected inside a span"
+        assert create_cycles(20_000) == 0, "collected inside a span"
     assert Cycle.freed - before == 22_000
     *_, (cause, automatic) = recorded_collections(collector)
     assert (cause, automatic) == ("memory", 0)
@@ -127,7 +127,7 @@ def test_imported_objects_are_frozen(collector, monkeypatch):
     before = Cycle.freed
     with garbage.importing():
         monkeypatch.setitem(sys.modules, "imported", ModuleType("imported"))
-        assert leave_cycles(20_000) == 0
+        assert create_cycles(20_000) == 0
     assert gc.isenabled()
     gc.collect()
     collector.collect_frozen()
@@ -141,7 +141,7 @@ def test_imported_objects_are_frozen(collector, monkeypatch):
 def test_garbage_from_imports_is_collected_if_no_module_was_new(collector):
     before = Cycle.freed
     with garbage.importing():
-        leave_cycles(3)
+        create_cycles(3)
     collector.collect()
     assert Cycle.freed == before + 3
 

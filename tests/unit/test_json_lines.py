@@ -28,7 +28,7 @@ TAILS = st.one_of(
 @pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(whole=st.integers(0, 2), tail=TAILS)
-def test_complete_rows_are_read_and_appended_to_whatever_the_file_ends_with(tmp_path_factory, whole, tail):
+def test_complete_rows_are_read_and_appended_to_after_any_file_end(tmp_path_factory, whole, tail):
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     before = "".join(LINES[:whole]).encode()
     with warnings.catch_warnings(record=True) as caught:

@@ -1,6 +1,6 @@
 """Dtypes, first updates and planned memory agree for all layouts of models over two ranks.
 
-Two processes load and train each layout in turn; the tests check the collected results.
+Two processes load and train one layout after the other; the tests check the results.
 """
 
 import json

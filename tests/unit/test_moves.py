@@ -91,11 +91,11 @@ def test_moves_change_neither_states_nor_training(tmp_path, stage, dtype):
     before = saved(mover, tmp_path / "there")
     to_host(mover)
     to_host(mover)  # no-op
-    assert_same(saved(mover, tmp_path / "away"), before)
+    assert_same(saved(mover, tmp_path / "offloaded"), before)
     assert not next(iter(mover.module.buffers())).untyped_storage().nbytes()
     for _ in range(2):
         to_device(mover)
-    assert_same(saved(mover, tmp_path / "back"), before)
+    assert_same(saved(mover, tmp_path / "loaded"), before)
     accumulate(mover, range(2, 4))
     to_host(mover)  # with accumulated gradients
     to_device(mover)
@@ -218,7 +218,7 @@ def test_offloading_leaves_no_tensor_on_the_device(appeared, stage, trains):
     resident = appeared()
     assert sum(resident.values()) >= (18 if trains else 2) * count
     to_host(model)
-    copies = {piece.data_ptr() for away in offloading._offloaded[model] for piece in away.copies}
+    copies = {piece.data_ptr() for each in offloading._offloaded[model] for piece in each.copies}
     assert [size for at, size in appeared().items() if at not in copies and size > 64] == []
     to_device(model)
     with torch.no_grad():
@@ -270,14 +270,14 @@ def test_states_of_pipelines_are_saved_from_host_or_device_and_resumed(tmp_path,
     before = states_of(trained, tmp_path / "there")
     assert all(tensor.any() for name, tensor in before.items() if "weight" in name)
     to_host(trained)
-    assert same(states_of(trained, tmp_path / "away"), dict(before))
+    assert same(states_of(trained, tmp_path / "offloaded"), dict(before))
     to_device(trained)
-    assert same(states_of(trained, tmp_path / "back"), dict(before))
+    assert same(states_of(trained, tmp_path / "loaded"), dict(before))
     fresh, resumed = stages(dtype)
-    resume(fresh, tmp_path / "away")
+    resume(fresh, tmp_path / "offloaded")
     run(other, range(5, 8))
     take_step(twin, 3.0, 1)  # then restore the saved state
-    resume(twin, tmp_path / "away")
+    resume(twin, tmp_path / "offloaded")
     norms = []
     for engine_, module in ((trained, network), (fresh, resumed), (twin, other)):
         run(module, range(2, 5))

@@ -1,4 +1,4 @@
-"""Offloading: failed moves, pinned host memory, and waiting for device memory; host memory stands in for a device."""
+"""Offloading: failed moves, pinned host memory, and waiting for device memory; host memory replaces the device."""
 
 import os
 import threading
@@ -197,7 +197,7 @@ def test_checkpoint_files_of_a_rank_are_synced(tmp_path, monkeypatch):
     assert {str(tmp_path), str(tmp_path / "config.json")} <= set(synced) and files.problem is None
 
 
-# Memory that a rank keeps for itself
+# Memory limits of a rank
 
 
 @pytest.mark.parametrize("cached, emptied", [(5, []), (6, ["emptied"])])

@@ -83,12 +83,12 @@ def test_ranks_match_the_plan_in_placement_and_memory(tmp_path, given, stay, dis
 def test_offloaded_activations_are_in_the_plan(given):
     shape, _ = given
     config = job(model__dtype="float32", model__activation_disk_mb=1, actor__ppo_max_token_len_per_gpu=4096)
-    stays = memory_of(config, {"actor": shape}, Budget("cuda", GIB))
+    on_device = memory_of(config, {"actor": shape}, Budget("cuda", GIB))
     config.model.enable_activation_offload, config.model.activation_device_mb = True, 1
-    away = memory_of(config, {"actor": shape}, Budget("cuda", GIB))
+    on_host = memory_of(config, {"actor": shape}, Budget("cuda", GIB))
     found = largest_activation_plan(config, shape, "actor", "cuda")
-    assert away.total(TRAINING) < stays.total(TRAINING) and found.places.layers[-1] is Place.DEVICE
-    assert away.host - stays.host == found.offloaded_bytes(Place.HOST) == 5 * found.layer
+    assert on_host.total(TRAINING) < on_device.total(TRAINING) and found.places.layers[-1] is Place.DEVICE
+    assert on_host.host - on_device.host == found.offloaded_bytes(Place.HOST) == 5 * found.layer
     config.model.activation_host_mb = int(2.5 * found.layer) >> 20
     lines = list(describe_activations(largest_activation_plan(config, shape, "actor", "cuda"), "actor"))
     assert "actor: activations of 6 layers in a micro-batch of 4,096 tokens" in lines[0] and "recomputed" in lines[0]
@@ -151,8 +151,12 @@ def test_recomputed_layers_take_time(given):
         config.model.enable_activation_offload = "host_bytes_per_s" in changes
         return 1 / costs_of(config, {"actor": shape}, Hardware(1e9, 1e9, 1e9, 1e12, **changes), 300).train_tokens_per_s
 
-    stays, away, again = train_token_s(), train_token_s(host_bytes_per_s=1e15), train_token_s(host_bytes_per_s=1.0)
-    assert away == pytest.approx(stays) and again == pytest.approx(stays * (3 + 5 / 6) / 3, rel=0.01)
+    on_device, on_host, recomputed = (
+        train_token_s(),
+        train_token_s(host_bytes_per_s=1e15),
+        train_token_s(host_bytes_per_s=1.0),
+    )
+    assert on_host == pytest.approx(on_device) and recomputed == pytest.approx(on_device * (3 + 5 / 6) / 3, rel=0.01)
 
 
 @pytest.mark.slow

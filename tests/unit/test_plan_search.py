@@ -324,13 +324,13 @@ def test_values_are_reset_after_the_values_they_depend_on(shape):
 
 def test_shared_errors_do_not_make_steps_equal():
     errors = {"generating": 0.3, "scoring": 0.3, "training": 0.3}
-    mine, slower, traded = Seconds(10, 5, 20), Seconds(10, 5, 21), Seconds(18, 5, 13)
-    assert slower.is_significantly_slower(mine, errors) and not traded.is_significantly_slower(mine, errors)
-    assert fastest_labels({"serial": slower, "adaptive": mine}, errors) == {"adaptive": "the fastest"}
-    equal = fastest_labels({"serial": traded, "stream": slower, "adaptive": mine}, errors)
+    base, slower, traded = Seconds(10, 5, 20), Seconds(10, 5, 21), Seconds(18, 5, 13)
+    assert slower.is_significantly_slower(base, errors) and not traded.is_significantly_slower(base, errors)
+    assert fastest_labels({"serial": slower, "adaptive": base}, errors) == {"adaptive": "the fastest"}
+    equal = fastest_labels({"serial": traded, "stream": slower, "adaptive": base}, errors)
     assert equal == dict.fromkeys(("serial", "adaptive"), "equal within the error")
-    nearly = replace(mine, training=20.01)
-    assert len(fastest_labels({"serial": nearly, "adaptive": mine}, errors)) == 2, (
+    nearly = replace(base, training=20.01)
+    assert len(fastest_labels({"serial": nearly, "adaptive": base}, errors)) == 2, (
         "both policies are equal within the error"
     )
 

@@ -108,7 +108,7 @@ def test_the_core_imports_no_backend():
 
 @pytest.mark.slow
 def test_a_trainer_backend_is_private_to_its_folder():
-    """Include its library and its modules, except dotted names in the table of backends."""
+    """Check its library and its modules, except dotted names in the table of backends."""
     wrong = []
     for module in MODULES:
         used = third_party(module)

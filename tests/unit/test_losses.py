@@ -47,7 +47,7 @@ def test_aggregation_against_loops(mode):
 @pytest.mark.parametrize("mode", losses.AGG_MODES)
 @pytest.mark.parametrize("split", [[[0, 1, 2, 3, 4, 5]], [[0], [1], [2], [3], [4], [5]], [[4, 1], [0, 5, 2], [3]]])
 def test_any_split_gives_the_same_loss_and_gradient(split, mode, loss_mode):
-    """Micro-batches are padded to their shard width, with a row of pure padding added, as ranks do."""
+    """Pad micro-batches to their longest row and add a row of padding, as ranks do."""
     weight, inputs, old = randn(1, 7), randn(2, 6, 5, 7), randn(3, 6, 5)
     advantages = randn(4, 6, 5)
     count = losses.loss_divisor([*LENGTHS, 0, 0], mode, MAX_TOKENS)
@@ -153,7 +153,7 @@ def test_policy_loss_ignores_padding(mode):
 
 @pytest.mark.parametrize("spread", [0.05, 1.0])
 def test_gspo_is_the_clipped_objective_of_sequence_ratios(spread):
-    """Value and gradient against autograd through the paper's equation 5, one response at a time."""
+    """Compare value and gradient with autograd through equation 5 of the paper, one response at a time."""
     start, old, scores = spread * randn(12, 6, 5), spread * randn(13, 6, 5), randn(14, 6)
     direct = start.clone().requires_grad_()
     objective, clipped_tokens = 0.0, 0

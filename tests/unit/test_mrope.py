@@ -132,7 +132,7 @@ def as_in_vllm(clip: Visual, offset: int) -> SimpleNamespace:
 
 
 @pytest.mark.slow
-def test_positions_of_several_clips_are_vllms(whole):
+def test_positions_of_several_clips_match_vllm(whole):
     from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration as Served
 
     clips = [clip_at(2, LONG, 1.0), clip_at(60, SHORT, 0.25), clip_at(124, (3, 4, 6), 1.43), clip_at(150, LONG, 0.4)]
@@ -187,7 +187,7 @@ def expected_logits(model, row: Row) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("way", [dict(packed=True), dict(packed=False), dict(packed=True, shared=True)])
-def test_logits_and_gradients_are_the_whole_models(whole, policy, way):
+def test_logits_and_gradients_match_the_whole_model(whole, policy, way):
     assert attends_by_layout(policy) and packs_exactly(policy, 200, torch.float32, "cpu")
     rows, hidden = example_rows(whole), [whole.config.image_token_id, whole.config.video_token_id]
     seen = torch.ones(whole.config.text_config.vocab_size, dtype=torch.bool)

@@ -39,7 +39,7 @@ def test_optimum_of_two_samples_on_one_slot():
     assert solved.least == solved.found == pytest.approx(148 * 0.02 + 0.2 + 1.5 + 3.0 + 0.2)
 
 
-def test_optimum_scores_on_the_slot_that_is_free_earlier():
+def test_optimum_scores_on_the_first_free_slot():
     # The short sample is trained on during generation; the long one is scored and trained on when it is finished.
     solved = optimum(workload([49, 199], 2, 1), 10, workers=1)
     assert solved.least == solved.found == pytest.approx(199 * 0.02 + 2.0 + 4.0 + 0.2)

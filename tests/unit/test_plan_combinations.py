@@ -37,7 +37,7 @@ def whole_product(config, values, refusals):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_combinations_equal_the_filtered_product(seed):
-    """Refusals may read keys through properties, and in an order that depends on values read before."""
+    """Use refusals that read keys through properties, and in an order that depends on values read before."""
     draw = Random(seed)
     names = draw.sample(list(VALUES), len(VALUES))
     values = {name: VALUES[name] for name in names}

@@ -202,7 +202,7 @@ def test_default_settings_match_the_processor(kind):
         assert getattr(defaults, name) == (getattr(processor, name) or False), name
 
 
-def test_checkpoint_settings_override_family_family():
+def test_checkpoint_settings_override_family_defaults():
     family = VideoLlama3.sampling
     assert (
         family.with_processor_settings({})

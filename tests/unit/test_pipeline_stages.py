@@ -242,7 +242,7 @@ def test_costs_are_derived_from_measured_stage_times():
     model = [3.0] * 6, 0.0, 18.0
     layers, _, head = measured_costs((4, 2), (8.0, 10.0), model)
     assert sum(layers) + head == pytest.approx(36) and head == pytest.approx(12) and layers == pytest.approx([4.0] * 6)
-    assert measured_costs((3, 3), (9.0, 8.0), model)[2] == 0.0  # a head without cost, apart from noise
+    assert measured_costs((3, 3), (9.0, 8.0), model)[2] == 0.0  # the head costs nothing, up to noise
 
 
 def test_logits_fraction_is_the_share_of_response_tokens():

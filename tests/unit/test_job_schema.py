@@ -1,4 +1,4 @@
-"""The JSON schema of a job file accepts all bundled jobs and presets, and finds what `rlfuse train` rejects."""
+"""The JSON schema of job files accepts all bundled jobs and presets, and rejects what `rlfuse train` rejects."""
 
 import json
 from contextlib import redirect_stdout
@@ -49,7 +49,7 @@ def test_bundled_files_are_found():
     assert {"grpo.yaml", "ppo_7b.yaml", "dapo.yaml", "quickstart.yaml", "config.yaml"} <= {file.name for file in FILES}
 
 
-def test_every_key_has_its_text_and_accepts_its_default(schema):
+def test_every_key_has_a_description_and_accepts_its_default(schema):
     for name, key in by_name().items():
         definition = schema["definitions"][name]
         assert definition["description"].startswith(key.text)
@@ -100,7 +100,7 @@ INVALID = (
 @pytest.mark.parametrize(
     ("text", "is_valid"), [*((text, True) for text in VALID), *((text, False) for text in INVALID)]
 )
-def test_jobs(schema, text, is_valid, tmp_path):
+def test_valid_and_invalid_jobs(schema, text, is_valid, tmp_path):
     (tmp_path / "job.yaml").write_text(text)
     assert (not problems(schema, content_of(text))) is is_valid
     if is_valid:

@@ -22,7 +22,7 @@ from rlfuse.console import prepare_streams
 from rlfuse.error_file import write_error
 from rlfuse.errors import FAILED, INTERRUPTED, OK, PREEMPTED, USER_ERROR, RlfuseError
 from rlfuse.stopping import Stopped, stop_signal
-from rlfuse.user_folders import append_modules, redirect_caches
+from rlfuse.user_folders import SAFE_PATH, append_modules, redirect_caches
 
 HELP = """\
 Train a job:
@@ -182,6 +182,7 @@ def check_sweeper(sweeper, config) -> None:
 def run_command(action: Callable[[], None]) -> int:
     """Run `action` and return the exit status; print known errors as one message, others with their traceback."""
     prepare_streams()
+    os.environ.update(SAFE_PATH)
     append_modules(os.getcwd())
     if redirected := redirect_caches():
         print(redirected, file=sys.stderr, flush=True)

@@ -11,11 +11,13 @@ import hashlib
 import io
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf._utils import get_omega_conf_dumper
 
 from rlfuse.api.words import plain_value
 from rlfuse.config.job_file import settings_of
@@ -27,6 +29,7 @@ from rlfuse.files import atomic_write
 
 FOLDER = Path(".cache/rlfuse/inputs")
 JOB_NAME = "job"
+SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".json", ".csv")
 
 
 def write_input(name: str, content: bytes, identity: bytes | None = None) -> str:
@@ -45,14 +48,16 @@ def write_input(name: str, content: bytes, identity: bytes | None = None) -> str
 def job_file(config: Config, presets: Mapping[str, str]) -> str:
     """Return the path of a job file with `presets` and, above them, the values of `config` that are not its defaults.
 
-    Secrets from the environment remain references.
+    An experiment also names the run. Secrets from the environment remain references.
     """
     if unknown := _unknown_attributes(config):
         raise ConfigError(unknown)
     values, defaults = (dict(settings_of(plain_value(dataclasses.asdict(each), ""))) for each in (config, Config()))
     changed = {name: by_name(value) for name, value in values.items() if value != defaults.get(name)}
-    content = {**presets, "trainer.job_name": config.trainer.job_name, **changed}  # a file sets it to its own name
-    return write_input(f"{JOB_NAME}.yaml", yaml.safe_dump(content, sort_keys=False).encode())
+    name = config.trainer.job_name or presets.get("experiment")
+    content = {**presets, "trainer.job_name": name, **changed}  # by default that of the file
+    text = yaml.dump(content, Dumper=get_omega_conf_dumper(), sort_keys=False)  # quotes texts like 1e-6
+    return write_input(f"{JOB_NAME}.yaml", text.encode())
 
 
 def _unknown_attributes(group: Any, prefix: str = "") -> list[str]:
@@ -75,7 +80,10 @@ def data_file(rows: Any, name: str) -> str:
     if isinstance(rows, str | os.PathLike):
         return os.fspath(rows)
     if isinstance(rows, Mapping):
-        raise DataError(f"{name}: has several splits ({', '.join(map(str, rows))}); pass one of them, as {name}[...]")
+        raise DataError(
+            f"{name}: is a dictionary ({', '.join(map(str, rows))}); pass one of its splits, as {name}[...], or its "
+            "columns as datasets.Dataset.from_dict(...)"
+        )
     if hasattr(rows, "to_parquet"):
         return write_input(f"{name}.parquet", _parquet(rows, name))
     if not isinstance(rows, Sequence):
@@ -85,8 +93,16 @@ def data_file(rows: Any, name: str) -> str:
         )
     if not rows:
         raise DataError(f"{name}: has no rows")
+    if _is_file(rows[0]):
+        raise DataError(f"{name}: {rows[0]} is a file; pass several files as data={{'{name}_files': [...]}}")
     lines = (_line({"prompt": row} if isinstance(row, str) else row, name, at) for at, row in enumerate(rows))
     return write_input(f"{name}.jsonl", b"".join(lines))
+
+
+def _is_file(row: Any) -> bool:
+    if isinstance(row, str):
+        return os.path.isfile(row) or (row.endswith(SUFFIXES) and not re.search(r"\s", row))
+    return isinstance(row, os.PathLike)
 
 
 def _parquet(table: Any, name: str) -> bytes:
@@ -112,9 +128,10 @@ def _line(row: Any, name: str, number: int) -> bytes:
         raise DataError(f"{name}, row {number}: a row must be a dictionary, not {type(row).__name__}")
     try:
         return f"{json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_plain)}\n".encode()
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise DataError(
-            f"{name}, row {number}: {error}; use text, numbers, lists and dictionaries, or pass a datasets.Dataset"
+            f"{name}, row {number}: {error}; use text, finite numbers, None, lists and dictionaries, or pass a "
+            "datasets.Dataset"
         ) from None
 
 

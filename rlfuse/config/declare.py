@@ -244,7 +244,8 @@ def as_typed(value: Any) -> str:
     return str(value)
 
 
-def did_you_mean(value: str, choices: list[str] | tuple[str, ...]) -> str:
-    """Return `; did you mean X?` with the choice nearest to `value`, or an empty string."""
-    near = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=0.5)
+def did_you_mean(value: str, choices: list[str] | tuple[str, ...], cutoff: float = 0.5) -> str:
+    """Return `; did you mean X?` with the choice nearest to `value`, or an empty string if none is `cutoff` (0 to 1)
+    similar."""
+    near = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=cutoff)
     return f"; did you mean {near[0]}?" if near else ""

@@ -202,9 +202,8 @@ def run_command(action: Callable[[], None]) -> int:
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else OK if error.code is None else FAILED
     except Exception as error:
-        write_error(error)
-        status = known_failure(error)
-        if not _trace(always=status is None):
+        is_raised, status = write_error(error), known_failure(error)  # by the program that started this process
+        if not _trace(always=status is None and not is_raised) and not is_raised:
             text = hidden_text(_explained(error))
             print(f"{text}\n(RLFUSE_TRACEBACK=1 shows the traceback)" if status == FAILED else text, file=sys.stderr)
         return FAILED if status is None else status

@@ -12,7 +12,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import yaml
 from omegaconf._utils import get_omega_conf_dumper
 
 from rlfuse.api.words import plain_value
+from rlfuse.config.declare import ASSIGNED, assigned
 from rlfuse.config.job_file import settings_of
 from rlfuse.config.keys import explain_name
 from rlfuse.config.schema import Config
@@ -46,23 +47,33 @@ def write_input(name: str, content: bytes, identity: bytes | None = None) -> str
 
 
 def job_file(config: Config, presets: Mapping[str, str]) -> str:
-    """Return the path of a job file with `presets` and, above them, the values of `config` that are not its defaults.
+    """Return the path of a job file with `presets` and, above them, the values of `config` that were assigned or are
+    not the defaults.
 
     An experiment also names the run. Secrets from the environment remain references.
     """
     if unknown := _unknown_attributes(config):
         raise ConfigError(unknown)
     values, defaults = (dict(settings_of(plain_value(dataclasses.asdict(each), ""))) for each in (config, Config()))
-    changed = {name: by_name(value) for name, value in values.items() if value != defaults.get(name)}
+    given = {*_assigned(config)}
+    changed = {name: by_name(value) for name, value in values.items() if name in given or value != defaults.get(name)}
     name = config.trainer.job_name or presets.get("experiment")
     content = {**presets, "trainer.job_name": name, **changed}  # by default that of the file
     text = yaml.dump(content, Dumper=get_omega_conf_dumper(), sort_keys=False)  # quotes texts like 1e-6
     return write_input(f"{JOB_NAME}.yaml", text.encode())
 
 
+def _assigned(group: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the full names of the fields that were assigned."""
+    yield from (f"{prefix}{name}" for name in assigned(group))
+    for name, value in vars(group).items():
+        if dataclasses.is_dataclass(value):
+            yield from _assigned(value, f"{prefix}{name}.")
+
+
 def _unknown_attributes(group: Any, prefix: str = "") -> list[str]:
     """Return a problem for each attribute that is not a key; Python permits such assignments to dataclasses."""
-    names, found = {each.name for each in dataclasses.fields(group)}, []
+    names, found = {ASSIGNED, *(each.name for each in dataclasses.fields(group))}, []
     for name, value in vars(group).items():
         if name not in names:
             found.append(explain_name(f"{prefix}{name}", None) or f"{prefix}{name}: is not a key")

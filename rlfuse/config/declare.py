@@ -17,12 +17,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
 CUSTOM = "path/file.py:name"
 """Syntax of a custom function or class as the value of a key."""
+ASSIGNED = "_assigned"
 
 
 class Effect(Enum):
@@ -36,6 +37,22 @@ class Effect(Enum):
     @property
     def label(self) -> str:
         return self.name.lower().replace("_", " ")
+
+
+class KeyGroup:
+    """Base class of the groups of keys. `assigned` has the fields that were set after an object was created."""
+
+    if not TYPE_CHECKING:  # type checkers would permit any name
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name in vars(self):
+                vars(self)[ASSIGNED] = {*assigned(self), name}
+            object.__setattr__(self, name, value)
+
+
+def assigned(group: KeyGroup) -> set[str]:
+    """Return the fields of a group that were set after its creation, even to their defaults."""
+    return vars(group).get(ASSIGNED, set())
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlfuse.config.declare import RESOURCES, REWARD, ROUNDING, TOLERANCE, key
+from rlfuse.config.declare import RESOURCES, REWARD, ROUNDING, TOLERANCE, KeyGroup, key
 
 MODEL_PART = "reward_model"
 """Path of the entry for reward.model_path, and the logged name of the model. Of a model with several labels, each has
@@ -53,7 +53,7 @@ class RewardEntry:
 
 
 @dataclass
-class OverlongBuffer:
+class OverlongBuffer(KeyGroup):
     """Soft overlong penalty (DAPO) for responses near the length limit."""
 
     len: int = key(0, REWARD, at_least=0)
@@ -63,7 +63,7 @@ class OverlongBuffer:
 
 
 @dataclass
-class RewardConfig:
+class RewardConfig(KeyGroup):
     """Reward functions, reward model and judges. The reward of a response is the weighted sum of all that apply to
     it."""
 

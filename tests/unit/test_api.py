@@ -138,11 +138,13 @@ def test_a_config_object_takes_the_place_of_a_file_and_is_overridden():
 def test_fields_of_a_config_win_over_presets(overrides, settings, capsys):
     config = Config()
     config.model.path, config.rollout.n = "model", 4
+    config.actor.loss_agg_mode = default = Config().actor.loss_agg_mode
     config.data.train_files = [data_file(ROWS, "train")]
     config.reward.functions = ["rlfuse.tasks.remainder:compute_score"]
     given = load(commands._words(config, overrides, None, None, {}, settings | {"actor": {"ppo_epochs": 2}}))
     assert (given.rollout.n, given.algorithm.adv_estimator, given.actor.ppo_epochs) == (4, "grpo", 2)
     assert given.actor.use_kl_loss, "set by the preset"
+    assert given.actor.loss_agg_mode == default, "assigned, although the preset sets another value"
     assert "overridden" not in "".join(capsys.readouterr())
 
 
@@ -436,9 +438,10 @@ raise SystemExit(run_command(fail))
 
 
 def failed(error):
-    job = Job(Path("runs"), [sys.executable, "-c", FAILING.format(error=error)], rlfuse.Run)
+    job, lines = Job(Path("runs"), [sys.executable, "-c", FAILING.format(error=error)], rlfuse.Run), []
     with pytest.raises(Exception) as caught:
-        job.follow(60, lambda line: None)
+        job.follow(60, lines.append)
+    assert lines == [], "the message is that of the raised error"
     return caught.value
 
 

@@ -35,6 +35,7 @@ Model = str | os.PathLike[str] | Run | Mapping[str, Any] | None
 PYTHON = [sys.executable, "-P", "-m"]
 MODES = ("-m", "--multirun", "-c", "--cfg", "-i", "--info", "-h", "--help")
 """Options of the command line that do not run one job."""
+MAX_SHOWN = 60
 _COMPOSING = threading.Lock()
 """Hydra composes one job at a time, because its state is global."""
 
@@ -93,7 +94,7 @@ def start(
 
 
 def evaluate(
-    job: Source | Run,
+    job: Source | Run = None,
     *overrides: str,
     model: str | os.PathLike[str] | None = None,
     reward: Any = None,
@@ -124,7 +125,7 @@ def evaluate(
 
 
 def generate(
-    job: Source | Run,
+    job: Source | Run = None,
     *overrides: str,
     prompts: Any = None,
     model: str | os.PathLike[str] | None = None,
@@ -137,8 +138,8 @@ def generate(
 ) -> pd.DataFrame:
     """Generate responses, as `rlfuse generate`, and return a table with a row each; see `evaluate`.
 
-    `prompts`: a list of texts, or as `dataset` of `train`; by default data.val_files. `reward`: also score them. `out`:
-    file (.jsonl) to keep the responses in; an interrupted file is continued.
+    `prompts`: a list of texts or of lists of messages, or as `dataset` of `train`; by default data.val_files. `reward`:
+    also score them. `out`: file (.jsonl) to keep the responses in; an interrupted file is continued.
     """
     from rlfuse.tools.evaluation.arguments import read
 
@@ -233,9 +234,9 @@ def _words(
 
 def _word(given: Any) -> str:
     """Return a job file or an override as a word of the command line. Raises ConfigError for anything else."""
-    valid = "pass a job file, a rlfuse.Config or overrides such as 'rollout.n=8'; keyword arguments take dicts"
+    valid = "pass a job file or a rlfuse.Config first, overrides such as 'rollout.n=8', and dicts by keyword"
     if isinstance(given, Run) or not isinstance(given, str | os.PathLike):
-        raise ConfigError([f"{given}: is a {type(given).__name__}; {valid}"])
+        raise ConfigError([f"{str(given)[:MAX_SHOWN]}: is a {type(given).__name__}; {valid}"])
     word = os.fspath(given)
     if word.partition("=")[0] in MODES:
         raise ConfigError([f"{word}: is an option of the command line; {valid}, and call the function once per job"])

@@ -85,7 +85,8 @@ def _unknown_attributes(group: Any, prefix: str = "") -> list[str]:
 def data_file(rows: Any, name: str) -> str:
     """Return the path of a file with these rows, in their order; `name`: of the argument and the file.
 
-    `rows`: a path, a `datasets.Dataset`, a pandas table, or a sequence of rows (dictionaries) or prompts (text).
+    `rows`: a path, a `datasets.Dataset`, a pandas table, or a sequence of rows (dictionaries) or prompts (texts, lists
+    of messages).
     Without a column `data_source`, the data source is `name`, as for a file of this name.
     """
     if isinstance(rows, str | os.PathLike):
@@ -106,7 +107,7 @@ def data_file(rows: Any, name: str) -> str:
         raise DataError(f"{name}: has no rows")
     if _is_file(rows[0]):
         raise DataError(f"{name}: {rows[0]} is a file; pass several files as data={{'{name}_files': [...]}}")
-    lines = (_line({"prompt": row} if isinstance(row, str) else row, name, at) for at, row in enumerate(rows))
+    lines = (_line({"prompt": row} if isinstance(row, str | list) else row, name, at) for at, row in enumerate(rows))
     return write_input(f"{name}.jsonl", b"".join(lines))
 
 

@@ -195,6 +195,11 @@ def assigned(key, value):
         ({"trainer": {"project_name": b"x"}}, ConfigError, "trainer.project_name: got bytes; a setting is a number"),
         ({"rollout": {"engine_kwargs": {"ü": 1}}}, ConfigError, "rollout.engine_kwargs: the key 'ü' has characters"),
         ({"job": {"rollout.n": 4}}, ConfigError, "{'rollout.n': 4}: is a dict; pass a job file"),
+        (
+            {"job": [Config()]},
+            ConfigError,
+            r"^The .*\n  \[Config\(.{52}: is a list; pass a job file or a rlfuse.Config first",
+        ),
         ({"job": rlfuse.Run(Path("nowhere"))}, ConfigError, "nowhere: is a Run; pass a job file"),
         ({"job": "--multirun"}, ConfigError, "--multirun: is an option of the command line"),
         ({"job": assigned("actor.optim.leraning_rate", 1)}, ConfigError, "actor.optim.leraning_rate: unknown key"),
@@ -260,10 +265,11 @@ def test_a_call_leaves_the_program_as_it_was(monkeypatch, capsys):
         (ROWS, ROWS),
         ([{"prompt": "a", "x": np.float32(0.5), "y": np.arange(2)}], [{"prompt": "a", "x": 0.5, "y": [0, 1]}]),
         (["a", "b"], [{"prompt": "a"}, {"prompt": "b"}]),
+        ([[{"role": "user", "content": "a"}]], [{"prompt": [{"role": "user", "content": "a"}]}]),
         (pd.DataFrame({"prompt": ["a", "b"], "answer": [1, 2]})[1:], [{"prompt": "b", "answer": 2}]),
         (datasets.Dataset.from_list([{"prompt": "a"}, {"prompt": "b"}]).select([1]), [{"prompt": "b"}]),
     ],
-    ids=["rows", "numpy", "texts", "pandas", "datasets"],
+    ids=["rows", "numpy", "texts", "messages", "pandas", "datasets"],
 )
 def test_rows_are_written_once_by_content(rows, expected):
     path = data_file(rows, "train")
@@ -512,7 +518,7 @@ def test_responses_are_read_in_the_order_of_the_prompts(folder, monkeypatch):
         return type("Followed", (), {"follow": lambda self, *_: result(file)})()
 
     monkeypatch.setattr(commands, "Job", job)
-    found = rlfuse.generate("algorithm=grpo", model="model", prompts=["a", "b"], out="out.jsonl", rollout={"n": 2})
+    found = rlfuse.generate(model="model", prompts=["a", "b"], out="out.jsonl", algorithm="grpo", rollout={"n": 2})
     assert [*found["id"]] == ["3/2/0", "3/10/0"] and [*found["step"]] == [3, 3] and found["reward"].isna().all()
     [(command, *words)] = written
     assert command == "rlfuse.cli" or words[0] == "generate"

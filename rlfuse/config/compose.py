@@ -289,11 +289,12 @@ def explain_failure(error: BaseException, overrides: list[str]) -> str:
         given = re.search(r"Value '([^']*)'", text)
         shown = f"{name}={given[1]}" if given else name
         return f"{prefix}{shown}: invalid value for this dictionary; see `rlfuse train --help`"
+    if re.search(r"Interpolation|resolv", text):
+        first = text.strip().splitlines()[0]
+        return f"{prefix}{name}: {first}; correct the expression in ${{...}}, or write \\${{ for the characters"
     if name not in by_name():
         return prefix + (explain_name(name, None) or f"{name}: is a group of keys, not a value")
     value = re.search(r"Value '([^']*)'", text)
-    if re.search(r"Interpolation|resolv", text):
-        return f"{prefix}{name}: {text.strip().splitlines()[0]}; correct the expression in ${{...}}"
     return prefix + explain_value(name, value[1] if value else _given(name, overrides))
 
 

@@ -5,6 +5,7 @@ Training, evaluation and notebooks use `read_entries`, so all of them report the
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import math
@@ -196,8 +197,9 @@ def _read(given: Given, where: str) -> tuple[RewardEntry | None, list[str]]:
         problems.append(f"{where}: an entry needs a path: path/to/file.py:function, a URL, {JUDGE} or {MODEL_PART}")
     if problems:
         return None, problems
-    entry.path = ""
-    return dataclasses.replace(OmegaConf.to_object(entry), path=given["path"]), []
+    entry.path, entry.kwargs = "", {}
+    kwargs = copy.deepcopy(given.get("kwargs", {}))  # already resolved; a template may have the characters ${
+    return dataclasses.replace(OmegaConf.to_object(entry), path=given["path"], kwargs=kwargs), []
 
 
 def _judge(entry: RewardEntry, model_path: str | None) -> list[str]:

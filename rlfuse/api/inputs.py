@@ -16,12 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-from omegaconf._utils import get_omega_conf_dumper
-
 from rlfuse.api.words import plain_value
 from rlfuse.config.declare import ASSIGNED, assigned
-from rlfuse.config.job_file import settings_of
+from rlfuse.config.job_file import as_yaml, settings_of
 from rlfuse.config.keys import explain_name
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import by_name
@@ -59,8 +56,7 @@ def job_file(config: Config, presets: Mapping[str, str]) -> str:
     changed = {name: by_name(value) for name, value in values.items() if name in given or value != defaults.get(name)}
     name = config.trainer.job_name or presets.get("experiment")
     content = {**presets, "trainer.job_name": name, **changed}  # by default that of the file
-    text = yaml.dump(content, Dumper=get_omega_conf_dumper(), sort_keys=False)  # quotes texts like 1e-6
-    return write_input(f"{JOB_NAME}.yaml", text.encode())
+    return write_input(f"{JOB_NAME}.yaml", as_yaml(content).encode())
 
 
 def _assigned(group: Any, prefix: str = "") -> Iterator[str]:

@@ -82,8 +82,7 @@ def data_file(rows: Any, name: str) -> str:
     """Return the path of a file with these rows, in their order; `name`: of the argument and the file.
 
     `rows`: a path, a `datasets.Dataset`, a pandas table, or a sequence of rows (dictionaries) or prompts (texts, lists
-    of messages).
-    Without a column `data_source`, the data source is `name`, as for a file of this name.
+    of messages). Without a column `data_source`, the data source is `name`, as for a file of this name.
     """
     if isinstance(rows, str | os.PathLike):
         return os.fspath(rows)
@@ -102,7 +101,8 @@ def data_file(rows: Any, name: str) -> str:
     if not rows:
         raise DataError(f"{name}: has no rows")
     if _is_file(rows[0]):
-        raise DataError(f"{name}: {rows[0]} is a file; pass several files as data={{'{name}_files': [...]}}")
+        key = "train_files" if name == "train" else "val_files"
+        raise DataError(f"{name}: {rows[0]} is a file; pass several files as data={{'{key}': [...]}}")
     lines = (_line({"prompt": row} if isinstance(row, str | list) else row, name, at) for at, row in enumerate(rows))
     return write_input(f"{name}.jsonl", b"".join(lines))
 

@@ -94,7 +94,17 @@ INVALID = (
     "trainer: {logger: [consol]}",
     "algorithm: grppo",
     "reward: {functions: [{weight: 1}]}",
+    "algorithm: [grpo]",
+    "rollout: {engine_kwargs.enforce_eager: true, m: 4}",
 )
+UNKNOWN = {
+    "rolout: {n: 4}": "rolout",
+    "rollout.m: 4": "rollout.m",
+    "rollout: {m: 4}": "m",
+    "algorithm: {lambda: 1}": "lambda",
+    "actor: {optim: {learning_rate: 1}}": "learning_rate",
+}
+"""A job -> its unknown key."""
 
 
 @pytest.mark.parametrize(
@@ -105,3 +115,9 @@ def test_valid_and_invalid_jobs(schema, text, is_valid, tmp_path):
     assert (not problems(schema, content_of(text))) is is_valid
     if is_valid:
         assert not job_file.read(tmp_path / "job.yaml").problems
+
+
+@pytest.mark.parametrize(("text", "name"), UNKNOWN.items())
+def test_the_message_for_an_unknown_key_names_it(schema, text, name):
+    [problem] = problems(schema, content_of(text))
+    assert problem.endswith(f": Additional properties are not allowed ('{name}' was unexpected)")

@@ -38,7 +38,7 @@ def test_a_reward_is_written_and_used_by_a_job(tmp_path):
 
 def test_a_reward_model_is_extended_trained_and_looked_at(tmp_path):
     text, pictures = shown(runner().execute(FOLDER / "02_extend_a_reward_model.ipynb", tmp_path))
-    assert pictures == 4 and "60 steps in" in text and "{'path': 'reward_model:brief', 'weight': 0.2}" in text
+    assert pictures == 4 and "60 steps of" in text and "{'path': 'reward_model:brief', 'weight': 0.2}" in text
     run = tmp_path / "runs" / "rlfuse" / "two_layers"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["val-aux/reward_model/acc/brief"] > 0.65 and rows[-1]["val-core/reward_model/acc"] > 0.6

@@ -54,6 +54,16 @@ def test_the_last_lines_name_what_fusion_selected_in_each_part_of_the_run(tmp_pa
     assert summarise(tmp_path, config, 1.0)["fusion"] == "over_sampling, then adaptive"
 
 
+def test_a_run_without_rewards_shows_the_distance_to_its_teacher(tmp_path, capsys):
+    rows = [{"step": step, "actor/teacher_kl": 1 / step} for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summarise(tmp_path, Config(), 1.0)
+    printed = capsys.readouterr().out
+    assert "kl to teacher 1.000 -> 0.500   (first and last step)" in printed and "mean reward" not in printed
+    assert "results       learning_curve.png, metrics.jsonl" in printed
+    assert (tmp_path / "learning_curve.png").stat().st_size > 1000 and not (tmp_path / "reward_curve.png").exists()
+
+
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [

@@ -103,10 +103,10 @@ def test_a_sweep_gives_each_job_its_folder_and_goes_on_where_one_fails(job, ran,
     told = capsys.readouterr()
     assert told.err.count("rollout.n=1: ") == 1 and "a-rollout.n=1 failed; see its message above" in told.err
     table = told.out[told.out.index("job ") :].splitlines()
-    assert table[0].split() == ["job", "rollout.n", "state", "reward", "held", "out", "seconds", "folder"]
+    assert table[0].split() == ["job", "rollout.n", "state", "reward", "held", "out", "s/step", "folder"]
     assert [line.split() for line in table[1:4]] == [
-        ["2", "4", "finished", "0.100", "->", "0.200", "0.500", "7", "runs/rlfuse/a-rollout.n=4"],
-        ["1", "2", "finished", "0.100", "->", "0.200", "0.250", "7", "runs/rlfuse/a-rollout.n=2"],
+        ["2", "4", "finished", "0.100", "->", "0.200", "0.500", "1.500", "runs/rlfuse/a-rollout.n=4"],
+        ["1", "2", "finished", "0.100", "->", "0.200", "0.250", "1.500", "runs/rlfuse/a-rollout.n=2"],
         ["0", "1", "refused", "-", "-", "-", "-"],
     ], "the best first"
     assert table[-2].startswith("job 0 refused: rollout.n=1: must be 2 or more")

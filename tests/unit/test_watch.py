@@ -98,14 +98,22 @@ def test_a_finished_run_is_reported_at_once(tmp_path, capsys):
     watch.main([str(tmp_path)])
     assert "was killed: its process ended without an error" in capsys.readouterr().out
     running(tmp_path, state="finished")
-    summary = {"steps": 3, "resumed_after": 2, "seconds": 9.6, "fusion": "serial", "label": "exact", "faults": {}}
+    summary = {
+        "steps": 3,
+        "resumed_after": 2,
+        "seconds": 9.6,
+        "median_step_s": 1.52,
+        "fusion": "serial",
+        "label": "exact",
+        "faults": {},
+    }
     summary |= {"reward_first": 0.1, "reward_last": 0.2, "reward_window": 1, "val_name": "val-core/x/acc"}
     summary |= {"val_before": None, "val_after": 0.5}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     (tmp_path / "config.yaml").write_text(CONFIG)
     watch.main([str(tmp_path)])
     said = capsys.readouterr().out
-    assert "1 steps in 10 s, resumed after step 2, fusion=serial (exact)" in said
+    assert "1 step of 1.5 s (median) in 10 s, resumed after step 2, fusion=serial (exact)" in said
     assert "0.100 -> 0.200   (first and last step)" in said and "held out      0.500   (val-core/x/acc)" in said
 
 

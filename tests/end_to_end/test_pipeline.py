@@ -81,7 +81,7 @@ def assert_like_one_process(config, one_process, gradients, parameters, metrics)
     "family, order, split", [("qwen2", *order) for order in ORDERS] + [(name, "fused", True) for name in FAMILIES][1:]
 )
 async def test_every_order_trains_as_one_process(four, folders, one_process, family, order, split):
-    """Four stages of the actor; two pipelines of two stages of the smaller critic in the opposite direction; clipped."""
+    """Four stages of the actor, two opposite pipelines of the smaller critic with two stages each; clipped."""
     config = settings(folders, family, clip=0.1)
     assert_like_one_process(config, one_process, *await three_steps(four, config, TWO_CRITICS, order, split))
 

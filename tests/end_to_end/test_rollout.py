@@ -68,7 +68,7 @@ async def engine(ray_cluster, tiny_model):
 
 @pytest.fixture(scope="module")
 async def drafting(ray_cluster):
-    """Start an engine with drafts; tests restart it: with failures, with drafts, with a model that no kernel supports."""
+    """Start an engine with drafts; tests restart it with drafts, with failures, and with an unsupported model."""
     handle = new_handle(9)
     yield handle
     await release(handle)

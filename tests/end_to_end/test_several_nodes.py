@@ -216,7 +216,7 @@ def test_links_between_the_nodes_are_measured(cluster, tmp_path):
 
 
 def test_a_job_with_clips_has_the_same_curves_on_one_and_two_nodes(cluster, started, tmp_path, write_shadows):
-    """One node: one slot in a private cluster. Two nodes: clips are encoded ahead, long rows are sharded over both ranks.
+    """One node: one slot in a private cluster. Two nodes: clips are encoded ahead, long rows are sharded over ranks.
 
     The second job is stopped by Ctrl-C, which also works in a cluster that the job did not start.
     """

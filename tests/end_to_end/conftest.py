@@ -118,9 +118,9 @@ def pipeline_models(tmp_path_factory):
 @pytest.fixture(scope="session")
 async def four(pipeline_models, slots):
     """Start four pipeline ranks that can load one layout after the other."""
-    from probing import TWO_CRITICS, started
+    from probing import TWO_CRITICS, started_group
 
-    async for group in started(pipeline_models, 4, TWO_CRITICS):
+    async for group in started_group(pipeline_models, 4, TWO_CRITICS):
         yield group
 
 

@@ -83,7 +83,7 @@ class Probe(PipelineGroup):
         return total
 
 
-async def started(folders, count, layout):
+async def started_group(folders, count, layout):
     """Yield ranks that can load layouts; kill them afterwards."""
     group, _ = await Probe.start(settings(folders), Anywhere(None, count, "cpu"), layout)
     yield group

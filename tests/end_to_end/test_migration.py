@@ -31,7 +31,7 @@ NIXL = pytest.param(
 )
 
 
-def through(*transfers):
+def kv_transports(*transfers):
     """Parametrise a test by the transport of KV caches; each pair of engines starts once."""
     return pytest.mark.parametrize("engines", transfers, indirect=True, scope="module")
 
@@ -63,16 +63,16 @@ def stores() -> list[Path]:
     return [folder for folder in OWN if folder.exists()]
 
 
-def left_over() -> list[Path]:
+def remaining_files() -> list[Path]:
     """Return remaining files of KV caches; wait up to a second for sources to remove those that were read."""
     for _ in range(100):
-        if not (files := [file for store in stores() for file in store.iterdir() if not _of_the_engine(file)]):
+        if not (files := [file for store in stores() for file in store.iterdir() if not _lives_with_engine(file)]):
             break
         time.sleep(0.01)
     return files
 
 
-def _of_the_engine(file: Path) -> bool:
+def _lives_with_engine(file: Path) -> bool:
     """Return whether the file lives as long as the engine: its lock, sockets and semaphores."""
     return file.name == "lock" or file.is_socket() or file.name.startswith("sem.mp-")
 
@@ -92,7 +92,7 @@ async def generate(engine, samples, sampling, partials=None):
     return {sample_id: result async for sample_id, result in engine.generate(samples, sampling, partials)}
 
 
-async def leave(engine, samples, sampling, after: float, carry: str, partials=None):
+async def evict_after(engine, samples, sampling, after: float, carry: str, partials=None):
     """Evict all samples after this many seconds."""
     taking = asyncio.create_task(generate(engine, samples, sampling, partials))
     await asyncio.sleep(after)
@@ -108,7 +108,7 @@ async def until_decoded(engine, tokens: int):
         steps += sum(span.attributes["steps"] for span in await drained(engine, "decode"))
 
 
-async def begun(engine, samples, sampling, tokens: int, carry: str):
+async def evict_at(engine, samples, sampling, tokens: int, carry: str):
     """Evict the samples when they have about this many tokens each."""
     await engine.drain()
     taking = asyncio.create_task(generate(engine, samples, sampling))
@@ -117,7 +117,7 @@ async def begun(engine, samples, sampling, tokens: int, carry: str):
     return await taking
 
 
-async def long_ones(engine, index: int, count: int):
+async def long_samples(engine, index: int, count: int):
     """Return samples with prompts of 100 tokens and responses of at least 100, and these responses."""
     samples = [sample(index + i, length=100) for i in range(5 * count)]
     responses = await collect(engine, samples, WARM)
@@ -127,7 +127,7 @@ async def long_ones(engine, index: int, count: int):
 
 @pytest.mark.parametrize("carry", ["tokens", "kv"])
 @pytest.mark.parametrize("sampling", [GREEDY, WARM, CUT], ids=["greedy", "warm", "cut"])
-@through("shm", NIXL)
+@kv_transports("shm", NIXL)
 async def test_moved_samples_end_as_without_moves(engines, sampling, carry):
     samples = [sample(100 + i, length=20 + i) for i in range(20)]  # 16 run, 4 wait
     expected = await collect(engines[0], samples, sampling)
@@ -138,29 +138,29 @@ async def test_moved_samples_end_as_without_moves(engines, sampling, carry):
         if hop == 5:
             results = await generate(engines[1], rest, sampling, partials)
         else:
-            results = await leave(engines[hop % 2], rest, sampling, times.uniform(0.02, 0.2), carry, partials)
+            results = await evict_after(engines[hop % 2], rest, sampling, times.uniform(0.02, 0.2), carry, partials)
         for sample_id, result in results.items():
             (partials if isinstance(result, Partial) else done)[sample_id] = result
     assert_same(done, expected)
-    assert partials and not left_over()
+    assert partials and not remaining_files()
 
 
-@through("shm", NIXL)
+@kv_transports("shm", NIXL)
 async def test_a_moved_kv_cache_extends_a_cached_prefix(engines):
     first, second = engines
-    long, expected = await long_ones(first, 600, 1)
+    long, expected = await long_samples(first, 600, 1)
     await collect(second, long, replace(WARM, max_tokens=1))  # complete blocks of the prompt stay in its prefix cache
-    partials = await begun(first, long, WARM, 60, "kv")
+    partials = await evict_at(first, long, WARM, 60, "kv")
     assert partials[long[0].id].kv_key
     assert_same(await generate(second, long, WARM, partials), expected)
 
 
-@through("shm", NIXL)
+@kv_transports("shm", NIXL)
 async def test_waiting_samples_and_those_at_their_limit(engines):
     first, second = engines
     samples = [sample(130 + i, length=20) for i in range(20)]
     expected = await collect(first, samples, WARM)
-    results = await begun(first, samples, WARM, 3, "kv")
+    results = await evict_at(first, samples, WARM, 3, "kv")
     partials = {sample_id: result for sample_id, result in results.items() if isinstance(result, Partial)}
     none = [sample_id for sample_id, partial in partials.items() if not len(partial.token_ids)]
     assert none and all(partials[sample_id].kv_key is None for sample_id in none)
@@ -175,7 +175,7 @@ async def test_waiting_samples_and_those_at_their_limit(engines):
     assert await second.load() == Load(0, 0, 0.0)
 
 
-@through("shm", NIXL)
+@kv_transports("shm", NIXL)
 async def test_samples_that_finish_while_they_are_evicted(engines):
     samples = [sample(160 + i, length=20) for i in range(16)]
     sampling = replace(WARM, max_tokens=12)
@@ -193,14 +193,14 @@ async def test_samples_that_finish_while_they_are_evicted(engines):
     await engines[0].evict(["1/999/0"])  # unknown or finished: a no-op
     with pytest.raises(EngineError, match="carry='disk': use tokens or kv"):
         await engines[0].evict([], "disk")
-    assert not left_over()
+    assert not remaining_files()
 
 
-@through("shm", NIXL)
+@kv_transports("shm", NIXL)
 async def test_the_kv_cache_is_loaded_from_the_other_engine(engines):
     first, second = engines
-    samples, expected = await long_ones(first, 200, 4)
-    partials = await begun(first, samples, WARM, 40, "kv")
+    samples, expected = await long_samples(first, 200, 4)
+    partials = await evict_at(first, samples, WARM, 40, "kv")
     assert all(partial.kv_key for partial in partials.values())
     ready = [file for store in stores() for file in store.glob("*.tokens")]
     assert len(ready) == len(partials)
@@ -212,14 +212,14 @@ async def test_the_kv_cache_is_loaded_from_the_other_engine(engines):
         # Complete blocks of 32, including generated tokens. None of it can be in this engine's prefix cache.
         assert (100 + carried - 2) // 32 * 32 <= span.attributes["cached_tokens"] < 100 + carried
         assert span.tokens == len(expected[span.samples[0]].token_ids) - carried
-    assert not left_over()
+    assert not remaining_files()
 
 
-@through("shm", NIXL)
+@kv_transports("shm", NIXL)
 async def test_a_missing_or_stale_kv_cache_is_recomputed(engines):
     first, second = engines
-    samples, expected = await long_ones(first, 230, 3)
-    partials = await begun(first, samples, WARM, 20, "kv")
+    samples, expected = await long_samples(first, 230, 3)
+    partials = await evict_at(first, samples, WARM, 20, "kv")
     keys = [partials[one.id].kv_key for one in samples]
     Path(f"{keys[0].partition('@')[2]}.0").unlink(
         missing_ok=True
@@ -231,19 +231,19 @@ async def test_a_missing_or_stale_kv_cache_is_recomputed(engines):
     assert_same(await generate(second, samples, WARM, partials), expected)
     cached = {span.samples[0]: span.attributes["cached_tokens"] for span in await drained(second, "generate")}
     assert cached[samples[1].id] == cached[samples[2].id] == 0
-    assert not left_over() and not STALE.exists()
+    assert not remaining_files() and not STALE.exists()
 
 
-@through("shm", NIXL)
+@kv_transports("shm", NIXL)
 async def test_new_weights_invalidate_kv_caches_of_the_old_ones(engines):
     first, second = engines
-    samples, expected = await long_ones(first, 500, 3)
-    partials = await begun(first, samples, WARM, 20, "kv")
+    samples, expected = await long_samples(first, 500, 3)
+    partials = await evict_at(first, samples, WARM, 20, "kv")
     assert all(partial.kv_key for partial in partials.values())
     began = time.perf_counter()
     await asyncio.gather(*(engine.begin_update() for engine in engines))
     held = time.perf_counter() - began
-    assert not left_over()  # with nixl: nor blocks of the engine, for which the update would have to wait
+    assert not remaining_files()  # with nixl: nor blocks of the engine, for which the update would have to wait
     for engine in engines:
         await engine.finish_update(0)
     print(f"{1000 * held:.0f} ms to pause")
@@ -253,7 +253,7 @@ async def test_new_weights_invalidate_kv_caches_of_the_old_ones(engines):
 
 
 @pytest.mark.parametrize("carry", ["tokens", "kv"])
-@through("shm", NIXL)
+@kv_transports("shm", NIXL)
 async def test_moving_is_immediate(engines, carry, record_property):
     first, second = engines
     seconds = []
@@ -272,13 +272,13 @@ async def test_moving_is_immediate(engines, carry, record_property):
             break
         seconds.append(time.perf_counter() - began)
         await stream.aclose()
-    assert not left_over()  # except samples already at their limit, which load nothing
+    assert not remaining_files()  # except samples already at their limit, which load nothing
     record_property("seconds", seconds)
     print(f"{carry}: {[round(1000 * one) for one in seconds]} ms from evict to a new token elsewhere")
     assert len(seconds) == 5
 
 
-@through("shm")
+@kv_transports("shm")
 async def test_decode_spans_cover_intervals_of_continuous_decoding(engines):
     engine = engines[0]
     while await engine.load() != Load(0, 0, 0.0):  # discard spans of earlier tests
@@ -303,7 +303,7 @@ async def test_decode_spans_cover_intervals_of_continuous_decoding(engines):
     assert wall / 100 < sum(span.seconds for span in stretches) < wall - 0.4  # excluding the time between the two
 
 
-@through("shm")
+@kv_transports("shm")
 async def test_an_engine_sleeps_only_when_nothing_is_generated(engines):
     engine = engines[0]
     one = sample(420)
@@ -322,7 +322,7 @@ async def test_an_engine_sleeps_only_when_nothing_is_generated(engines):
     assert_same(await generate(engine, [one], WARM), expected)
 
 
-@through("shm")
+@kv_transports("shm")
 async def test_an_engine_stays_on_its_core(engines, tiny_model):
     for handle, cores in zip(engines, (set(os.sched_getaffinity(0)), {LAST_CORE}), strict=True):
         actor = psutil.Process(await pid_of(handle))
@@ -336,7 +336,7 @@ async def test_an_engine_stays_on_its_core(engines, tiny_model):
     ray.kill(other.actor)
 
 
-@through("shm")
+@kv_transports("shm")
 async def test_an_engine_process_inherits_no_connection_and_no_file_of_its_actor(engines):
     """The process is a fork of its actor; an inherited connection would stay open after the actor's end."""
     for handle in engines:
@@ -349,11 +349,11 @@ async def test_an_engine_process_inherits_no_connection_and_no_file_of_its_actor
         assert {file.partition(":")[0] for file in ours & theirs - streams} <= {"/dev/null", "pipe", "anon_inode"}
 
 
-@through(NIXL)
+@kv_transports(NIXL)
 async def test_samples_resume_without_delay_when_the_source_engine_was_killed(engines):
     first, second = engines
-    samples, expected = await long_ones(first, 520, 3)
-    partials = await begun(first, samples, WARM, 20, "kv")
+    samples, expected = await long_samples(first, 520, 3)
+    partials = await evict_at(first, samples, WARM, 20, "kv")
     for child in psutil.Process(await pid_of(first)).children(recursive=True):
         child.kill()
     await second.drain()

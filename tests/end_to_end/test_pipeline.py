@@ -13,7 +13,18 @@ import pytest
 import ray
 import torch
 from pipelines import Sleeping, fused, serial
-from probing import COUNTS, LAYOUTS, OPPOSITE, TWO_CRITICS, distance, fourth_step, schedule, started, state, three_steps
+from probing import (
+    COUNTS,
+    LAYOUTS,
+    OPPOSITE,
+    TWO_CRITICS,
+    distance,
+    fourth_step,
+    schedule,
+    started_group,
+    state,
+    three_steps,
+)
 from safetensors.torch import load_file
 from single_process import BATCHES, FAMILIES, ThreeSteps, lengths, make_rows, settings
 from trainer_probe import mini_batches_without_advantage, only_the_policy_loss, scores_of
@@ -52,13 +63,13 @@ def one_process(folders):
 
 @pytest.fixture(scope="module")
 async def two(folders, slots):
-    async for group in started(folders, 2, OPPOSITE):
+    async for group in started_group(folders, 2, OPPOSITE):
         yield group
 
 
 @pytest.fixture(scope="module")
 async def eight(folders, slots):
-    async for group in started(folders, 8, TWO_CRITICS):
+    async for group in started_group(folders, 8, TWO_CRITICS):
         yield group
 
 

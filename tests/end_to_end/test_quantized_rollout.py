@@ -17,5 +17,5 @@ def test_the_log_prob_difference_of_8_bit_engines_is_corrected_and_logged(driven
     rows = [row for row in read_metrics(tmp_path / "runs" / "rlfuse" / "small" / "metrics.jsonl") if row["step"] > 0]
     assert len(rows) == 2 and all(row["rollout_corr/rollout_is_mean"] > 0 for row in rows)
     assert all(row["fusion/off-policy"] == 1 for row in rows)
-    for apart in [row[LOG_PROBS_DIFF_MEAN] for row in rows]:
-        assert mismatch_bound("bfloat16", None).mean < apart < mismatch_bound("bfloat16", CPU_METHOD).mean
+    for difference in [row[LOG_PROBS_DIFF_MEAN] for row in rows]:
+        assert mismatch_bound("bfloat16", None).mean < difference < mismatch_bound("bfloat16", CPU_METHOD).mean

@@ -100,9 +100,9 @@ async def test_a_reward_model_learns_resumes_and_loads_into_the_reward_pool(trai
         "a new head scores 0, so the loss exceeds log 2 by the margins"
     )
     await trainer.save(tmp_path)
-    gone_on = [await trainer.learn(pairs[start : start + 5]) for start in range(0, 40, 5)]
+    continued = [await trainer.learn(pairs[start : start + 5]) for start in range(0, 40, 5)]
     await trainer.load(tmp_path)
-    assert [await trainer.learn(pairs[start : start + 5]) for start in range(0, 40, 5)] == gone_on
+    assert [await trainer.learn(pairs[start : start + 5]) for start in range(0, 40, 5)] == continued
     scores = await trainer.scores(pairs)
     assert (scores[:, 0] > scores[:, 1]).mean() > 0.8
     await trainer.save(tmp_path)

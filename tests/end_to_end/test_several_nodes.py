@@ -78,7 +78,7 @@ def cluster():
     folder.cleanup()
 
 
-def title(process) -> str:
+def command_line(process) -> str:
     """Return the command line, or an empty one if the process is ending."""
     try:
         return " ".join(process.cmdline())
@@ -86,21 +86,23 @@ def title(process) -> str:
         return ""
 
 
-def inhabitants(raylet):
+def actor_classes(raylet):
     """Return the class names of the actors on a node."""
-    titles = [title(child) for child in raylet.children(recursive=True)]
-    names = [match[1] for title in titles if (match := re.match(r"ray::(\w+)", title))]
+    lines = [command_line(child) for child in raylet.children(recursive=True)]
+    names = [match[1] for line in lines if (match := re.match(r"ray::(\w+)", line))]
     return sorted(name for name in names if name not in ("IDLE", "DashboardAgent", "RuntimeEnvAgent"))
 
 
 def embeddings(raylets):
     """Return the folders of the embedding caches on these nodes."""
-    caches = [each for node in raylets for each in node.children(recursive=True) if "EmbeddingCache" in title(each)]
+    caches = [
+        each for node in raylets for each in node.children(recursive=True) if "EmbeddingCache" in command_line(each)
+    ]
     files = [Path(file.path) for each in caches for file in each.open_files()]
     return {file.parent for file in files if file.parent.name.startswith(scratch.EMBEDDINGS)}
 
 
-def end(raylet):
+def kill_node(raylet):
     """Kill a node with all its processes."""
     for each in (raylet, *raylet.children(recursive=True)):
         each.kill()
@@ -233,7 +235,7 @@ def test_a_job_with_clips_has_the_same_curves_on_one_and_two_nodes(cluster, star
         process, run = started(tmp_path, f"on_{nodes}", settings | where)
         wait_for_step(run, 1, process)
         used = raylets if nodes == 2 else [psutil.Process(process.pid)]
-        lives, folders = [inhabitants(each) for each in used], embeddings(used)
+        lives, folders = [actor_classes(each) for each in used], embeddings(used)
         assert len(folders) == nodes and all(folder.exists() for folder in folders)
         if steps > STEPS:
             processes = [*descendants(process), *raylets[0].parent().children(recursive=True)]
@@ -268,7 +270,7 @@ def test_a_job_with_clips_has_the_same_curves_on_one_and_two_nodes(cluster, star
     )
 
 
-def handed_over(run, process):
+def wait_for_hand_over(run, process):
     """Wait until the run continues without the leaving node."""
     until = time.monotonic() + 240
     while not any(span.kind == "hand_over" for span in read_events(run / "events.jsonl")):
@@ -277,7 +279,7 @@ def handed_over(run, process):
         time.sleep(0.2)
 
 
-def restarted(run, process):
+def wait_for_restart(run, process):
     """Wait until the run has continued after a loss; return the first row of metrics that counts it."""
     until = time.monotonic() + 240
     while not (again := [row for row in read_metrics(run / "metrics.jsonl") if row.get("fault/restarts")]):
@@ -302,7 +304,7 @@ def test_a_job_survives_lost_nodes_and_ends_with_a_lost_rank(cluster, started, t
     address, raylets, add = cluster
     process, run = started(tmp_path, "two_nodes", on_two_nodes(tmp_path, tiny_model, address))
     wait_for_step(run, 2, process)
-    here, there = (inhabitants(raylet) for raylet in raylets)
+    here, there = (actor_classes(raylet) for raylet in raylets)
     assert there == ELSEWHERE and here == ["RewardWorker", *ELSEWHERE], "reward functions run on the driver's node"
 
     output, status = slots_command(run, "leave", "1")
@@ -311,17 +313,17 @@ def test_a_job_survives_lost_nodes_and_ends_with_a_lost_rank(cluster, started, t
     output, status = slots_command(run, "leave", "1")
     assert status == 0 and "which is saved, the run continues on" in output, output
     after = int(re.search(r"after step (\d+),", output)[1])
-    handed_over(run, process)
+    wait_for_hand_over(run, process)
     wait_for_step(run, after + 1, process)
     steps = [span.step for span in read_events(run / "events.jsonl") if span.kind == "step"]
     assert len(set(steps)) == len(steps), "a step was repeated"
-    assert inhabitants(third) == ELSEWHERE
+    assert actor_classes(third) == ELSEWHERE
 
-    end(third)
+    kill_node(third)
     successor = add()
-    wait_for_step(run, restarted(run, process)["step"] + 1, process)
-    assert inhabitants(successor) == ELSEWHERE
-    victim = next(each for each in successor.children(recursive=True) if "TrainerRank" in title(each))
+    wait_for_step(run, wait_for_restart(run, process)["step"] + 1, process)
+    assert actor_classes(successor) == ELSEWHERE
+    victim = next(each for each in successor.children(recursive=True) if "TrainerRank" in command_line(each))
     victim.kill()
     assert_losses_are_reported(finish(process, expected=1, timeout=240))
     rows = read_metrics(run / "metrics.jsonl")
@@ -330,7 +332,7 @@ def test_a_job_survives_lost_nodes_and_ends_with_a_lost_rank(cluster, started, t
         assert row["training/rollout_probs_diff_max"] < 1e-3, "engines of both nodes do not have the trainer's weights"
     assert not weights_left()
     until = time.monotonic() + 120
-    while (left := inhabitants(raylets[0]) + inhabitants(successor)) and time.monotonic() < until:
+    while (left := actor_classes(raylets[0]) + actor_classes(successor)) and time.monotonic() < until:
         time.sleep(0.1)
     assert left == [], "the slots were not released"
 

@@ -54,10 +54,10 @@ def cluster(tmp_path_factory):
     command += [f"--temp-dir={folder}", "--disable-usage-stats", "--object-store-memory=200000000"]
     log = (token.parent / "head.log").open("w")
     secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-    asked_for = {"RAY_prestart_worker_first_driver": "0"}  # no prestart of a worker per core
+    settings = {"RAY_prestart_worker_first_driver": "0"}  # no prestart of a worker per core
     # Without this process's Ray settings: a head that kills its children does not see the exit status of jobs.
     plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment = plain | secret | asked_for
+    environment = plain | secret | settings
     head = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=environment)
     try:
         _wait_for(dashboard, head, Path(log.name))

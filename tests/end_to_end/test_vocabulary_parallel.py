@@ -6,7 +6,7 @@ import pytest
 import ray
 import torch
 from pipelines import fused
-from probing import COUNTS, distance, fourth_step, schedule, started, state, three_steps
+from probing import COUNTS, distance, fourth_step, schedule, started_group, state, three_steps
 from safetensors.torch import load_file
 from single_process import BATCHES, ThreeSteps, Whole, lengths, make_rows, settings
 from trainer_probe import scores_of
@@ -43,7 +43,7 @@ def folders(pipeline_models):
 @pytest.fixture(scope="module")
 async def groups(folders, four, slots):
     """Yield groups of two and of four ranks."""
-    async for two in started(folders, 2, shared(2)):
+    async for two in started_group(folders, 2, shared(2)):
         yield {2: two, 4: four}
 
 

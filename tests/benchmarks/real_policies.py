@@ -122,7 +122,7 @@ class Benchmark:
         self.steps.append(
             {"repeat": repeat, "policy": policy, "step_s": step.seconds, "gen_s": generated - step.start}
             | {"gen_and_scoring_s": scored - step.start, "idle_share": metrics["fusion/idle_share"]}
-            | {"moved": metrics["fusion/samples_moved"], "trained_early": cells["fusion/samples_trained_in_tail"]}
+            | {"moved": metrics["fusion/samples_moved"], "trained_early": metrics["fusion/samples_trained_in_tail"]}
         )
 
     def median(self, policy: str, name: str) -> float:

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from rlfuse.cluster.host_memory import resident_mib
 from rlfuse.config.schema import Config
-from rlfuse.engines.memory.activations import worst
+from rlfuse.engines.memory.activations import worst_micro_batches
 from rlfuse.engines.memory.estimate import GIB, MIB, Budget, Memory, memory_of
 from rlfuse.engines.memory.model_sizes import shapes_of
 from rlfuse.engines.memory.tracing import SequenceLengths
@@ -184,7 +184,7 @@ def _rank(config: Config, number: int, meeting: Any) -> float:
     before = _reset_peak()
     rank.setup()
     _step(rank, [], [_micro_batch(SequenceLengths(((8, 8),)))])
-    large = [[_micro_batch(texts) for texts in worst(config, False, learns)] for learns in (False, True)]
+    large = [[_micro_batch(texts) for texts in worst_micro_batches(config, False, learns)] for learns in (False, True)]
     large[1].append(large[1][0])  # the most logits without gradients and, in the plan, with gradients
     for _ in range(STEPS):
         _step(rank, *large)

@@ -61,7 +61,7 @@ def _moved(device, stage, dtype):
 
 
 @pytest.mark.parametrize("dtype, stage", [*(("bfloat16", stage) for stage in range(4)), ("float32", 0), ("float32", 3)])
-def test_a_trained_model_is_moved_to_the_host_and_back(device, stage, dtype):
+def test_a_trained_model_leaves_the_device_and_comes_back(device, stage, dtype):
     [facts] = in_ranks(1, _moved, device, stage, dtype)
     each = {place: facts[place] / facts["parameters"] for place in ("on device", "on host", "back")}
     print(f"ZeRO {stage}, {dtype}: bytes a parameter {each}")

@@ -60,7 +60,7 @@ def _receiver(connection, device):
         connection.send(wrong)
 
 
-def test_weights_are_received_by_another_process_and_their_memory_is_released(device):
+def test_weights_arrive_in_another_process_and_their_memory_comes_back(device):
     free = allocated(device)
     with connected(_receiver, device) as other:
         for scale in (1, 3):

@@ -62,7 +62,7 @@ def test_a_body_that_is_skipped_fails():
 @pytest.mark.slow
 @pytest.mark.xdist_group("ranks")  # each pytest process that starts ranks repeats their imports
 def test_what_ranks_do(tmp_path):
-    assert_runs(moves.test_a_trained_model_is_moved_to_the_host_and_back, "cpu", 1, "bfloat16")
+    assert_runs(moves.test_a_trained_model_leaves_the_device_and_comes_back, "cpu", 1, "bfloat16")
     for stage, residency in ((1, "step"), (2, "forecast"), (3, "forecast")):
         assert_runs(moves.test_an_optimizer_can_be_moved_after_the_weights, "cpu", stage, residency)
     assert_runs(moves.test_a_frozen_model_is_moved_to_the_host_and_back, "cpu", 1)
@@ -76,7 +76,7 @@ def test_what_ranks_do(tmp_path):
 @pytest.mark.slow
 @pytest.mark.xdist_group("ranks")
 def test_weights_go_to_another_process():
-    assert_runs(ipc.test_weights_are_received_by_another_process_and_their_memory_is_released, "cpu")
+    assert_runs(ipc.test_weights_arrive_in_another_process_and_their_memory_comes_back, "cpu")
     assert_runs(ipc.test_tensors_of_host_memory_are_refused, "cpu")
 
 

@@ -346,14 +346,14 @@ class Rank:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "expected"),
     [
         (TIMED_OUT, ["waiting 1440 s", "collective 412 (ALLREDUCE)", "fr_trace", "raise cluster.timeout_s"]),
         (UNHANDLED, ["it crashed: what():  NCCL error in: x.hpp:3.", "logs: Ray's of it, /", ".err"]),
         (b"", ["killed by signal 9 (SIGKILL); the sender is unknown", "Free memory now", "logs: Ray's of it, /"]),
     ],
 )
-async def test_a_worker_that_crashed_is_reported_with_its_last_output(ray_cluster, words, message):
+async def test_a_worker_that_crashed_is_reported_with_its_last_output(ray_cluster, words, expected):
     with pytest.raises(WorkerLost) as caught:
         await call(Rank.remote().end.remote(words), "trainer/1", "update the actor", 240)
-    assert all(each in str(caught.value) for each in message), str(caught.value)
+    assert all(each in str(caught.value) for each in expected), str(caught.value)

@@ -42,7 +42,7 @@ def test_drafts_change_no_token(found):
     assert found["identical"] and found["accepted"] > 0.8 * found["tokens"] > 0
 
 
-def test_its_processes_listen_on_loopback_only_and_end_with_it(found):
+def test_engine_processes_listen_on_loopback_only_and_end_with_the_engine(found):
     assert found["processes"] == 3  # the engine core and a worker for each part
     assert set(found["listening"]) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
     assert found["left"] == []

@@ -61,7 +61,7 @@ def test_all_entries_of_a_file_are_one_module(tmp_path):
 
 
 def test_files_with_equal_names_are_separate_modules(tmp_path):
-    """The other module may be a reward, an installed package or the standard library."""
+    # The other module may be a reward, an installed package or the standard library.
     same = [written(tmp_path / folder, "rewards_of_one_name") for folder in ("one", "two")]
     others = [written(tmp_path / "one", stem) for stem in ("pytest", "code", "my-rewards.v2")]
     for path in (*same, *others):
@@ -109,7 +109,7 @@ def test_an_edited_file_is_reloaded_and_a_broken_edit_keeps_the_old_module(tmp_p
     assert value(f"{path}:f") == 2.0
 
 
-def test_an_imported_neighbour_may_be_deleted(tmp_path):
+def test_an_imported_module_may_be_deleted(tmp_path):
     path = written(tmp_path, "writes_a_neighbour")
     gone = "pathlib.Path(__file__).with_name('gone_neighbour.py')"
     path.write_text(

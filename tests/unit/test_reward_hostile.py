@@ -141,11 +141,11 @@ def unused(solution_str):
     return 1.0
 
 
-def asking(solution_str, odd):
+def requiring(solution_str, odd):
     return 1.0
 
 
-def asking_many(completions, odd):
+def requiring_batched(completions, odd):
     return [1.0] * len(completions)
 
 
@@ -154,7 +154,7 @@ def taking_samples(samples):
 
 
 @pytest.mark.parametrize(
-    ("function", "costs"), [(unused, False), (asking, True), (asking_many, True), (taking_samples, True)]
+    ("function", "costs"), [(unused, False), (requiring, True), (requiring_batched, True), (taking_samples, True)]
 )
 def test_an_uncopyable_cell_fails_only_its_sample(function, costs):
     rows = [{"prompt": "p", "response": "r", "odd": odd} for odd in (threading.Lock(), (x for x in ()), os, [1])]
@@ -212,7 +212,7 @@ def test_errors_of_files_and_factories_name_them(tmp_path, error):
 
 @pytest.mark.parametrize("values", [(1e308, 1e308), (math.inf, -math.inf), (1e39, 0.0)])
 def test_a_sum_beyond_float32_is_a_failure(values):
-    """Each value may be finite while the weighted sum exceeds float32 or float64."""
+    # Each value may be finite while the weighted sum exceeds float32 or float64.
     entries = [RewardEntry("m:a", "a", values[0]), RewardEntry("m:b", "b", values[1])]
     failure = compose(entries, "", {"a": Score(1.0), "b": Score(1.0)})
     assert type(failure) is RewardFailure and "lower the weights, or set clip" in failure.message

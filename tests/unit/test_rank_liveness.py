@@ -38,8 +38,8 @@ def silent_from(since):
     return lambda now: Pulse(int(now), "began forward", ASLEEP) if now < since else None
 
 
-def done_at(rank, at):
-    return lambda now: rank(now) if now < at else "done"
+def done_at(rank, pulse_in):
+    return lambda now: rank(now) if now < pulse_in else "done"
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ class CallThread:
         while self.work:
             self.work()
 
-    def at(self, work):
+    def pulse_in(self, work):
         """Return the pulse once the thread runs `work`."""
         self.work, until = work, time.monotonic() + 60
         while not (pulse := self.progress.pulse()).stack[0].endswith(f"in {work.__name__}"):
@@ -164,11 +164,11 @@ def sleeps():
 @pytest.mark.slow
 def test_cpu_time_counts_as_activity_and_sleep_does_not():
     thread = CallThread()
-    before, until = thread.at(spins), time.monotonic() + 60  # may still wait for a core
-    while time.sleep(0.1) or thread.at(spins).activity <= before.activity:
+    before, until = thread.pulse_in(spins), time.monotonic() + 60  # may still wait for a core
+    while time.sleep(0.1) or thread.pulse_in(spins).activity <= before.activity:
         assert time.monotonic() < until
-    before, until = thread.at(sleeps), time.monotonic() + 60  # may not be asleep yet
-    while time.sleep(0.1) or (after := thread.at(sleeps)).activity != before.activity:
+    before, until = thread.pulse_in(sleeps), time.monotonic() + 60  # may not be asleep yet
+    while time.sleep(0.1) or (after := thread.pulse_in(sleeps)).activity != before.activity:
         before = after
         assert time.monotonic() < until
     thread.end()

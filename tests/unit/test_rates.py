@@ -171,7 +171,7 @@ def test_the_first_free_slot_takes_the_share_that_lets_all_end_together(end, tak
 
 
 def test_drained_slots_get_no_share_of_the_remaining_work():
-    """Shares reserved for drained slots would return to the others in ever smaller calls."""
+    # Shares reserved for drained slots would return to the others in ever smaller calls.
     view, sizes = view_of([1.0, 1.0]), {str(i): 1 for i in range(8)}
     view.slots.append(Slot(2, "trainer", drained=True))
     assert [len(names) for names in divide_work(view, sizes, 8, [0, 1], call_s=1, tokens_per_s=1).values()] == [4, 4]

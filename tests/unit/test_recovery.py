@@ -98,10 +98,10 @@ def test_a_run_that_fails_at_startup_reports_the_error_and_stops_the_live_view(c
     def attempt(job):
         job.begin(8)
 
-    def refused(*_):
+    def fail_wandb(*_):
         raise RuntimeError("no key for wandb")
 
-    monkeypatch.setattr("rlfuse.observe.loggers.sinks", refused)
+    monkeypatch.setattr("rlfuse.observe.loggers.sinks", fail_wandb)
     before = set(threading.enumerate())
     with pytest.raises(RuntimeError, match="no key"):
         run_with_restarts(config, attempt)

@@ -72,7 +72,7 @@ def rank_of(folder, stage, dtype):
     return rank
 
 
-def trained_and_mixed(rank):
+def train_and_sync(rank):
     """Return the log-probs of the reference before and after another update of the actor."""
     batch = [MicroBatch((row(),))]
     scores = lambda: rank.score(("ref",), batch)["ref"][0][0][0]  # noqa: E731
@@ -96,7 +96,7 @@ def bytes_of_tensors(folder):
 def test_a_resumed_run_continues_with_the_mixed_reference(tmp_path, stage, dtype):
     small_model(dtype).save_pretrained(tmp_path / "start")
     rank = rank_of(tmp_path / "start", stage, dtype)
-    trained_and_mixed(rank)
+    train_and_sync(rank)
     assert (
         rank.save(tmp_path / "saved", {name: [[each for each, _ in rank.sizes(name)]] for name in ("actor", "ref")})
         is None
@@ -111,10 +111,10 @@ def test_a_resumed_run_continues_with_the_mixed_reference(tmp_path, stage, dtype
         actor, start = weights["actor"][name], weights["start"][name]
         torch.testing.assert_close(found, 0.25 * actor + 0.75 * start, rtol=tolerance, atol=tolerance)
     assert not torch.equal(weights["ref"]["lm_head.weight"], weights["start"]["lm_head.weight"])
-    expected = trained_and_mixed(rank)
+    expected = train_and_sync(rank)
     resumed = rank_of(tmp_path / "start", stage, dtype)
     resumed.load(tmp_path / "saved")
-    np.testing.assert_array_equal(trained_and_mixed(resumed), expected)
+    np.testing.assert_array_equal(train_and_sync(resumed), expected)
     assert not np.array_equal(*expected)
 
 

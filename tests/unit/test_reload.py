@@ -145,7 +145,7 @@ def test_vllm_quantizes_every_kind_at_load_and_at_each_reload():
 
 @pytest.mark.slow
 def test_routers_and_vision_towers_are_not_quantized(tmp_path):
-    """vLLM passes the quantization to the routers of Qwen3-MoE and LFM2-MoE and to all towers."""
+    # vLLM passes the quantization to the routers of Qwen3-MoE and LFM2-MoE and to all towers.
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
     from vllm.model_executor.layers.linear import RowParallelLinear
@@ -164,7 +164,7 @@ def test_routers_and_vision_towers_are_not_quantized(tmp_path):
 
 @pytest.mark.slow
 def test_a_model_that_loads_weights_without_the_reload_is_rejected(tmp_path):
-    """vLLM writes the experts and sinks of GPT-OSS into tensors that a reload has emptied, so they would not change."""
+    # vLLM writes the experts and sinks of GPT-OSS into tensors that a reload has emptied, so they would not change.
     config = transformers.GptOssConfig(**SMALL, num_local_experts=3, layer_types=["full_attention"])
     refused = pytest.raises(EngineError, match=r"GptOssForCausalLM: .* would not reach model\.layers\.0\.")
     with vllm_model("GptOssForCausalLM", config, tmp_path, "float32") as (trained, _, transfer), refused:

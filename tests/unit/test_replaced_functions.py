@@ -81,7 +81,7 @@ HISTORY = {
     ids=["scheduler", "sampler", "stop texts", "drafts", "CPU sampler", "earlier responses"],
 )
 def test_the_source_of_replaced_functions_is_unchanged(replaced, known):
-    """After an upgrade of vLLM: compare with the previous version, adapt the replacements, renew the digest."""
+    # After an upgrade of vLLM: compare with the previous version, adapt the replacements, renew the digest.
     from rlfuse.engines.vllm import acceptance
     from rlfuse.engines.vllm import worker_extension as steps
 

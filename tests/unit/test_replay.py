@@ -29,12 +29,12 @@ def run(tmp_path, monkeypatch):
     """Return a copy of a run folder, whose rewards are scored without Ray, and the list of rewards used."""
     used = []
 
-    async def scored(samples, reward, prompt_key, trusts):
+    async def score_locally(samples, reward, prompt_key, trusts):
         used.append(reward)
         items = [item_of_sample(sample, prompt_key) for sample in samples]
         return score_items(list(reward.functions), items, list(reward.weights), reward.model_path)
 
-    monkeypatch.setattr(replay, "scored", scored)
+    monkeypatch.setattr(replay, "scored", score_locally)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(MINE)
     return Path(shutil.copytree(RUN, tmp_path / "run")), used

@@ -108,12 +108,12 @@ def runs(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(runs):
+def one_run_page(runs):
     return page_of(runs[0].parent / "alone.html", runs[0])
 
 
 @pytest.fixture(scope="module")
-def both(runs):
+def two_run_page(runs):
     return page_of(runs[0].parent / "both.html", *runs)
 
 
@@ -130,22 +130,25 @@ def values(page, run, name):
 
 
 @pytest.mark.slow
-def test_a_page_contains_the_run_and_escapes_its_texts(alone):
-    data = json.loads(alone.data["data"])
-    assert alone.data.keys() >= PLOTS
-    assert not [tag for tag, _ in alone.tags if tag in ("img", "link", "iframe")]
-    assert not [value for _, each in alone.tags for name, value in each.items() if name in ("src", "href")
+def test_a_page_contains_the_run_and_escapes_its_texts(one_run_page):
+    data = json.loads(one_run_page.data["data"])
+    assert one_run_page.data.keys() >= PLOTS
+    assert not [tag for tag, _ in one_run_page.tags if tag in ("img", "link", "iframe")]
+    assert not [value for _, each in one_run_page.tags for name, value in each.items() if name in ("src", "href")
                 and not value.startswith("#")]  # fmt: skip
-    assert NASTY in alone.text, "the model's name"
+    assert NASTY in one_run_page.text, "the model's name"
     (run,) = data["runs"]
-    assert run["name"] == "a<b>" and values(alone, 0, "critic/score/mean") == ([1, 2, 3, 4], [0.25, 0.5, 0.75, 1.0])
-    assert values(alone, 0, "actor/reward_kl_penalty")[1] == [None] * 4
+    assert run["name"] == "a<b>" and values(one_run_page, 0, "critic/score/mean") == (
+        [1, 2, 3, 4],
+        [0.25, 0.5, 0.75, 1.0],
+    )
+    assert values(one_run_page, 0, "actor/reward_kl_penalty")[1] == [None] * 4
     first, second = data["samples"][:2]
     assert first["prompt"] == NASTY and "more characters" in first["response"] and first["reward"] == 0.5
     assert second["reward"] is None and first["parts"] == {"f/<i>": None}
     assert first["picture"].startswith("data:image/png;base64,") and second["picture"] is None
-    assert "idle slots" not in alone.text, "too few steps"
-    assert "5000" not in alone.text, "validation samples are not samples of the step"
+    assert "idle slots" not in one_run_page.text, "too few steps"
+    assert "5000" not in one_run_page.text, "validation samples are not samples of the step"
 
 
 def test_dashes_of_metrics_and_colours_of_runs_are_stable(tmp_path):
@@ -157,30 +160,35 @@ def test_dashes_of_metrics_and_colours_of_runs_are_stable(tmp_path):
 
 
 @pytest.mark.slow
-def test_charts_show_each_step_and_cause(alone):
-    bars = {bar["name"]: bar for bar in json.loads(alone.data["timeline-0"])["data"] if bar["type"] == "bar"}
+def test_charts_show_each_step_and_cause(one_run_page):
+    bars = {bar["name"]: bar for bar in json.loads(one_run_page.data["timeline-0"])["data"] if bar["type"] == "bar"}
     assert bars["busy/generate"]["x"] == [6.0] and bars["busy/generate"]["y"] == ["slot 0"]
     assert bars["busy/train"]["base"] == [7.0] and bars["busy/reward"]["y"] == ["rewards"]
     assert bars["idle/tail"]["y"] == ["slot 1"]
     for label in ("idle share of slot time", "all causes", "waiting for the longest responses"):
-        assert f"{label}70.0 %" in alone.text, "start-up is excluded"
-    assert {bar["name"] for bar in json.loads(alone.data["chart-time-0"])["data"]} == {"busy/generate", "idle/tail"}
+        assert f"{label}70.0 %" in one_run_page.text, "start-up is excluded"
+    assert {bar["name"] for bar in json.loads(one_run_page.data["chart-time-0"])["data"]} == {
+        "busy/generate",
+        "idle/tail",
+    }
 
 
 @pytest.mark.slow
-def test_runs_side_by_side(both):
-    data = {name: json.loads(text) for name, text in both.data.items() if name != "data"}
-    data_script = json.loads(both.data["data"])
+def test_runs_side_by_side(two_run_page):
+    data = {name: json.loads(text) for name, text in two_run_page.data.items() if name != "data"}
+    data_script = json.loads(two_run_page.data["data"])
     assert [run["name"] for run in data_script["runs"]] == ["a<b>", "other"] and {
         row["run"] for row in data_script["samples"]
     } == {
         0,
         1,
     }
-    assert both.text.index("actor.optim.lr") < both.text.index("Overview"), "differing settings come first"
-    assert "1.0e-06" in both.text and "5.0e-07" in both.text and both.text.count("top_p") == 2, (
-        "only differing settings"
+    assert two_run_page.text.index("actor.optim.lr") < two_run_page.text.index("Overview"), (
+        "differing settings come first"
     )
+    assert (
+        "1.0e-06" in two_run_page.text and "5.0e-07" in two_run_page.text and two_run_page.text.count("top_p") == 2
+    ), "only differing settings"
     for chart in ("chart-lengths", "chart-time"):
         first, second = (data[f"{chart}-{number}"]["layout"] for number in (0, 1))
         assert (

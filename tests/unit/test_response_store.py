@@ -155,7 +155,7 @@ def prompts(count: int) -> list[Prompt]:
     return [Prompt(index, np.array([1, 2, 3]), "p", (), "s", None) for index in range(count)]
 
 
-def answered(groups, first: int = 0):
+def with_responses(groups, first: int = 0):
     for group in groups:
         for sample in group.samples:
             sample.response = Response(tokens(first + sample.rollout_index), np.zeros(10, np.float32), "stop", 0, "")
@@ -168,14 +168,14 @@ def answered(groups, first: int = 0):
 )
 def test_a_repeated_step_drafts_its_stored_responses_and_compares_them(store, first, line):
     messages = []
-    for sample in answered(make_groups(prompts(2), 2, 7, 3)):
+    for sample in with_responses(make_groups(prompts(2), 2, 7, 3)):
         Drafts(store=store).record(sample)
     drafts = Drafts(store=store, are_wanted=True, repeated_until=3, say=messages.append)
     groups = make_groups(prompts(3), 2, 7, 3)
     drafts.attach(groups)
     assert [[len(s.drafts) for s in g.samples] for g in groups] == [[2] * 2, [2] * 2, [0] * 2]
     assert [each.tolist() for each in groups[0].samples[1].drafts] == [tokens(1).tolist(), tokens(0).tolist()]
-    for sample in answered(groups, first):
+    for sample in with_responses(groups, first):
         drafts.record(sample)
     assert all(not sample.drafts for group in groups for sample in group.samples)
     drafts.report(3)
@@ -190,7 +190,7 @@ def test_a_repeated_step_drafts_its_stored_responses_and_compares_them(store, fi
 @pytest.mark.parametrize("missing", [(), (1,), (0, 2), (0, 1, 2, 3)], ids=str)
 def test_drafts_are_the_own_stored_response_and_the_next_ones_to_the_prompt(store, missing):
     [group] = make_groups(prompts(1), 4, 7, 1)
-    for sample in answered([group]):
+    for sample in with_responses([group]):
         if sample.rollout_index not in missing:
             store.add(1, sample.draft_key, sample.response.token_ids)
     attach(store, [group])
@@ -207,7 +207,7 @@ def test_a_store_that_is_too_small_for_an_epoch_is_reported_once(path, limit_mb,
     drafts = Drafts(store=store, are_wanted=True, epoch_limit_mb=limit_mb, say=messages.append)
     drafts.report(1)
     assert not messages
-    for sample in answered(make_groups(prompts(4), 2, 7, 1)):
+    for sample in with_responses(make_groups(prompts(4), 2, 7, 1)):
         drafts.record(sample)
     for step in (1, 2):
         drafts.report(step)
@@ -219,7 +219,7 @@ def test_an_evaluation_uses_drafts_of_the_nearest_step(tmp_path):
     run = tmp_path / "run"
     for name, step in (("eval/global_step_2", 2), ("eval/global_step_8", 8), ("eval/mine", 5)):
         stored = ResponseStore(run / name / FILE, 1 << 20)
-        for sample in answered(make_groups(prompts(2), 2, 7, step, scope=VALIDATION), first=step):
+        for sample in with_responses(make_groups(prompts(2), 2, 7, step, scope=VALIDATION), first=step):
             stored.add(step, sample.draft_key + (name == "eval/mine"), sample.response.token_ids)  # mine: other prompts
         stored.close()
     folder = run / "eval" / "global_step_6"

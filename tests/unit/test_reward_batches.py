@@ -28,10 +28,10 @@ HOUR = 3600.0
 def no_ray(monkeypatch):
     """Create actors locally, without a Ray head."""
 
-    async def directly(create):
+    async def create_locally(create):
         return create()
 
-    monkeypatch.setattr(reward_worker_handle, "from_head", directly)
+    monkeypatch.setattr(reward_worker_handle, "from_head", create_locally)
 
 
 def call(item):
@@ -59,7 +59,7 @@ async def test_a_batch_is_complete_by_size_or_age():
         assert (await batches.get()).items == [0, 1]
 
 
-class Scripted(RewardWorkerHandle):
+class ScriptedHandle(RewardWorkerHandle):
     """Handle whose processes end as listed in `ends`, one word per attempt; `requested` has the items per attempt."""
 
     def __init__(self, ends):
@@ -97,7 +97,7 @@ class Scripted(RewardWorkerHandle):
     ],
 )
 async def test_a_sample_fails_only_if_a_fresh_process_is_lost(ends, is_batched, items, requested, failed):
-    handle = Scripted(ends)
+    handle = ScriptedHandle(ends)
     if ends.startswith("scores"):
         await handle._outcomes(call(9))
     found = await handle._outcomes(Call("f", list(range(items)), list(range(items)), 1.0, 1.0, is_batched))

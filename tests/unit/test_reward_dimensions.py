@@ -62,7 +62,7 @@ def test_whitening_by_response_counts_each_response_once():
 ENTRIES = [RewardEntry("m:a", "a", 2.0), RewardEntry("m:b", "b", 1.0, normalise=True), RewardEntry("g", "g", gate=True)]
 
 
-def rewarded(values, gate=()):
+def rewarded_groups(values, gate=()):
     """Return two groups of two samples with rewards of two dimensions (a, b)."""
     batch = groups([[0.0, 0.0], [0.0, 0.0]], [[3, 2], [1, 4]])
     for number, (sample, (a, b)) in enumerate(zip((s for g in batch for s in g.samples), values, strict=True)):
@@ -75,7 +75,7 @@ def rewarded(values, gate=()):
 
 def test_gdpo_in_a_step_includes_dimensions_and_the_length_penalty():
     changes = {"algorithm__adv_estimator": "gdpo", "data__max_response_length": 4, "reward__overlong_buffer__len": 2}
-    batch = rewarded([(0, 5), (1, 9), (1, 2), (0, 2)])
+    batch = rewarded_groups([(0, 5), (1, 9), (1, 2), (0, 2)])
     experience = Experience(config(**changes), [ENTRIES[0], RewardEntry("m:b", "b", 1.0), ENTRIES[2]])
     experience.prepare(batch)
     assert not experience.can_train_before_batch_completes("actor")
@@ -104,7 +104,7 @@ def test_running_moments_equal_those_of_all_values():
 
 def test_running_normalisation_and_its_checkpoint():
     experience = Experience(config(algorithm__adv_estimator="rloo"), ENTRIES)
-    first = rewarded([(0, 5), (1, 9), (1, 2), (0, 4)], gate=[3])
+    first = rewarded_groups([(0, 5), (1, 9), (1, 2), (0, 4)], gate=[3])
     assert not experience.can_train_before_batch_completes("actor") and not experience.can_train_before_batch_completes(
         "critic"
     )
@@ -117,7 +117,7 @@ def test_running_normalisation_and_its_checkpoint():
     np.testing.assert_allclose(scores, expected, rtol=1e-6)
     resumed = Experience(experience.config, ENTRIES)
     resumed.normaliser.load_state_dict(copy.deepcopy(experience.normaliser.state_dict()))
-    second = rewarded([(0, 1), (1, 2), (1, 3), (0, 4)])
+    second = rewarded_groups([(0, 1), (1, 2), (1, 3), (0, 4)])
     assert resumed.can_train_before_batch_completes("actor")
     resumed.prepare(second)
     scores = [t["token_rewards"].sum() for t in tensors(second)]
@@ -142,7 +142,7 @@ def test_the_first_matching_source_sets_the_coefficient():
     assert [kl_coefficient(source, BY_SOURCE, 9.0) for source in ("math/1", "s", "math", "t")] == [0.0, 0.5, 9.0, 9.0]
 
 
-def mixed():
+def groups_of_two_sources():
     """Return two groups of one sample, from different sources."""
     from dataclasses import replace
 
@@ -153,7 +153,7 @@ def mixed():
 
 def test_kl_in_the_reward_is_weighted_by_source():
     changes = {"algorithm__use_kl_in_reward": True, "algorithm__kl_coef_by_source": BY_SOURCE}
-    experience, batch = Experience(config(**changes)), mixed()
+    experience, batch = Experience(config(**changes)), groups_of_two_sources()
     experience.prepare(batch)
     np.testing.assert_allclose([t["token_rewards"] for t in tensors(batch)], [[-0.25, 0.75], [0.0, 1.0]], atol=1e-6)
     assert experience.complete(batch)["actor/reward_kl_penalty_coeff"] == pytest.approx(0.25)
@@ -161,7 +161,7 @@ def test_kl_in_the_reward_is_weighted_by_source():
 
 def test_kl_in_the_loss_is_weighted_by_source():
     changes = {"actor__use_kl_loss": True, "actor__kl_loss_type": "k2", "algorithm__kl_coef_by_source": BY_SOURCE}
-    experience, batch = Experience(config(**changes)), mixed()
+    experience, batch = Experience(config(**changes)), groups_of_two_sources()
     experience.prepare(batch)
     assert experience.complete(batch)["actor/kl_coef"] == pytest.approx(0.25)
     assert experience.actor_tensors == ("old_log_probs", "advantages", "ref_log_probs", "kl_coefs")

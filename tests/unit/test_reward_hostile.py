@@ -70,12 +70,12 @@ values = st.recursive(
 )
 
 
-def made(value):
+def call_nested(value):
     """Call nested callables."""
     if isinstance(value, list):
-        return [made(each) for each in value]
+        return [call_nested(each) for each in value]
     if isinstance(value, dict):
-        return {key: made(each) for key, each in value.items()}
+        return {key: call_nested(each) for key, each in value.items()}
     return value() if callable(value) else value
 
 
@@ -109,7 +109,7 @@ def samples(act):
 @settings(max_examples=150, deadline=None)
 def test_outcomes_are_plain_data_for_any_result(value, shape):
     def act():
-        return made(value)
+        return call_nested(value)
 
     function = shape(act)
     function.__name__ = "act"
@@ -169,8 +169,7 @@ def test_an_uncopyable_cell_fails_only_its_sample(function, costs):
 
 
 def test_an_interrupt_by_the_user_is_not_a_failure():
-    """Ctrl-C ends scoring even if the function catches it; KeyboardInterrupt of the function is a failure."""
-
+    # Ctrl-C ends scoring even if the function catches it; KeyboardInterrupt of the function is a failure.
     def swallows(solution_str):
         try:
             os.kill(os.getpid(), signal.SIGINT)

@@ -28,10 +28,10 @@ RESPONSE = Response(np.array([1], np.int32), np.zeros(1, np.float32), "stop", 0,
 def no_ray(monkeypatch):
     """Create actors locally, without a Ray head."""
 
-    async def directly(create):
+    async def create_locally(create):
         return create()
 
-    monkeypatch.setattr(rollout_handle, "from_head", directly)
+    monkeypatch.setattr(rollout_handle, "from_head", create_locally)
 
 
 class Reference:
@@ -122,7 +122,7 @@ async def engine(monkeypatch):
     return engine
 
 
-async def soon(task):
+async def within_limit(task):
     return await asyncio.wait_for(task, 60)
 
 
@@ -132,7 +132,7 @@ async def test_calls_to_a_dead_engine_fail_until_its_replacement_has_weights(eng
     engine.actors[0].die()
     for task in (first, second):
         with pytest.raises(EngineLost, match="rollout/1 died during the call to generate 1 samples"):
-            await soon(task)
+            await within_limit(task)
     await engine.handle.wait_ready()
     with pytest.raises(EngineLost):
         await engine.generate(ONE)  # the replacement has no weights yet
@@ -141,7 +141,7 @@ async def test_calls_to_a_dead_engine_fail_until_its_replacement_has_weights(eng
     repeated = asyncio.create_task(engine.generate(ONE))
     await asyncio.sleep(0)
     engine.actors[1].finish(0, ONE)
-    assert await soon(repeated) == [ONE.id]
+    assert await within_limit(repeated) == [ONE.id]
     lost, restart = engine.recorder.drain()
     assert (lost.kind, lost.where, lost.samples) == ("lost", "rollout/1", (ONE.id, TWO.id))
     assert (restart.kind, restart.where) == ("restart", "rollout/1") and "died" in restart.cause
@@ -149,7 +149,7 @@ async def test_calls_to_a_dead_engine_fail_until_its_replacement_has_weights(eng
 
 
 async def test_an_unresponsive_ray_head_delays_only_the_replacement(engine, monkeypatch):
-    """Ray waits a minute for the head, then ends the process, so a run must not wait inside Ray."""
+    # Ray waits a minute for the head, then ends the process, so a run must not wait inside Ray.
     create, began, go = engine.handle._create, threading.Event(), threading.Event()
 
     def hang():
@@ -174,7 +174,7 @@ async def test_responses_of_a_lost_engine_are_discarded(engine):
     engine.handle._lose(engine.actors[0], "rollout/1: no answer")
     engine.actors[0].finish(0, ONE)
     with pytest.raises(EngineLost):
-        await soon(old)
+        await within_limit(old)
     await engine.push()
     assert len(engine.actors) == 2 and engine.handle.restarts == 1
 
@@ -257,17 +257,17 @@ async def test_silent_and_stalled_engines_are_lost_and_slow_ones_are_not(monkeyp
     else:
         engine.actors[0].answers["pulse"] = pulse
     with pytest.raises(EngineLost, match=words):
-        await soon(slow)
+        await within_limit(slow)
     await engine.handle.stop()
 
 
 async def test_a_replacement_engine_sleeps_before_it_has_weights(engine):
-    """Otherwise, ranks would use the device at the same time."""
+    # Otherwise, ranks would use the device at the same time.
     task = asyncio.create_task(engine.generate(ONE))
     await asyncio.sleep(0)
     engine.actors[0].die()
     with pytest.raises(EngineLost):
-        await soon(task)
+        await within_limit(task)
     await engine.handle.wait_ready()
     await engine.handle.sleep()
     await engine.handle.wake("weights")
@@ -319,7 +319,7 @@ async def test_a_replacement_that_did_not_start_receives_no_calls(engine):
     engine.handle._create = lambda: 1 / 0
     engine.actors[0].die()
     with pytest.raises(EngineLost):
-        await soon(task)
+        await within_limit(task)
     with pytest.raises(ZeroDivisionError):
         await engine.handle.wait_ready()
     calls = list(engine.actors[0].calls)

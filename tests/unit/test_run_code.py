@@ -34,11 +34,11 @@ JUDGE = {"path": "judge", "kwargs": {"model": "m", "engine_kwargs": {"trust_remo
 def folder(tmp_path, monkeypatch):
     """Return the run folder of another person, whose evil.py creates a file when it is executed."""
 
-    async def scored(samples, reward, prompt_key, trusts):
+    async def score_locally(samples, reward, prompt_key, trusts):
         items = [item_of_sample(sample, prompt_key) for sample in samples]
         return score_items(list(reward.functions), items, list(reward.weights), reward.model_path)
 
-    monkeypatch.setattr(replay, "scored", scored)
+    monkeypatch.setattr(replay, "scored", score_locally)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "evil.py").write_text(EVIL)
     return Path(shutil.copytree(RUN, tmp_path / "run"))

@@ -99,7 +99,7 @@ def test_a_killed_driver_releases_its_lock_despite_forked_children(running):
 
 
 def test_commands_that_read_the_lock_do_not_block_a_driver(tmp_path, lock):
-    """They hold the lock briefly."""
+    # They hold the lock briefly.
     (tmp_path / run_lock.FILE).touch()
     with (tmp_path / run_lock.FILE).open() as file:
         fcntl.flock(file, fcntl.LOCK_SH)
@@ -108,7 +108,7 @@ def test_commands_that_read_the_lock_do_not_block_a_driver(tmp_path, lock):
 
 
 @contextmanager
-def written(path):
+def written_repeatedly(path):
     """Write to this file repeatedly, as a driver on another host."""
     ended = threading.Event()
 
@@ -128,10 +128,10 @@ def written(path):
 @pytest.mark.parametrize("seen", ["no flock", "another kernel"])
 @pytest.mark.parametrize("file", ["driver.lock", "live.json", "metrics.jsonl"])
 def test_recent_writes_decide_when_the_lock_is_inconclusive(running, request, lock, file, seen):
-    """Runs in real time: it fails if the heartbeat thread gets no CPU for a second."""
+    # Runs in real time: it fails if the heartbeat thread gets no CPU for a second.
     request.getfixturevalue("no_flock" if seen == "no flock" else "quick")
     another_kernel(running)
-    with written(running / file):
+    with written_repeatedly(running / file):
         assert run_lock.is_locked(running) is None and state(running) == "running"
         assert _is_running(running) and not lock.acquire(running)
     assert run_lock._content(os.open(running / run_lock.FILE, os.O_RDONLY))["id"] == "other"

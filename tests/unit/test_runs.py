@@ -34,13 +34,13 @@ def make(folder: Path, state="finished", steps=3, host=None, **more) -> Path:
     if state != "running":
         lock.release()
     elif host != socket.gethostname():
-        written_elsewhere(folder)
+        mark_as_remote(folder)
     rows = [{"step": 0, "val-core/x/acc/mean@1": 0.25}, *({"step": n + 1, **ROW} for n in range(steps))]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
-def written_elsewhere(folder: Path) -> None:
+def mark_as_remote(folder: Path) -> None:
     """Make the lock look like that of a host that is not visible here."""
     (folder / run_lock.FILE).unlink()
     (folder / run_lock.FILE).write_text('{"boot": "another"}')
@@ -180,7 +180,7 @@ def test_only_leftovers_of_killed_runs_are_removed(tmp_path):
 def test_a_run_with_recent_writes_may_be_alive_on_another_host(tmp_path):
     killed = make(tmp_path / "killed", state="crashed")
     write_leftovers(killed)
-    written_elsewhere(killed)
+    mark_as_remote(killed)
     assert not [*leftovers.leftovers_of_run(killed)]
     for file in killed.iterdir():
         os.utime(file, (time.time() - 61,) * 2)

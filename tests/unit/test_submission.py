@@ -85,10 +85,12 @@ def test_the_cluster_composes_the_same_job(user_folder, tmp_path, monkeypatch):
     (user_folder / "model").mkdir()
     (user_folder / "model" / "config.json").write_text('{"max_position_embeddings": 4096, "num_attention_heads": 4}')
     (user_folder / "model" / "tokenizer.json").touch()
-    config = config_of("model.path=model", "rollout.n=6", "rollout.engine_kwargs.enforce_eager=true")
+    numeric_name = "trainer.project_name='1e-5'"
+    config = config_of("model.path=model", "rollout.n=6", "rollout.engine_kwargs.enforce_eager=true", numeric_name)
     monkeypatch.chdir(pack(config, tmp_path / "package", user_folder).folder / SUBMITTED)
     composed = load(["job.yaml"])
     assert composed.rollout == config.rollout and composed.actor == config.actor and composed.fusion == config.fusion
+    assert composed.trainer.project_name == "1e-5"
     assert composed.model.path == f"{user_folder}/model" and composed.reward.functions == ["mine/reward.py:score"]
 
 

@@ -57,7 +57,7 @@ def advantages_and_returns(
     `baselines`: float32 [B], score of the greedy response to each row's prompt. `kwargs`: additional arguments of a
     custom estimator.
     """
-    asked = parameters(ESTIMATORS.find(estimator))
+    used = parameters(ESTIMATORS.find(estimator))
     # A cumulative sum: the order of a plain sum, and so its last bit, depends on the padded width.
     scores = mask_response(token_rewards, mask).double().cumsum(-1)[:, -1].float()
     columns, weights = dimensions or (scores[:, None], torch.ones(1))
@@ -65,7 +65,7 @@ def advantages_and_returns(
     given |= {"baselines": baselines, "old_log_probs": old_log_probs, "ref_log_probs": ref_log_probs}
     given |= {"dimensions": columns, "weights": weights, "gamma": gamma, "lam": lam, "by_std": by_std, "n": n}
     for name, remedy in NEEDED.items():
-        if name in asked and given[name] is None:
+        if name in used and given[name] is None:
             raise ValueError(f"algorithm.adv_estimator={estimator} needs {name}, got None: {remedy}.")
     found = ESTIMATORS.call(estimator, given, kwargs)
     matrices = found if isinstance(found, tuple) and len(found) == 2 else (found, found)
@@ -157,9 +157,10 @@ def opo(scores: Tensor, groups: Tensor, mask: Tensor, n: int = 1) -> Tensor:
 def gpg(scores: Tensor, groups: Tensor, mask: Tensor, n: int = 1) -> Tensor:
     """Compute advantages of group policy gradient (GPG; Chu et al. 2025, arXiv 2504.02546), [B, T].
 
-    `scores` [B], `groups` [B] int. The score minus the group's mean, times B / (B - M), M the number of responses in
-    groups of equal scores, which have no gradient; 1 if all groups are like that. verl divides by the number of
-    non-zero scores instead, which is the same only if no other group contains a score of 0.
+    `scores` [B], `groups` [B] int. The score minus the group's mean, times B / (B - M) (equation 7), M the number of
+    responses in groups of equal scores, which have no gradient. The paper's threshold for B - M, below which it samples
+    more groups, is omitted. verl divides by the number of non-zero scores instead, which is the same only if no other
+    group contains a score of 0.
     """
     _, index = groups.unique(return_inverse=True)
     lowest, highest = (

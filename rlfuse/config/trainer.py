@@ -16,12 +16,13 @@ from rlfuse.config.declare import (
     SAVING,
     SCHEDULING,
     TRAINED,
+    KeyGroup,
     key,
 )
 
 
 @dataclass
-class TrainerConfig:
+class TrainerConfig(KeyGroup):
     """The run: task, length, logging, validation, checkpoints."""
 
     task: str = key(
@@ -113,7 +114,7 @@ class TrainerConfig:
 
 
 @dataclass
-class AlertsConfig:
+class AlertsConfig(KeyGroup):
     """Thresholds of alerts in the terminal and in wandb. null disables an alert; a metric that is missing for five
     steps is reported."""
 
@@ -126,7 +127,7 @@ class AlertsConfig:
     kl: float | None = key(None, LOGGING, above=0)
     """Maximum mean KL per token to the reference policy (actor/reward_kl_penalty, actor/kl_loss)."""
     grad_norm_factor: float | None = key(10.0, LOGGING, above=1)
-    """Maximum gradient norm, relative to the median of the last 20 steps."""
+    """Maximum gradient norm, relative to the median of the last 20 steps; ignored up to actor.grad_clip."""
     zero_spread: float | None = key(0.95, LOGGING, at_least=0, at_most=1)
     """Maximum fraction of groups whose rewards are all equal (rollout.n > 1)."""
     reward_failures: float | None = key(0.02, LOGGING, at_least=0, at_most=1)

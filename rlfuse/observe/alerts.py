@@ -64,10 +64,10 @@ class Alert:
 
 
 class Alerts:
-    """Thresholds, and the recent values that they need. `group_size`: samples per prompt."""
+    """Thresholds, and the recent values that they need. `group_size`: samples per prompt; `grad_clip`: 0 for none."""
 
-    def __init__(self, config: AlertsConfig, group_size: int, bound: Bound):
-        self.config, self._group_size, self._bound = config, group_size, bound
+    def __init__(self, config: AlertsConfig, group_size: int, bound: Bound, grad_clip: float):
+        self.config, self._group_size, self._bound, self._grad_clip = config, group_size, bound, grad_clip
         self._recent: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
         self._norms: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=GRAD_NORM_WINDOW))
         self._best = self._first_entropy = math.nan
@@ -176,11 +176,12 @@ class Alerts:
             if not math.isfinite(value):
                 continue
             usual = float(np.median(norms)) if len(norms) >= MIN_GRAD_NORMS else math.nan
-            if limit is not None and value > limit * usual:
+            if limit is not None and value > limit * usual and value > self._grad_clip:
                 yield Alert(
                     f"gradient spike: {name}",
-                    f"{name}={value:.3g}, median {usual:.3g}: above alerts.grad_norm_factor={limit} times the median; "
-                    "if this recurs, lower the learning rate or actor.grad_clip",
+                    f"{name}={value:.3g}, median {usual:.3g}: above alerts.grad_norm_factor={limit} times the median "
+                    f"and actor.grad_clip={self._grad_clip:g}; if this recurs, lower the learning rate or "
+                    "actor.grad_clip",
                 )
             norms.append(value)
 

@@ -59,7 +59,7 @@ class MetricLog:
         drawn = (rollout.top_p, rollout.top_k, config.fusion.data, rollout.min_p, rollout.quantization)
         self._bound = bound_in_steps(config.model.dtype, *drawn, config.algorithm.old_log_probs)
         self._disagreed = False
-        self._alerts = Alerts(config.alerts, rollout.n, self._bound)
+        self._alerts = Alerts(config.alerts, rollout.n, self._bound, config.actor.grad_clip)
         self._label, self._parts, self._validated = label, dict[str, None](), list[str]()
         self._recall(read_metrics(folder / "metrics.jsonl"))
 

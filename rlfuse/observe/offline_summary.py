@@ -13,10 +13,8 @@ from rlfuse.files import write_atomically
 from rlfuse.observe.calibration_plot import PICTURE
 from rlfuse.observe.live import figure
 from rlfuse.observe.offline_metrics import OFFLINE
-from rlfuse.observe.summary import draw_curve, outcome
+from rlfuse.observe.summary import CURVE, draw_curve, duration, outcome
 from rlfuse.observe.tracking import read_metrics
-
-CURVE = "learning_curve.png"
 
 
 def summarise_offline(folder: Path, task: str, seconds: float) -> dict[str, Any]:
@@ -31,7 +29,7 @@ def summarise_offline(folder: Path, task: str, seconds: float) -> dict[str, Any]
 
 def _lines(summary: dict[str, Any], folder: Path, task: str) -> Iterator[str]:
     names, metrics = OFFLINE[task], summary["metrics"]
-    yield f"{summary['steps']} steps in {summary['seconds']:.0f} s"
+    yield duration(summary["steps"], summary)
     yield (
         f"  held out      {figure(summary['val_before'])} -> {figure(summary['val_after'])}   "
         f"({names.short(names.score)})"

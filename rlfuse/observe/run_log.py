@@ -3,8 +3,8 @@
 run folder: config.yaml  changes.jsonl (of settings, on resume)  inputs.jsonl (digests of rewards and models)
             events.jsonl (Journal)  metrics.jsonl (MetricLog)  samples.jsonl  validation.jsonl (SampleLog)
             reward_failures.jsonl (FailureBudget, where rewards failed)  drafts.bin (ResponseStore)
-            summary.json  reward_curve.png  timelines/  contact_sheets/ (of clips)  wandb/  tensorboard/
-            global_step_N/
+            summary.json  reward_curve.png or learning_curve.png  timelines/  contact_sheets/ (of clips)
+            wandb/  tensorboard/  global_step_N/
 """
 
 from __future__ import annotations

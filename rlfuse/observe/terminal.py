@@ -66,7 +66,13 @@ class Terminal:
         spans = list(self._recorder.open.values())
         phase, stages, slots, in_flight = read_board(self.board, spans)
         if phase == BETWEEN:
-            phase = "ending" if self._step >= self._total else "starting" if self.board is None else phase
+            phase = (
+                "stopping engines and closing logs"
+                if self._step >= self._total
+                else "starting"
+                if self.board is None
+                else phase
+            )
         now, left = time.monotonic(), None
         if self._seconds:
             rest = (self._total - self._step) * sum(self._seconds) / len(self._seconds)

@@ -128,13 +128,13 @@ def print_table(jobs: list[Trial], out: TextIO) -> None:
     console = Console(file=out, width=COLUMNS, highlight=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     names = list(dict.fromkeys(name for job in jobs for name in job.settings))
-    for heading in ("job", *map(_short, names), "state", "reward", "held out", "seconds", "folder"):
-        table.add_column(heading, overflow="fold", justify="right" if heading in ("held out", "seconds") else "left")
+    for heading in ("job", *map(_short, names), "state", "reward", "held out", "s/step", "folder"):
+        table.add_column(heading, overflow="fold", justify="right" if heading in ("held out", "s/step") else "left")
     for job in sorted(jobs, key=rank):
         found = numbers[job]
         reward = f"{_format(found.get('reward_first'))} -> {_format(found.get('reward_last'))}" if found else "-"
         settings = [job.settings.get(name, "-") for name in names]
-        scores = (_format(found.get("val_after")), f"{found['seconds']:.0f}" if "seconds" in found else "-")
+        scores = (_format(found.get("val_after")), _format(found.get("median_step_s")))
         folder = _shown(job.folder) if job.folder and job.folder.exists() else "-"
         table.add_row(str(jobs.index(job)), *settings, job.state, reward, *scores, folder)
     print(file=out)

@@ -98,7 +98,7 @@ def job(tmp_path):
     return path
 
 
-SUMMARY = {"reward_first": 0.1, "reward_last": 0.2, "seconds": 7.0, "steps": 3}
+SUMMARY = {"reward_first": 0.1, "reward_last": 0.2, "seconds": 7.0, "median_step_s": 1.5, "steps": 3}
 
 
 class Ran(list):

@@ -31,7 +31,7 @@ QUIET = {
 
 def told(rows, group_size=4, **changes):
     """(step, title) of every alert; what a row does not say is quiet."""
-    alerts = Alerts(replace(AlertsConfig(), **changes), group_size, BOUNDS["float32"])
+    alerts = Alerts(replace(AlertsConfig(), **changes), group_size, BOUNDS["float32"], 1.0)
     return [(step, alert.title) for step, row in enumerate(rows, 1) for alert in alerts.check(QUIET | row)]
 
 
@@ -58,6 +58,7 @@ def test_entropy_kl_and_gradients():
     assert told(far) == [] and told(far, kl=2.0) == [(1, "KL: actor/reward_kl_penalty")]
     norms = [{"actor/grad_norm": v} for v in (1, 2, 1, 2, 1, 9, 30, 1)]
     assert told(norms) == [(7, "gradient spike: actor/grad_norm")]
+    assert told([{"actor/grad_norm": v / 30} for v in (1, 2, 1, 2, 1, 9, 30, 1)]) == [], "not above grad_clip"
     assert told([{"actor/grad_norm": 30.0}]) == [], "nothing is usual yet"
     assert told([{"critic/grad_norm": float("nan"), "actor/pg_loss": float("inf")}]) == [(1, "not finite")]
     assert told([{"reward_model/grad_norm": v} for v in (1.0, float("inf"), float("inf"))]) == [(2, "not finite")]
@@ -87,7 +88,7 @@ def test_engines_that_sample_another_model():
 @pytest.mark.parametrize("known", [0, 4, 6])
 def test_a_resumed_run_goes_on_where_it_was(known):
     rows = scores(0.8, 0.8, 0.8, 0.1, 0.1, 0.1, 0.8, 0.8, 0.8, 0.1, 0.1)
-    alerts = Alerts(AlertsConfig(), 1, BOUNDS["float32"])
+    alerts = Alerts(AlertsConfig(), 1, BOUNDS["float32"], 1.0)
     alerts.restore(QUIET | row for row in rows[:known])
     later = [step for step, row in enumerate(rows[known:], known + 1) if alerts.check(QUIET | row)]
     assert later == [step for step in (5, 11) if step > known]
@@ -117,7 +118,7 @@ WARM_UP = {"actor/ppo_kl", "actor/grad_norm"}
 )
 def test_a_threshold_whose_metrics_are_missing_says_so_once(lacking, more, group_size, changes, keys):
     row = {name: value for name, value in QUIET.items() if name not in lacking} | more
-    alerts = Alerts(replace(AlertsConfig(), **changes), group_size, BOUNDS["float32"])
+    alerts = Alerts(replace(AlertsConfig(), **changes), group_size, BOUNDS["float32"], 1.0)
     raised = [(step, alert.title) for step in range(1, 6) for alert in alerts.check(row)]
     assert raised == [(3, f"not checked: {key}") for key in keys]
     assert [alert.title for alert in [*alerts.check(QUIET), *alerts.check(row)]] == []

@@ -72,7 +72,7 @@ def test_the_status_says_whether_jobs_can_run(monkeypatch, capsys):
     findings = [Finding("a", "ok", "fine"), Finding("b", "warning", "so so", "do this")]
     monkeypatch.setattr(examine, "examine", lambda *_: findings)
     assert cli.main(["doctor"]) == 0
-    assert "warning  b: so so; do this\n0 problems, 1 warnings" in capsys.readouterr().out
+    assert "warning  b: so so; do this\n0 problems, 1 warning" in capsys.readouterr().out
     findings.append(Finding("c", "problem", "bad", "do that"))
     assert cli.main(["doctor"]) == 1 and "problem  c: bad; do that" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""Drafts from earlier responses: what the proposer of the V1 model runner drafts, and that of V2 drafts the same."""
+"""Drafts from earlier responses: proposals of the V1 model runner, and equal proposals of the V2 speculator."""
 
 import inspect
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import pytest
 
 from rlfuse.engines.vllm.request_arguments import DRAFT, DRAWN, SEPARATOR, draft_of, join_drafts
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # importing it takes long: by one process
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # one process, as importing vLLM is slow
 
 LIMIT, LONGEST = 12, 64
 CONFIG = SimpleNamespace(
@@ -54,7 +54,7 @@ def decoding(name, params, response, sampled, limit=LIMIT):
     ],
     ids=str,
 )
-def test_a_draft_continues_where_the_latest_tokens_agree(response, drafts):
+def test_draft_continues_after_the_longest_match_of_recent_tokens(response, drafts):
     assert drafted(range(1, 9), response, 4) == drafts
 
 
@@ -70,11 +70,11 @@ def test_a_draft_continues_where_the_latest_tokens_agree(response, drafts):
     ],
     ids=str,
 )
-def test_a_draft_continues_in_the_response_itself_where_more_tokens_agree(draft, response, following):
+def test_draft_continues_in_the_response_itself_after_a_longer_match(draft, response, following):
     assert drafted(draft, response, 4) == following
 
 
-def test_of_equally_good_places_the_nearest_is_used():
+def test_nearest_of_equally_long_matches_is_used():
     from rlfuse.engines.vllm.history import best_place
 
     draft, recent = np.array([1, 2, 3, 4, 1, 2, 5, 6, 1, 2, 7, 8]), np.array([9, 1, 2])
@@ -82,7 +82,7 @@ def test_of_equally_good_places_the_nearest_is_used():
         assert best_place(draft, recent, length) == (place, 2)
 
 
-def test_another_response_is_used_where_more_tokens_agree_and_a_draft_ends_with_its_response():
+def test_longest_match_among_responses_is_used_and_drafts_end_with_their_response():
     draft = [1, 2, 3, 4, SEPARATOR, 8, 2, 3, 5, 6, SEPARATOR, 7, 7]
     for response, following in (
         ([1, 2], [3, 4]),
@@ -94,7 +94,7 @@ def test_another_response_is_used_where_more_tokens_agree_and_a_draft_ends_with_
         assert drafted(draft, response, 9) == following
 
 
-def test_drafts_are_as_long_as_tokens_of_their_kind_are_accepted_and_longer_for_few_requests():
+def test_draft_lengths_follow_acceptance_and_are_longer_for_few_requests():
     from rlfuse.engines.vllm.draft_lengths import DraftLengths
 
     lengths = DraftLengths(3, 8)
@@ -115,7 +115,7 @@ def test_drafts_are_as_long_as_tokens_of_their_kind_are_accepted_and_longer_for_
     assert counts == [8, 8, 0]
 
 
-def test_the_proposer_learns_from_the_tokens_of_the_next_step():
+def test_proposer_learns_from_the_tokens_of_the_next_step():
     proposer, draft = history_proposer(), np.arange(100, 140)
     params = SimpleNamespace(extra_args={DRAFT: join_drafts([draft])})
     wrong, lengths = np.arange(40, dtype=np.int32), []
@@ -138,7 +138,7 @@ def test_earlier_responses_are_joined():
 
 
 class States:
-    """The parts of V2's `RequestState` that a speculator reads."""
+    """The fields of V2's `RequestState` that a speculator reads."""
 
     def __init__(self, requests):
         import torch
@@ -149,8 +149,8 @@ class States:
         self.all_token_ids = SimpleNamespace(gpu=torch.zeros((requests, LONGEST), dtype=torch.int32))
 
 
-def test_the_speculator_of_v2_continues_as_the_proposer_of_v1():
-    """Random responses that follow their drafts in parts, of samples that other engines began, in slots used before."""
+def test_v2_speculator_drafts_like_the_v1_proposer():
+    """Use random responses that partly follow their drafts, continue samples of other engines, and reuse slots."""
     import torch
 
     from rlfuse.engines.vllm.history_speculator import HistorySpeculator, set_draft
@@ -187,8 +187,8 @@ def test_the_speculator_of_v2_continues_as_the_proposer_of_v1():
     assert (speculator.propose(batch, *[None] * 4, sampled, None, last, *[None] * 3, dummy_run=True) == 99).all()
 
 
-def test_the_model_runner_of_v2_builds_and_calls_the_speculator():
-    """By its source and signatures, as it runs on GPUs only."""
+def test_v2_model_runner_builds_and_calls_the_speculator():
+    """Check its source and signatures, as it only runs on GPUs."""
     from vllm.v1.worker.gpu.spec_decode import ngram, speculator  # noqa: F401
     from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 

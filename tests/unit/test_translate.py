@@ -1,9 +1,8 @@
-"""`rlfuse translate`: commands become equivalent job files, no setting is lost, and none trains something else.
+"""`rlfuse translate`: commands become equivalent job files, and no setting is lost.
 
-`public_commands.yaml` has public commands with their sources, and the jobs that they must become.
+`public_commands.yaml` has public commands with their sources and the expected jobs.
 """
 
-import dataclasses
 import io
 import json
 import sys
@@ -19,11 +18,10 @@ from rlfuse.config.facts import Facts
 from rlfuse.config.keys import is_free
 from rlfuse.config.other_frameworks import counterpart
 from rlfuse.errors import ConfigError
-from rlfuse.tools.translate import trl
 from rlfuse.tools.translate.command import main, read, translate
 from rlfuse.tools.translate.job import affects_training
 from rlfuse.tools.translate.undecided import UNDECIDED
-from rlfuse.tools.translate.verl import CONVERSIONS, DEFAULTS
+from rlfuse.tools.translate.verl import CONVERSIONS, DEFAULTS, DIFFERENCES, LOSS_AGG_MODE, LOSS_MODE
 
 VERLS = json.loads((Path(__file__).parent / "verl_keys.json").read_text())
 PUBLIC = yaml.load((Path(__file__).parent / "public_commands.yaml").read_text(), yaml.CSafeLoader)
@@ -116,7 +114,7 @@ python3 -m verl.trainer.main_ppo --config-name='ppo_trainer.yaml' \
 """
 
 
-def of(text, folder, name="run.sh", decided=()):
+def job_of(text, folder, name="run.sh", decided=()):
     """Return the job file and its checked job. `decided`: settings for the keys that are left open."""
     (folder / name).write_text(text)
     printed = translate(read([str(folder / name)])).as_text(name)
@@ -124,7 +122,7 @@ def of(text, folder, name="run.sh", decided=()):
     return printed, to_config(compose_job([str(folder / "job.yaml"), *decided]), lambda _: Facts())
 
 
-def means(job):
+def training_settings(job):
     """Return the keys of a translation that change what is trained, with `???` for those left open."""
     settings = job.settings | dict.fromkeys(job.undecided, "???")
     return {key: value for key, value in settings.items() if is_free(key) or value == "???" or affects_training(key)}
@@ -132,11 +130,11 @@ def means(job):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("given", PUBLIC, ids=[given["name"] for given in PUBLIC])
-def test_a_public_command_becomes_the_job_that_it_means(given, tmp_path):
+def test_a_public_command_becomes_the_equivalent_job(given, tmp_path):
     file = tmp_path / ("config.yaml" if given.get("form") == "yaml" else "run.sh")
     file.write_text(given["command"])
     job = translate(read([str(file)]))
-    assert means(job) == given["job"]
+    assert training_settings(job) == given["job"]
     printed = tmp_path / "job.yaml"
     printed.write_text(job.as_text(file.name))
     if not job.undecided:
@@ -156,7 +154,7 @@ def test_sources_of_public_commands_are_complete():
         assert {*source} == {"repo", "path", "commit"} and len(source["commit"]) == 40, source
 
 
-def test_an_undecided_job_is_refused_until_it_is_decided(tmp_path, capsys):
+def test_an_undecided_job_is_rejected_until_it_is_decided(tmp_path, capsys):
     words = ["algorithm.adv_estimator=grpo_passk", "data.train_files=gsm8k.parquet", "actor_rollout_ref.model.path=m"]
     (tmp_path / "job.yaml").write_text(translate(read(["--", "verl.trainer.main_ppo", *words])).as_text("words"))
     assert cli.main(["train", str(tmp_path / "job.yaml")]) == 2
@@ -168,21 +166,29 @@ def test_an_undecided_job_is_refused_until_it_is_decided(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("framework", "row"), [(name, row) for name, rows in UNDECIDED.items() for row in rows])
-def test_what_has_an_equal_is_not_listed_as_undecided(framework, row):
+def test_settings_with_an_equivalent_are_not_listed_as_undecided(framework, row):
     found = counterpart(row.name, KNOWN) if framework == "verl" else None
     assert row.why and (row.key in KNOWN or row.values)
-    assert not row.values or not {*row.values} & {*by_name()[row.name].names}, "the registry has these values"
+    assert row.key or not {*row.values} & {*by_name()[row.name].names}, "the registry has these values"
     assert row.values or (row.name not in KNOWN and not (found and found.is_same)), "this is a key"
 
 
-def test_defaults_of_trl_are_those_of_the_installed_version():
-    configs = pytest.importorskip("trl")
-    for program, name in (("grpo", "GRPO"), ("rloo", "RLOO"), ("sft", "SFT"), ("dpo", "DPO"), ("reward", "Reward")):
-        fields = {each.name: each for each in dataclasses.fields(getattr(configs, f"{name}Config"))}
-        for setting, value in trl.DEFAULTS[program].items():
-            default = fields[setting].default
-            default = fields[setting].default_factory() if default is dataclasses.MISSING else default
-            assert default == value, (program, setting)
+@pytest.mark.parametrize(
+    ("words", "stage"),
+    [
+        ("", 3),
+        ("actor_rollout_ref.actor.strategy=fsdp2", 3),
+        ("actor_rollout_ref.actor.fsdp_config.reshard_after_forward=False", 2),
+        ("actor_rollout_ref.actor.fsdp_config.fsdp_size=4 trainer.nnodes=2", 3),
+        ("actor_rollout_ref.actor.fsdp_config.fsdp_size=1", None),
+        ("actor_rollout_ref.actor.strategy=megatron", None),
+        ("--config-name=ppo_megatron_trainer", None),
+        ("trainer.n_gpus_per_node=1", None),
+    ],
+)
+def test_zero_stage_follows_the_fsdp_settings_of_verl(words, stage):
+    given = ["python3", "-m", "verl.trainer.main_ppo", "data.train_files=a", *words.split()]
+    assert translate(read(["--", *given])).settings.get("actor.zero_stage") == stage
 
 
 WANDB = "python3 -m verl.trainer.main_ppo data.train_files=gsm8k actor_rollout_ref.model.path=m trainer.nnodes=1"
@@ -197,7 +203,7 @@ WANDB = "python3 -m verl.trainer.main_ppo data.train_files=gsm8k actor_rollout_r
         (f"{WANDB} trainer.logger=[console]", None),
     ],
 )
-def test_wandb_uploads_where_the_original_does(script, mode, tmp_path):
+def test_wandb_uploads_if_the_original_does(script, mode, tmp_path):
     (tmp_path / "run.sh").write_text(script)
     assert translate(read([str(tmp_path / "run.sh")])).settings.get("trainer.wandb_mode") == mode
 
@@ -205,7 +211,7 @@ def test_wandb_uploads_where_the_original_does(script, mode, tmp_path):
 @pytest.mark.slow
 def test_verls_grpo_example_becomes_a_valid_job(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", "/home/me")
-    printed, job = of(GRPO, tmp_path)
+    printed, job = job_of(GRPO, tmp_path)
     assert job.data.train_files == ["/home/me/data/gsm8k/train.parquet"] and job.data.train_batch_size == 1024
     assert (job.rollout.n, job.rollout.val_kwargs.temperature, job.algorithm.adv_estimator) == (5, 0.0, "grpo")
     assert job.actor.ppo_micro_batch_size_per_gpu == 16, "128 over 8 ranks"
@@ -222,7 +228,7 @@ def test_verls_grpo_example_becomes_a_valid_job(tmp_path, monkeypatch, capsys):
 def test_verls_ppo_example_lists_manual_decisions(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     decisions = {"trainer.total_training_steps": 5, "reward.model_path": "r", "trainer.task": "rl"}
-    printed, job = of(PPO, tmp_path, decided=[f"{key}={value}" for key, value in decisions.items()])
+    printed, job = job_of(PPO, tmp_path, decided=[f"{key}={value}" for key, value in decisions.items()])
     assert job.data.train_files == ["/home/me/data/gsm8k/train.parquet", "/home/me/data/math/train.parquet"]
     assert (job.data.max_prompt_length, job.trainer.nnodes, job.trainer.val_before_train) == (1024, 2, False)
     assert job.uses_critic and job.critic.path == job.model.path == "/home/me/models/Qwen2.5-3B-Instruct"
@@ -241,7 +247,7 @@ def test_verls_ppo_example_lists_manual_decisions(tmp_path, monkeypatch):
         assert part in text, part
 
 
-def test_words_stdin_and_yaml_give_the_same(tmp_path, monkeypatch, capsys):
+def test_arguments_stdin_and_yaml_give_the_same_job(tmp_path, monkeypatch, capsys):
     words = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=3 data.train_files=a data.shuffle=False"
     main(["--", "python3", "-m", "verl.trainer.main_ppo", *words.split()])
     typed = capsys.readouterr().out.partition("\n")[2]
@@ -265,7 +271,7 @@ ROWS = {row.name for row in UNDECIDED["verl"]}
 @pytest.mark.slow
 def test_every_verl_key_is_translated_or_listed(tmp_path):
     given = {name: value for name, value in VERLS.items() if value is not None} | {"trainer.save_freq": 5}
-    printed, job = of(yaml.safe_dump(given), tmp_path, "all.yaml")
+    printed, job = job_of(yaml.safe_dump(given), tmp_path, "all.yaml")
     settled = {name for name, value in given.items() if value in (False, {}, [])} | set(CONVERSIONS) | KNOWN
     for name in given:
         found = counterpart(name, KNOWN)
@@ -273,34 +279,34 @@ def test_every_verl_key_is_translated_or_listed(tmp_path):
         assert name in printed or name in settled or listed or (found and found.keys), name
     assert "???" not in printed, "verl's defaults need no decision"
     assert (job.trainer.save_freq, job.trainer.total_epochs, job.rollout.tensor_model_parallel_size) == (5, 30, 2)
-    assert set(CONVERSIONS) & set(VERLS), "conversions are of verl's names"
+    assert set(CONVERSIONS) & set(VERLS), "conversions have verl's names"
 
 
-AS_HERE = {
+KEPT_DEFAULTS = {
     "data.train_files": "required",
-    "data.val_files": "none here, a file of verl's examples there",
+    "data.val_files": "rlfuse: none; verl: a file of its examples",
     "model.path": "required",
     "critic.path": "the actor's model",
     "trainer.project_name": "a name",
     "trainer.experiment_name": "a name",
-    "trainer.default_local_dir": "where runs are kept",
+    "trainer.default_local_dir": "folder of runs",
     "trainer.logger": "what is shown",
     "trainer.log_val_generations": "what is shown",
-    "rollout.name": "the engine; hf is called transformers here",
+    "rollout.name": "the engine; rlfuse calls hf transformers",
     "rollout.update_weights_bucket_mb": "memory",
     "rollout.free_cache_engine": "null lets the memory plan decide",
     "reward.num_workers": "processes",
-    "data.seed": "null is no number of anyone",
+    "data.seed": "null is not a seed",
     "cluster.device": "auto finds GPUs",
     "actor.kl_loss_type": "k3 is low_var_kl",
     "algorithm.kl_penalty": "k1 is kl",
     "actor.clip_ratio_low": "null is clip_ratio",
     "actor.clip_ratio_high": "null is clip_ratio",
-    "video.freeze_vision_tower": "towers of clips are trained when asked for",
+    "video.freeze_vision_tower": "vision towers are trained on request",
     "data.max_prompt_length": "the same number under another name",
     "data.max_response_length": "the same number under another name",
 }
-"""Keys whose default differs from verl's and is not written -> why it stays ours."""
+"""Keys whose default differs from verl's and is not written -> reason."""
 ADAPTIVE_KL = {"algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.target_kl": 0.2}
 FILTER_GROUPS = {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.max_num_gen_batches": 0}
 
@@ -313,7 +319,7 @@ def test_different_defaults_are_written_or_explained():
         settled = name in CONVERSIONS or (found and found.values)
         if key in KNOWN and value != by_name()[key].default and not settled:
             differ[key] = value
-    assert set(differ) <= set(DEFAULTS) | set(AS_HERE), differ
+    assert set(differ) <= set(DEFAULTS) | set(KEPT_DEFAULTS), differ
     assert {key: value for key, value in DEFAULTS.items() if key in differ}.items() <= differ.items()
 
 
@@ -329,6 +335,13 @@ def test_different_defaults_are_written_or_explained():
          {f"{CORRECTION}.rollout_is_threshold": 5.0, f"{CORRECTION}.rollout_is_threshold_lower": 0.5}),
         ({f"{CORRECTION}.rollout_rs_threshold": "0.5_2.0,0.1"}, {}),
         ({"actor_rollout_ref.actor.policy_loss.ppo_kl_coef": 1.0}, {"actor.ppo_kl_coef": 1.0}),
+        ({LOSS_MODE: "gspo"}, {"actor.loss_mode": "gspo", "actor.loss_agg_mode": "seq-mean-token-mean"}),
+        ({LOSS_MODE: "sapo", LOSS_AGG_MODE: "token-mean"},
+         {"actor.loss_mode": "sapo", "actor.loss_agg_mode": "seq-mean-token-mean"}),
+        ({LOSS_MODE: "gspo", "actor_rollout_ref.actor.use_kl_loss": True},
+         {"actor.loss_mode": "gspo", "actor.use_kl_loss": True}),
+        ({LOSS_MODE: "cispo", LOSS_AGG_MODE: "seq-mean-token-sum"},
+         {"actor.loss_mode": "cispo", "actor.loss_agg_mode": "seq-mean-token-sum"}),
         ({"algorithm.rollout_correction.bypass_mode": True}, {"algorithm.old_log_probs": "engine"}),
         ({"algorithm.kl_penalty": "mse"}, {"algorithm.kl_penalty": "mse"}),
         (ADAPTIVE_KL, ADAPTIVE_KL),
@@ -381,11 +394,11 @@ def test_different_defaults_are_written_or_explained():
           "actor_rollout_ref.rollout.val_kwargs.do_sample": False}, {"rollout.val_kwargs.temperature": 0.0}),
     ],
 )  # fmt: skip
-def test_values_are_converted_where_they_can_be(given, set_to):
+def test_values_are_converted_if_possible(given, set_to):
     command = read(["--", "data.shuffle=true"])
     command.settings = given
     job = translate(command)
-    left_open = {"reward.functions", "trainer.wandb_mode", *DEFAULTS} - set_to.keys()
+    left_open = {"reward.functions", "trainer.wandb_mode", "actor.zero_stage", *DEFAULTS} - set_to.keys()
     assert {key: value for key, value in job.settings.items() if key not in left_open} == set_to
     assert "trainer.task" not in job.undecided
 
@@ -403,114 +416,34 @@ def test_values_are_converted_where_they_can_be(given, set_to):
         (["reward_model.reward_manager=mine"], "reward.functions", "called for every sample, without a manager"),
         (["trainer.val_only=True"], "trainer.task", "use `rlfuse eval`"),
         (["algorithm.adv_estimator=gae"], "critic.path", "the command does not set it"),
+        (["algorithm.adv_estimator=[gae]"], "algorithm.adv_estimator", "needs a string"),
+        (["actor_rollout_ref.actor.tis_imp_ratio_cap=a"], f"{CORRECTION}.rollout_is_threshold", "needs a number"),
         (["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc",
           "reward_model.overlong_buffer.enable=True"], "algorithm.filter_groups.enable", "with the overlong penalty"),
         (["actor_rollout_ref.actor.optim.optimizer=Muon"], "actor.optim.lr", "rlfuse trains with AdamW"),
+        ([f"{LOSS_MODE}=gspo", "actor_rollout_ref.actor.entropy_coeff=0.1"], "actor.loss_agg_mode",
+         "gspo by seq-mean-token-mean, KL loss and entropy bonus by loss_agg_mode"),
+        (["data.gen_batch_size=1536", "data.train_batch_size=512"], "data.train_batch_size", "verl trains on these"),
+        (["actor_rollout_ref.model.lora.adapter_path=a"], "model.path", "LoRA is not supported"),
+        (["custom_reward_function.path=a.py", "reward_model.enable=True", "reward_model.model.path=b"],
+         "reward.functions", "the score of the reward model alone"),
+        (["data.seed=1", "--config-path=/mine", "--config-name=ppo_trainer"], "trainer.task",
+         "--config-path=/mine: is not a setting"),
         (["data.seed=1", "~data.shuffle"], "trainer.task", "~data.shuffle: removes a setting of the framework"),
         (["data.train_batch_size=${a.b}"], "data.train_batch_size", "the value of ${...} is not in the command"),
     ],
 )  # fmt: skip
-def test_what_rlfuse_would_train_differently_is_left_open(words, key, why):
+def test_settings_that_rlfuse_would_train_differently_are_left_open(words, key, why):
     assert why in str(translate(read(["--", "verl.trainer.main_ppo", *words])).undecided[key])
 
 
-FILES = "data.train_files=a/gsm8k.parquet actor_rollout_ref.model.path=m algorithm.adv_estimator=grpo"
-TRL = "trl grpo --model_name_or_path m --dataset_name ./d --reward_funcs a.b.c --num_processes 2"
-
-
-@pytest.mark.parametrize(
-    ("flags", "set_to", "undecided"),
-    [
-        ("", {"reward.functions": ["a.b:c"], "data.train_batch_size": 2, "data.prompt_is_chat": False}, {}),
-        ("--beta 0.1 --no_use_bias_correction_kl", {"actor.use_kl_loss": True, "actor.kl_loss_coef": 0.1}, {}),
-        ("--beta 0.1", {"actor.kl_loss_coef": 0.1}, {"actor.use_kl_loss": "weighted by the importance ratio"}),
-        ("--beta 0.1 --no_use_bias_correction_kl --sync_ref_model --ref_model_sync_steps 64 --num_iterations 2",
-         {"ref.sync_ref_model": True, "ref.ref_model_sync_steps": 32, "ref.ref_model_mixup_alpha": 0.6}, {}),
-        ("--scale_rewards none", {"algorithm.norm_adv_by_std_in_grpo": False}, {}),
-        ("--scale_rewards batch", {}, {"algorithm.norm_adv_by_std_in_grpo": "standard deviation of their group"}),
-        ("--loss_type dr_grpo", {"actor.loss_agg_mode": "seq-mean-token-sum-norm"}, {}),
-        ("--loss_type sapo --sapo_temperature_neg 2", {"actor.loss_mode": "sapo", "actor.tau_neg": 2.0}, {}),
-        ("--loss_type cispo --epsilon_high 5",
-         {"actor.loss_mode": "cispo", "actor.clip_ratio_low": 1.0, "actor.clip_ratio_high": 4.0}, {}),
-        ("--loss_type bnpo", {}, {"actor.loss_agg_mode": "over the tokens of one micro-batch"}),
-        ("--loss_type vespo", {}, {"actor.loss_mode": "vespo is not in rlfuse"}),
-        ("--num_iterations 3 --delta 4", {"actor.ppo_epochs": 3, "actor.clip_ratio_c": 4.0}, {}),
-        ("--steps_per_generation 8 --gradient_accumulation_steps 4 --max_steps 100",
-         {"data.train_batch_size": 16, "actor.ppo_mini_batch_size": 8, "trainer.total_training_steps": 50}, {}),
-        ("--num_generations 3", {}, dict.fromkeys(
-            ("data.train_batch_size", "actor.ppo_mini_batch_size"), "16 samples are not whole groups of")),
-        ("--use_peft", {}, {"model.path": "LoRA is not supported"}),
-        ("--use_vllm --vllm_importance_sampling_mode token_truncate --vllm_importance_sampling_cap 2",
-         {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": 2.0}, {}),
-        ("--use_vllm --vllm_importance_sampling_clip_min 0.5",
-         {f"{CORRECTION}.rollout_is_threshold_lower": 0.5, "trainer.total_epochs": 3}, {}),
-        ("--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs '{\"min_lr_rate\": 0.1}'",
-         {"actor.optim.lr_scheduler_type": "cosine", "actor.optim.min_lr_ratio": 0.1}, {}),
-        ("--adam_beta2 0.95", {"actor.optim.betas": [0.9, 0.95]}, {}),
-        ("--lr_scheduler_type polynomial", {}, {"actor.optim.lr_scheduler_type": "polynomial is not in rlfuse"}),
-        ("--repetition_penalty 1.1", {}, {"rollout.temperature": "no such sampling parameter"}),
-        ("--some_new_flag 3", {}, {"trainer.task": "rlfuse has no such setting"}),
-        ("--report_to wandb", {"trainer.logger": ["console", "wandb"], "trainer.wandb_mode": "online"}, {}),
-        ("--run_name 007 --output_dir 7", {"trainer.experiment_name": "007", "trainer.default_local_dir": "7"}, {}),
-        ("--chat_template_kwargs '{\"enable_thinking\": false}'",
-         {"data.apply_chat_template_kwargs": {"enable_thinking": False}}, {}),
-        ("--lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs '{\"num_decay_steps\": 50}' --num_iterations 2",
-         {"actor.optim.lr_scheduler_type": "wsd", "actor.optim.lr_wsd_decay_steps": 25}, {}),
-        ("--lr_scheduler_kwargs '{open'", {}, {"actor.optim.lr_scheduler_type": "has no equal"}),
-        ("--warmup_ratio 0.1 --warmup_steps 10",
-         {"actor.optim.lr_warmup_steps": 10, "actor.optim.lr_warmup_steps_ratio": None}, {}),
-        ("--eval_strategy steps", {"trainer.test_freq": 10}, {}),
-        ("--eval_strategy steps --eval_steps 0.2 --save_steps 0.5 --max_steps 100",
-         {"trainer.test_freq": 20, "trainer.save_freq": 50}, {}),
-        ("--per_device_train_batch_size 0", {},
-         dict.fromkeys(("data.train_batch_size", "actor.ppo_mini_batch_size"), "must be 1 or more")),
-    ],
-)  # fmt: skip
-def test_trls_flags_become_keys(flags, set_to, undecided, tmp_path):
-    (tmp_path / "run.sh").write_text(f"{TRL} {flags}")
-    job = translate(read([str(tmp_path / "run.sh")]))
-    assert {key: job.settings.get(key) for key in set_to} == set_to
-    assert job.undecided.keys() == undecided.keys()
-    for key, why in undecided.items():
-        assert why in str(job.undecided[key])
-
-
-@pytest.mark.parametrize(
-    ("command", "keys"),
-    [
-        (f"{TRL} --per_device_train_batch_size $B", {"data.train_batch_size", "actor.ppo_mini_batch_size"}),
-        (f"{TRL} --learning_rate $LR --output_dir $OUT", {"actor.optim.lr"}),
-        (TRL.replace("2", "$N"), {"trainer.n_gpus_per_node"}),
-        (TRL.replace("./d", "$D"), {"data.train_files"}),
-        ("openrlhf.cli.train_ppo_ray --pretrain m --prompt_data ./d --remote_rm_url $URL --n_samples_per_prompt $N",
-         {"reward.functions", "rollout.n", "actor.ppo_mini_batch_size"}),
-        ("trl sft --model_name_or_path $M --num_processes 1",
-         {"model.path", "data.train_files", "trainer.task"}),
-        ("trl reward --model_name_or_path m --dataset_name ./d --max_length none --num_processes 1",
-         {"data.max_prompt_length", "data.max_response_length"}),
-        ("openrlhf.cli.train_ppo_ray --pretrain m --prompt_data ./d --remote_rm_url a.py --n_samples_per_prompt 0",
-         {"rollout.n"}),
-        ("f() {\n openrlhf.cli.train_ppo_ray --pretrain m --prompt_data ./d --remote_rm_url a.py \"$@\"\n}\nf --l2 1",
-         {"reward.functions"}),
-        (f"python3 -m verl.trainer.main_ppo {FILES} trainer.nnodes=0 actor_rollout_ref.actor.ppo_micro_batch_size=8",
-         {"actor.ppo_micro_batch_size_per_gpu"}),
-        ("openrlhf.cli.train_ppo_ray --pretrain m --prompt_data ./d --max_samples 9 --remote_rm_url a.py",
-         {"data.train_files"}),
-        ("openrlhf.cli.train_sft --pretrain m --prompt_data ./d --remote_rm_url http://a:1/b", {"trainer.task"}),
-    ],
-)  # fmt: skip
-def test_keys_of_unknown_values_are_left_open(command, keys, tmp_path):
-    (tmp_path / "run.sh").write_text(command)
-    assert translate(read([str(tmp_path / "run.sh")])).undecided.keys() == keys
-
-
-def test_settings_without_effect_are_listed(tmp_path):
-    (tmp_path / "run.sh").write_text(f"{TRL} --optim adamw_torch --logging_steps 1 --model_revision main")
-    listed = {given for settings in translate(read([str(tmp_path / "run.sh")])).notes.values() for given in settings}
-    assert {"optim=adamw_torch", "logging_steps=1", "model_revision=main"} <= listed
-    words = ["reward_model.reward_manager=dapo", "actor_rollout_ref.actor.optim.optimizer=AdamW"]
-    listed = str(translate(read(["--", "verl.trainer.main_ppo", *words])).notes)
-    assert all(word in listed for word in words)
+@pytest.mark.parametrize(("key", "value"), DIFFERENCES)
+def test_methods_that_differ_from_verls_are_marked(key, value):
+    name, value = {"actor.loss_mode": LOSS_MODE}.get(key, key), value or "seq_max_k2"
+    printed = translate(read(["--", "verl.trainer.main_ppo", f"{name}={value}"])).as_text("words")
+    assert DIFFERENCES.get((key, value), DIFFERENCES.get((key, None))) in printed
+    other = translate(read(["--", "verl.trainer.main_ppo", "algorithm.adv_estimator=grpo"]))
+    assert not {*DIFFERENCES.values()} & {*other.comments.values()}
 
 
 def test_references_to_other_settings_are_replaced():
@@ -519,19 +452,6 @@ def test_references_to_other_settings_are_replaced():
     job = translate(read(["--", "verl.trainer.main_ppo", *words])).settings
     assert (job["actor.ppo_mini_batch_size"], job["trainer.experiment_name"]) == (8, "b8")
     assert job["trainer.project_name"] == "${oc.env:USER}"
-
-
-def test_a_config_file_of_trl_is_read_with_its_command(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("c.yaml").write_text("model_name_or_path: m\ndataset_name: ./d\nlearning_rate: 1e-4\n")
-    job = translate(
-        read(["--", *["trl", "reward", "--config", "c.yaml", "--learning_rate", "3e-4", "--num_processes", "1"]])
-    )
-    assert job.settings["trainer.task"] == "reward_model" and job.settings["actor.optim.lr"] == 3e-4
-    assert not job.undecided
-    job = translate(read(["--", "trl", "reward", "--config", "absent.yaml", "--model_name_or_path=m"]))
-    assert "settings are unknown" in str(job.undecided["trainer.task"])
-    assert "does not name the program" in str(translate(read(["c.yaml"])).undecided["trainer.task"])
 
 
 @pytest.mark.parametrize(
@@ -545,6 +465,9 @@ def test_a_config_file_of_trl_is_read_with_its_command(tmp_path, monkeypatch):
         (["bad.yaml"], "is not valid YAML"),
         (["list.yaml"], "it has no keys"),
         (["--", "trl", "grpo", "--model_name_or_path", "m", "--num_generations", "few"], "=few: must be a number"),
+        (["--", "trl", "grpo", "--model_name_or_path", "m", "--max_steps", "inf"], "=inf: must be a number"),
+        (["--", "trl", "dpo", "--model_name_or_path", "m", "--adam_beta1", "x"], "adam_beta1=x: must be a number"),
+        (["--", "trl", "grpo", "--model_name_or_path", "m", "--loss_type", "a", "b"], "must be text; correct"),
         (["--", "trl", "grpo", "--dataset_name", "d"], "sets no --model_name_or_path"),
         (["--", "trl", "grpo", "--config", "bad.yaml"], "--config bad.yaml: can't be read as YAML"),
         (["--", "openrlhf.cli.train_ppo_ray", "--adam_betas", "0.9"], "adam_betas=0.9: must be 2 numbers"),

@@ -281,5 +281,5 @@ def show(findings: Sequence[Finding]) -> None:
         if each.remedy:
             line = f"[{COLOURS[each.state]}]{each.state}[/]  {each.what}: {escape(each.found)}; {escape(each.remedy)}"
             console.print(line, soft_wrap=True)
-    counts = [sum(each.state == state for each in findings) for state in ("problem", "warning")]
-    console.print(f"{counts[0]} problems, {counts[1]} warnings")
+    counts = {state: sum(each.state == state for each in findings) for state in ("problem", "warning")}
+    console.print(", ".join(f"{count} {state}{'s' * (count != 1)}" for state, count in counts.items()))

@@ -368,7 +368,7 @@ def bottleneck_line(seconds: Seconds) -> str:
 def _summary(job: Job, found: SearchResult, tuned_plans: Finalists, errors: Mapping[str, float]) -> list[str]:
     best = found.plans[0].seconds.step
     space = f"{found.structures} structures (parallelism, ZeRO stage, machines)"
-    counts = f"{space}, {found.simulated} plans simulated, {found.not_fitting} did not fit"
+    counts = f"{space}, {found.simulated} plan{'s' * (found.simulated != 1)} simulated, {found.not_fitting} did not fit"
     more = f"no other plan can be more than {max(0.0, 1 - found.bound_s / best):.1%} faster in the simulator"
     if found.unexplored:
         gain = more if found.bound_s else "no bound is known for structures that were not reached"

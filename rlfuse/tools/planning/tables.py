@@ -68,7 +68,7 @@ def placement_table(config: Config, shapes: Mapping[str, Shape]) -> Table:
     reward = config.reward
     models = [given for given in reward.functions if isinstance(given, dict) and given.get("path") == JUDGE]
     rewards = reward.num_workers * (len(models) < len(reward.functions)) + len(models) + bool(reward.model_path)
-    table.caption = f"plus the driver and {rewards} reward processes"
+    table.caption = f"plus the driver and {rewards} reward process{'es' * (rewards != 1)}"
     if config.training.pipeline_parallel_size > 1:
         table.caption += f"; {stage_note(config, shapes['actor'])}"
     table.caption_justify = "left"

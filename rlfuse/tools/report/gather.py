@@ -130,7 +130,8 @@ def _alerts(run: RunFolder, rows: Sequence[Row]) -> list[tuple[int, Alert]]:
     bound = bound_in_steps(
         run.config["model"]["dtype"], *drawn, run.config["algorithm"].get("old_log_probs", "trainer")
     )
-    alerts = Alerts(AlertsConfig(**run.config.get("alerts", {})), rollout.get("n", 1), bound)
+    clip = run.config["actor"].get("grad_clip", 0.0)
+    alerts = Alerts(AlertsConfig(**run.config.get("alerts", {})), rollout.get("n", 1), bound, clip)
     return [(int(row["step"]), alert) for row in rows if row["step"] > 0 for alert in alerts.check(row)]
 
 

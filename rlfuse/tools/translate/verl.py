@@ -22,8 +22,8 @@ from rlfuse.tools.translate.job import Open, Translation, affects_training
 Given = Mapping[str, Any]
 Outcome = dict[str, Any] | str
 
-PROGRAMS = ("main_ppo", "main_dapo", "main_entropy", "main_ppo_sync", "main_gspo")
-"""Programs of verl and its recipes that train by the settings alone."""
+PROGRAMS = re.compile(r"((^|verl\.trainer\.)main_ppo(_sync)?|(^|dapo\.|src\.)main_dapo|(^|entropy\.)main_entropy)$")
+"""Ends of the names of verl's programs and recipes that train by the settings alone."""
 DEFAULTS: dict[str, Any] = {
     "data.train_batch_size": 1024,
     "actor.ppo_mini_batch_size": 256,
@@ -50,10 +50,21 @@ REWARD_KWARGS = tuple(f"{group}.reward_kwargs." for group in REWARD)
 NO_RESUME = "verl checkpoints can't be resumed in rlfuse"
 VALIDATION = "actor_rollout_ref.rollout.val_kwargs"
 LOGGERS = "trainer.logger"
+LOSS_MODE, LOSS_AGG_MODE = (f"actor_rollout_ref.actor.{name}" for name in ("policy_loss.loss_mode", "loss_agg_mode"))
 CONFIGS = ("ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer", "entropy_trainer")
 """Config files of verl with the same defaults."""
 SAME = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
 """Estimators of verl -> the one with the same result."""
+BY_SEQUENCE = ("gspo", "sapo")
+"""Losses that verl aggregates by seq-mean-token-mean, whatever its loss_agg_mode."""
+DIFFERENCES = {
+    ("algorithm.adv_estimator", "gpg"): "verl divides by the number of non-zero scores",
+    ("algorithm.adv_estimator", "gdpo"): "verl whitens over tokens",
+    ("actor.loss_mode", "clip_cov"): "verl selects tokens in each micro-batch",
+    ("actor.loss_mode", "kl_cov"): "verl selects tokens in each micro-batch",
+    (f"{CORRECTION}.rollout_rs", None): "verl also removes rejected tokens from KL loss, entropy bonus and divisor",
+}
+"""(Key, value or None for all values) of methods that differ from those of verl (`jobs/coming_from.md`) -> how."""
 ENGINES = re.compile(r"(sglang|vllm|trtllm)(_\w+)?")
 GSM8K, MATH = "rlfuse.rewards.verifiers.numeric:score", "rlfuse.rewards.verifiers.math:score"
 VERIFIERS = ((re.compile(r"gsm8k"), GSM8K, "*gsm8k*"), (re.compile(r"(^|/)math(/|\.)|MATH-lighteval"), MATH, "*MATH*"))
@@ -92,7 +103,9 @@ def clip_range(value: Any, given: Given) -> Outcome:
 
 def truncation(value: Any, given: Given) -> Outcome:
     """Convert tis_imp_ratio_cap, the threshold of truncated importance weights per token; -1 disables them."""
-    on = value is not None and value > 0
+    if isinstance(value, int | float) and value <= 0:
+        return ""
+    on = value is not None
     return {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": value} if on else ""
 
 
@@ -115,7 +128,7 @@ def custom_reward(value: Any, given: Given) -> Outcome:
     group = next((group for group in REWARD if given.get(f"{group}.path")), None)
     if group is None:
         return ""
-    file = given[f"{group}.path"].removeprefix("pkg://")
+    file = str(given[f"{group}.path"]).removeprefix("pkg://")
     path = f"{file}:{given.get(f'{group}.name') or 'compute_score'}"
     start = f"{group}.reward_kwargs"
     kwargs = {name.removeprefix(f"{start}."): each for name, each in given.items() if name.startswith(f"{start}.")}
@@ -138,6 +151,14 @@ def overlong(value: Any, given: Given) -> Outcome:
     group = next(group for group in OVERLONG if f"{group}.enable" in given or f"{group}.len" in given)
     on = given.get(f"{group}.enable", False)
     return {"reward.overlong_buffer.len": given.get(f"{group}.len", 0) if on else 0}
+
+
+def generated_batch(value: Any, given: Given) -> Outcome:
+    """Convert gen_batch_size, which is also the number of prompts that are trained on unless groups are filtered."""
+    trained = given.get("data.train_batch_size", DEFAULTS["data.train_batch_size"])
+    if value in (None, trained) or given.get("algorithm.filter_groups.enable"):
+        return "the number of prompts per step is data.train_batch_size"
+    return {"data.train_batch_size": Open(f"verl trains on these prompts, not on train_batch_size={trained}")}
 
 
 def run_folder(value: Any, given: Given) -> Outcome:
@@ -165,7 +186,7 @@ def validation_temperature(value: Any, given: Given) -> Outcome:
 
 def loggers(value: Any, given: Given) -> Outcome:
     """Keep the loggers that rlfuse supports."""
-    names = [value] if isinstance(value, str) else list(value or [])
+    names = value if isinstance(value, list) else [str(value)]
     return {LOGGERS: [name for name in names if name in by_name()[LOGGERS].names]}
 
 
@@ -177,6 +198,19 @@ def resumed(value: Any, given: Given) -> Outcome:
 def token_level_loss(value: Any, given: Given) -> Outcome:
     """Convert use_token_level_loss of early versions."""
     return {"actor.loss_agg_mode": "token-mean" if value else Open("the mean of early versions of verl is unknown")}
+
+
+def aggregation(value: Any, given: Given) -> Outcome:
+    """Convert loss_mode and loss_agg_mode, which verl ignores in the policy loss of BY_SEQUENCE."""
+    mode, by = (given.get(name) for name in (LOSS_MODE, LOSS_AGG_MODE))
+    found = {key: each for key, each in (("actor.loss_mode", mode), ("actor.loss_agg_mode", by)) if each is not None}
+    if mode not in BY_SEQUENCE:
+        return found
+    others = [given.get(f"actor_rollout_ref.actor.{name}") for name in ("use_kl_loss", "entropy_coeff")]
+    if any(others) and by != "seq-mean-token-mean":
+        why = f"verl aggregates the loss of {mode} by seq-mean-token-mean, KL loss and entropy bonus by loss_agg_mode"
+        return found | {"actor.loss_agg_mode": Open(why)}
+    return found | {"actor.loss_agg_mode": "seq-mean-token-mean"}
 
 
 def filter_metric(value: Any, given: Given) -> Outcome:
@@ -191,7 +225,7 @@ def filter_metric(value: Any, given: Given) -> Outcome:
 
 def engine(value: Any, given: Given) -> Outcome:
     """Convert the rollout engine: any of verl's samples from the same model."""
-    name = "vllm" if ENGINES.fullmatch(str(value)) else {"hf": "transformers"}.get(value, value)
+    name = "vllm" if ENGINES.fullmatch(str(value)) else "transformers" if value == "hf" else value
     return {"rollout.name": name}
 
 
@@ -221,6 +255,7 @@ CONVERSIONS: dict[str, Callable[[Any, Given], Outcome]] = {
     **dict.fromkeys(("reward_model.enable", "reward_model.model.path"), reward_model),
     **dict.fromkeys(("reward.reward_model.enable", "reward.reward_model.model_path"), reward_model),
     **{f"{group}.{leaf}": overlong for group in OVERLONG for leaf in ("enable", "len")},
+    "data.gen_batch_size": generated_batch,
     "trainer.default_local_dir": run_folder,
     "trainer.logger": loggers,
     "trainer.resume_mode": resumed,
@@ -229,8 +264,10 @@ CONVERSIONS: dict[str, Callable[[Any, Given], Outcome]] = {
     "actor_rollout_ref.rollout.do_sample": lambda value, _: (
         "" if value else {"rollout.temperature": Open("training requires sampled responses")}
     ),
-    "algorithm.adv_estimator": lambda value, _: {"algorithm.adv_estimator": SAME.get(value, value)},
+    "algorithm.adv_estimator": lambda value, _: {"algorithm.adv_estimator": SAME.get(str(value), value)},
     "algorithm.filter_groups.metric": filter_metric,
+    LOSS_MODE: aggregation,
+    LOSS_AGG_MODE: aggregation,
     "actor_rollout_ref.actor.use_token_level_loss": token_level_loss,
     "actor_rollout_ref.actor.use_gpg_loss": renamed("actor.loss_mode", off=False, to="gpg"),
     f"{VALIDATION}.do_sample": greedy,
@@ -263,8 +300,13 @@ def translate(command: Command) -> Translation:
             later.append((name, value, in_verl))
     for name, value, in_verl in later:
         _translate_other(job, given, name, value, in_verl)
+    if {"reward.functions", "reward.model_path"} <= job.settings.keys():
+        job.leave_open("reward.functions", "verl uses the score of the reward model alone; rlfuse adds both")
     _leave_unknown_open(job, command)
     _fill_in(job, command)
+    for (key, value), how in DIFFERENCES.items():
+        if job.settings.get(key) is not None and value in (None, job.settings[key]):
+            job.comments[key] = "; ".join(filter(None, (job.comments[key], how)))
     return job
 
 
@@ -317,13 +359,13 @@ def _leave_unknown_open(job: Translation, command: Command) -> None:
             job.leave_open("trainer.task", f"{setting}: {why}")
     for word, why in command.unread.items():
         option, _, value = word.partition("=")
-        if option == "--config-path":
-            continue
+        if option == "--config-path" and value in ("config", "./config"):
+            continue  # verl's own, next to main_ppo
         if option == "--config-name" and value.removesuffix(".yaml") in CONFIGS:
             job.note("has verl's defaults", word)
         else:
             job.leave_open("trainer.task", f"{word}: {why}")
-    if command.program and command.program not in PROGRAMS:
+    if command.program and PROGRAMS.search(command.program) is None:
         job.leave_open("trainer.task", f"{command.program}: is not verl.trainer.main_ppo, and may train something else")
 
 
@@ -332,6 +374,7 @@ def _fill_in(job: Translation, command: Command) -> None:
     for key, value in DEFAULTS.items():
         if key not in job.settings and key not in job.undecided:
             job.set(key, value, "", "verl's default")
+    _set_zero_stage(job, command)
     has_critic = command.settings.get("algorithm.adv_estimator", "gae") == "gae"
     for key in ("data.train_files", "model.path", *["critic.path"] * has_critic):
         if key not in job.settings and key not in job.undecided:
@@ -340,6 +383,20 @@ def _fill_in(job: Translation, command: Command) -> None:
         job.set_wandb_mode(command.environment)
     if not {"reward.functions", "reward.model_path"} & (job.settings.keys() | job.undecided.keys()):
         _choose_reward(job)
+
+
+def _set_zero_stage(job: Translation, command: Command) -> None:
+    """Shard as verl's FSDP does, unless one rank has all: its full shards are ZeRO 3, without resharding ZeRO 2."""
+    actor, given = "actor_rollout_ref.actor", command.settings
+    strategy = given.get(f"{actor}.strategy", "megatron" if "megatron" in str([*command.unread]) else "fsdp")
+    is_unknown = any(setting.startswith(f"{actor}.strategy=") for setting in command.unknown)
+    ranks = [job.settings.get(key) for key in ("trainer.nnodes", "trainer.n_gpus_per_node")]
+    if strategy not in ("fsdp", "fsdp2") or is_unknown or given.get(f"{actor}.fsdp_config.fsdp_size") == 1:
+        return
+    if ranks not in ([1, 1], [None, 1]):
+        reshards = given.get(f"{actor}.fsdp_config.reshard_after_forward", True)
+        why = "1 overlaps more of a step, if it fits (see rlfuse plan)"
+        job.set("actor.zero_stage", 3 if reshards else 2, "", f"as verl's FSDP; {why}")
 
 
 def _choose_reward(job: Translation) -> None:

@@ -1,7 +1,8 @@
 """Drafts from earlier responses on GPUs, for vLLM's V2 model runner: `history.continuation` on the device.
 
-Each request has a row with its draft at the positions of its response. Invariants: no synchronisation with the host;
-the row is copied when the request is added. `worker_extension` installs it. Not run on a GPU: a test compares it with
+Each request has a row with its draft at the positions of its response. Drafts have full length, because the scheduler
+runs ahead of the device and plans for it. Invariants: no synchronisation with the host; the row is copied when the
+request is added. `worker_extension` installs it. Not run on a GPU: a test compares it with
 `history.continuation` on the CPU, and its signature with vLLM's.
 """
 
@@ -17,14 +18,14 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm.v1.worker.gpu.states import RequestState
 
-from rlfuse.engines.vllm.history import CONTEXT
+from rlfuse.engines.vllm.history import CONTEXT, MIN_OWN
 from rlfuse.engines.vllm.request_arguments import SEPARATOR, draft_of, drawn_tokens
 
 NO_RECENT = -2
 
 
 class HistorySpeculator(BaseSpeculator):
-    """Speculator of requests with an earlier response; of others, it proposes their last token."""
+    """Speculator of requests with an earlier response; drafts of others are not verified (`decode_scheduler`)."""
 
     supports_mm_inputs = False
     draft_logits = None
@@ -38,6 +39,7 @@ class HistorySpeculator(BaseSpeculator):
         self.starts = torch.zeros(requests, dtype=torch.int64, device=device)
         """Position of the first response token."""
         self._steps = torch.arange(self.limit, device=device)
+        self._positions = torch.arange(length + self.limit, device=device)
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Do nothing: proposing is not captured."""
@@ -74,20 +76,24 @@ class HistorySpeculator(BaseSpeculator):
             return last.contiguous()
         rows, length = self.rows[indices], self.requests.total_len.gpu[indices, None].long()
         recent = length - 1 - torch.arange(CONTEXT, device=rows.device)
-        is_prompt, recent = recent < self.starts[indices, None], recent.clamp(min=0)
-        tokens = self.requests.all_token_ids.gpu[indices[:, None], recent]
-        same = ((tokens == rows.gather(1, recent)) | is_prompt).all(1, keepdim=True)
-        start, agreed = _best_places(rows, length, torch.where(is_prompt, NO_RECENT, tokens))
-        start = torch.where(same | (agreed == 0), length, start)
-        count = torch.where(same, self.limit, agreed + 1)
-        drafts = rows.gather(1, (start + self._steps).clamp(max=rows.shape[1] - 1)).long()
-        usable = (self._steps < count) & (drafts != SEPARATOR) & (num_sampled > 0)[: len(indices), None]
+        starts, recent = self.starts[indices, None], recent.clamp(min=0)
+        own = torch.nn.functional.pad(self.requests.all_token_ids.gpu[indices], (0, self.limit), value=SEPARATOR)
+        own = torch.where((self._positions >= starts) & (self._positions < length), own, SEPARATOR)
+        tokens = own.gather(1, recent)
+        same = ((tokens == rows.gather(1, recent)) | (recent < starts)).all(1, keepdim=True)
+        tokens = torch.where(recent < starts, NO_RECENT, tokens)
+        (start, agreed), (own_start, own_agreed) = (_best_places(each, length, tokens) for each in (rows, own))
+        is_own = ~same & (own_agreed >= MIN_OWN) & (own_agreed > agreed)
+        start = torch.where(is_own, own_start, torch.where(same | (agreed == 0), length, start))
+        places = (start + self._steps).clamp(max=rows.shape[1] - 1)
+        drafts = torch.where(is_own, own.gather(1, places), rows.gather(1, places)).long()
+        usable = (drafts != SEPARATOR) & (num_sampled > 0)[: len(indices), None]
         usable = usable.int().cumprod(1).bool()
         return torch.where(usable, drafts, last)
 
 
 def _best_places(rows: torch.Tensor, length: torch.Tensor, recent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return where each draft has most of the latest tokens before it, the place nearest to `length`, and how many.
+    """Return where each row has most of the latest tokens before a token, the place nearest to `length`, and how many.
 
     `rows`: [requests, positions]; `length`: [requests, 1]; `recent`: [requests, CONTEXT], the latest token first. The
     results have the shape of `length`.

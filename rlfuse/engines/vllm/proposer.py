@@ -1,4 +1,4 @@
-"""Interface of proposers of draft tokens that know their request, for vLLM's V1 model runner.
+"""Interface of proposers of draft tokens that know their requests, for vLLM's V1 model runner.
 
 vLLM calls a custom proposer without the requests and without the number of drafts that its schedule allows;
 `worker_extension` replaces this call by `propose_drafts`. Invariant: drafts affect tokens only by rounding
@@ -8,11 +8,28 @@ vLLM calls a custom proposer without the requests and without the number of draf
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 from vllm.config import VllmConfig
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+from rlfuse.engines.vllm.request_arguments import drawn_tokens
+
+
+class Decoding(NamedTuple):
+    """A request after a step."""
+
+    name: str
+    params: SamplingParams
+    response: np.ndarray
+    """int32: its tokens so far, with those that other engines drew; valid until the next step."""
+    sampled: int
+    """Number of tokens that it got in this step: one more than its accepted drafts; 0 within its prompt."""
+    limit: int
+    """Maximum number of tokens to draft; 0 if it must get none."""
 
 
 class Proposer(ABC):
@@ -23,13 +40,9 @@ class Proposer(ABC):
         self.max_model_len = vllm_config.model_config.max_model_len
 
     @abstractmethod
-    def propose(self, request: CachedRequestState, limit: int) -> list[int]:
-        """Return up to `limit` tokens that may follow the request's tokens; may be empty.
-
-        `request`: `prompt_token_ids` (of a continued sample: ends with the `worker_extension.drawn(request)` response
-        tokens that other engines drew), `output_token_ids` (drawn here, including this step), `req_id`,
-        `sampling_params` with `seed` and `extra_args`. Called after each step in which the request got tokens.
-        """
+    def propose(self, requests: Sequence[Decoding]) -> list[list[int]]:
+        """Return for each request up to `limit` tokens that may follow its response; may be empty. Called after each
+        step, with all requests of the batch."""
 
     def load_model(self, model: Any) -> None:  # noqa: B027 - no proposer has one
         """Do nothing; vLLM calls this at startup, but a proposer has no model."""
@@ -38,10 +51,10 @@ class Proposer(ABC):
 def propose_drafts(runner: Any, scheduler_output: SchedulerOutput, sampled: list[list[int]]) -> list[list[int]]:
     """Return the drafts of each request of the batch, in its order. `runner`: a V1 model runner with a `Proposer`;
     `sampled`: tokens that the requests got in this step."""
-    proposer, batch = runner.drafter, runner.input_batch
-    limits = proposer.max_model_len - batch.num_tokens_no_spec[: len(sampled)]
-    limits = limits.clip(max=scheduler_output.num_spec_tokens_to_schedule).tolist()
-    return [
-        proposer.propose(runner.requests[name], limit) if tokens and limit > 0 else []
-        for name, tokens, limit in zip(batch.req_ids, sampled, limits, strict=True)
-    ]
+    batch, requests = runner.input_batch, []
+    for row, (name, tokens) in enumerate(zip(batch.req_ids, sampled, strict=True)):
+        params, length = runner.requests[name].sampling_params, int(batch.num_tokens_no_spec[row])
+        response = batch.token_ids_cpu[row, int(batch.num_prompt_tokens[row]) - drawn_tokens(params) : length]
+        limit = min(runner.drafter.max_model_len - length, scheduler_output.num_spec_tokens_to_schedule)
+        requests.append(Decoding(name, params, response, len(tokens), max(0, limit) if tokens else 0))
+    return runner.drafter.propose(requests)

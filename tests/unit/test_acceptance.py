@@ -47,7 +47,7 @@ def changed(config, **settings):
     return config
 
 
-def write_run(config, step, state="finished", rows=True):
+def leave(config, step, state="finished", rows=True):
     """Write the folder of a run that ended at this step in this state, and return it."""
     folder = config.run_folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ def begin_and_end(job, total_steps):
 
 
 @pytest.fixture
-def assert_no_writes(tmp_path):
+def untouched(tmp_path):
     """Return a function after whose call the test may not write, rename or remove a file."""
     before = []
 
@@ -85,9 +85,9 @@ def assert_no_writes(tmp_path):
     assert before in ([], [look()])
 
 
-def test_a_finished_run_with_the_same_settings_has_nothing_to_do(config, assert_no_writes, capsys):
-    folder = write_run(config, 4)
-    assert_no_writes()
+def test_a_finished_run_with_the_same_settings_has_nothing_to_do(config, untouched, capsys):
+    folder = leave(config, 4)
+    untouched()
     with pytest.raises(NothingToDo) as end:
         accept(changed(config, trainer__logger=["wandb"], alerts__kl=1.0))
     first, with_more_steps, as_new_run = str(end.value).splitlines()
@@ -100,7 +100,7 @@ def test_a_finished_run_with_the_same_settings_has_nothing_to_do(config, assert_
 
 
 def test_a_finished_run_resumes_only_with_more_steps(config):
-    folder = write_run(config, 4)
+    folder = leave(config, 4)
     accepted = accept(changed(config, trainer__total_training_steps=6, actor__optim__lr=1e-3))
     assert accepted.checkpoint == folder / "global_step_4"
     assert [change.key for change in accepted.changes] == ["actor.optim.lr", "trainer.total_training_steps"]
@@ -116,7 +116,7 @@ def test_a_finished_run_resumes_only_with_more_steps(config):
 
 def test_epochs_are_compared_once_the_data_is_loaded(config):
     by_epochs = changed(config, trainer__total_training_steps=None)
-    write_run(by_epochs, 4)
+    leave(by_epochs, 4)
     with pytest.raises(NothingToDo):
         accept(by_epochs)
     job = open_job(changed(by_epochs, trainer__total_epochs=2))
@@ -129,17 +129,17 @@ def test_epochs_are_compared_once_the_data_is_loaded(config):
 
 
 def test_a_run_that_failed_after_its_last_step_is_completed_by_the_same_command(config):
-    write_run(config, 4, state="failed")
+    leave(config, 4, state="failed")
     assert accept(config).checkpoint.name == "global_step_4"
     with pytest.raises(NothingToDo, match="has already completed 4 steps, and the job has 3"):
         accept(changed(config, trainer__total_training_steps=3))
 
 
-def test_changes_of_fixed_settings_are_refused_with_both_commands(config, assert_no_writes, monkeypatch):
-    folder = write_run(config, 2, state="stopped")
+def test_changes_of_fixed_settings_are_refused_with_both_commands(config, untouched, monkeypatch):
+    folder = leave(config, 2, state="stopped")
     typed = "/venv/bin/python /venv/bin/rlfuse train my_job.yaml algorithm=ppo trainer.experiment_name=mine"
     monkeypatch.setattr(sys, "orig_argv", typed.split())
-    assert_no_writes()
+    untouched()
     with pytest.raises(RunRefused) as error:
         accept(changed(config, algorithm__adv_estimator="gae", data__seed=3, actor__optim__lr=1.0))
     lines = str(error.value).splitlines()
@@ -165,7 +165,7 @@ def test_the_suggested_resume_command_has_only_the_preset_of_the_run(preset, tmp
 
     rest = ["model.path=m", "data.train_files=[d]", f"trainer.default_local_dir={tmp_path}", "rollout.n=3"]
     rest.append("trainer.experiment_name=mine")
-    write_run(job(f"algorithm={preset}", *rest), 2, state="stopped")
+    leave(job(f"algorithm={preset}", *rest), 2, state="stopped")
     typed = ["algorithm=grpo" if preset == "ppo" else "algorithm=ppo", *rest]
     monkeypatch.setattr(sys, "orig_argv", ["/venv/bin/python", "/venv/bin/rlfuse", "train", *typed])
     with pytest.raises(RunRefused) as error:
@@ -176,7 +176,7 @@ def test_the_suggested_resume_command_has_only_the_preset_of_the_run(preset, tmp
 
 
 def test_accepted_changes_are_reported_applied_and_recorded(config, capsys):
-    folder = write_run(config, 2, state="stopped")
+    folder = leave(config, 2, state="stopped")
     job = open_job(changed(config, actor__optim__lr=1e-3, data__train_batch_size=32))
     output = capsys.readouterr().out
     assert f"resumes from {folder}/global_step_2 with changed settings" in output
@@ -195,9 +195,9 @@ def test_accepted_changes_are_reported_applied_and_recorded(config, capsys):
 
 @pytest.mark.slow
 def test_resuming_an_older_checkpoint_compares_its_settings_and_drops_later_changes(config):
-    folder, faster = write_run(config, 2, state="stopped"), changed(config, actor__optim__lr=1e-3)
+    folder, faster = leave(config, 2, state="stopped"), changed(config, actor__optim__lr=1e-3)
     begin_and_end(open_job(faster), 8)
-    write_run(faster, 4, state="stopped")
+    leave(faster, 4, state="stopped")
     slow = changed(faster, actor__optim__lr=1e-9)
     begin_and_end(open_job(slow), 8)
 
@@ -215,7 +215,7 @@ def test_resuming_an_older_checkpoint_compares_its_settings_and_drops_later_chan
 
 
 def test_a_missing_config_is_reported_once(config, capsys):
-    folder = write_run(config, 2, state="stopped")
+    folder = leave(config, 2, state="stopped")
     (folder / "config.yaml").unlink()
     job = open_job(config)
     message = f"{folder} has no readable config.yaml"
@@ -225,7 +225,7 @@ def test_a_missing_config_is_reported_once(config, capsys):
 
 
 def test_the_settings_of_a_named_checkpoint_are_compared(config):
-    folder = write_run(config, 2, state="stopped")
+    folder = leave(config, 2, state="stopped")
     resumed = changed(config, trainer__resume_mode=str(folder / "global_step_2"), trainer__experiment_name="other")
     accepted = accept(resumed)
     assert accepted.changes == () and accepted.config.run_folder.name == "other"
@@ -234,10 +234,10 @@ def test_the_settings_of_a_named_checkpoint_are_compared(config):
     assert error.match("trainer.experiment_name=other-?2? trainer.resume_mode=auto")
 
 
-def test_resuming_a_checkpoint_of_another_run_does_not_overwrite_an_existing_run(config, assert_no_writes):
-    source, other = write_run(config, 2, state="stopped"), changed(config, trainer__experiment_name="other")
-    folder = write_run(changed(other, actor__optim__lr=1e-2), 4)
-    assert_no_writes()
+def test_resuming_a_checkpoint_of_another_run_does_not_overwrite_an_existing_run(config, untouched):
+    source, other = leave(config, 2, state="stopped"), changed(config, trainer__experiment_name="other")
+    folder = leave(changed(other, actor__optim__lr=1e-2), 4)
+    untouched()
     path = source / "global_step_2"
     with pytest.raises(RunRefused, match="global_step_2 names a checkpoint of another run") as error:
         accept(changed(other, trainer__resume_mode=str(path)))
@@ -247,7 +247,7 @@ def test_resuming_a_checkpoint_of_another_run_does_not_overwrite_an_existing_run
 
 @pytest.mark.slow
 def test_suggested_commands_work_for_sweeps_and_names_of_verl(config, monkeypatch):
-    write_run(changed(config, trainer__experiment_name="s-actor.lr=1e-6"), 4)
+    leave(changed(config, trainer__experiment_name="s-actor.lr=1e-6"), 4)
     python, swept = (
         "/venv/bin/python /venv/bin/rlfuse train",
         changed(config, trainer__experiment_name="s-actor.lr=1e-6"),
@@ -272,16 +272,16 @@ def test_suggested_commands_work_for_sweeps_and_names_of_verl(config, monkeypatc
     assert compose_job(resumed).model.path == "somewhere"
 
 
-def test_a_used_folder_without_a_checkpoint_is_refused(config, assert_no_writes):
-    write_run(config, 2, state="stopped")
-    assert_no_writes()
+def test_a_used_folder_without_a_checkpoint_is_refused(config, untouched):
+    leave(config, 2, state="stopped")
+    untouched()
     with pytest.raises(RunRefused, match=r"resume_mode=disable does not resume it(.|\n)*resume_mode=auto(.|\n)*mine-2"):
         accept(changed(config, trainer__resume_mode="disable"))
 
 
 def test_a_run_in_use_by_another_process_is_refused(config, monkeypatch):
     monkeypatch.setattr(run_lock, "BEAT_S", 60.0)
-    folder, lock = write_run(config, 2, state="running"), RunLock()
+    folder, lock = leave(config, 2, state="running"), RunLock()
     assert lock.acquire(folder)
     job = open_job(changed(config, trainer__experiment_name="free"))
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
@@ -317,7 +317,7 @@ def test_of_two_jobs_that_begin_simultaneously_one_is_refused(config):
 def test_checkpoints_written_by_another_job_since_acceptance_are_kept(config):
     job, other = open_job(config), open_job(config)
     begin_and_end(other, 4)
-    write_run(config, 4)
+    leave(config, 4)
     before = status.read(job.folder)
     with pytest.raises(RunRefused, match="has written checkpoints since"):
         job.begin(8)
@@ -336,8 +336,8 @@ def test_runs_without_a_name_get_unique_names_within_a_second(config):
 @pytest.mark.slow
 def test_a_job_without_a_name_resumes_the_last_run_of_its_configuration(config, capsys):
     unnamed = changed(config, trainer__experiment_name=None)
-    folder = write_run(config, 2, state="stopped")
-    other = write_run(changed(config, trainer__experiment_name="later", actor__optim__lr=1e-3), 2, state="stopped")
+    folder = leave(config, 2, state="stopped")
+    other = leave(changed(config, trainer__experiment_name="later", actor__optim__lr=1e-3), 2, state="stopped")
     accepted = accept(changed(unnamed, trainer__save_freq=7))
     assert accepted.config.run_folder == folder and accepted.checkpoint == folder / "global_step_2"
     assert f"{folder}, the last run of this configuration" in capsys.readouterr().out
@@ -360,7 +360,7 @@ def rename_checkpoint(folder, step):
 
 def test_a_job_without_a_name_skips_a_run_that_cannot_be_resumed(config):
     unnamed = changed(config, trainer__experiment_name=None)
-    folder = write_run(config, 0, state="failed", rows=False)
+    folder = leave(config, 0, state="failed", rows=False)
     assert accept(unnamed).config.run_folder == folder, "it completed no step"
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     assert accept(unnamed).config.run_folder != folder

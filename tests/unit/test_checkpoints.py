@@ -153,7 +153,7 @@ async def test_resuming_an_older_checkpoint_abandons_later_ones_once_another_is_
         await save(tmp_path, step, {}, fill, keep=None)
     assert [path.name for path in checkpoints.later(tmp_path, 2)] == ["global_step_4", "global_step_6"]
     await checkpoints.write(tmp_path, 3, {}, fill)
-    assert len(checkpoints.complete(tmp_path)) == 3, "later checkpoints are kept until then"
+    assert len(checkpoints.complete(tmp_path)) == 3, "later checkpoints are kept until publication"
     checkpoints.publish(tmp_path, 3, keep)
     assert checkpoints.find(tmp_path, "auto").name == "global_step_3"
     assert len(checkpoints.complete(tmp_path)) == (1 if keep == 1 else 2)

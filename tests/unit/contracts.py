@@ -70,8 +70,10 @@ def read(
     reading = Reading()
     trees = {name: ast.parse(text) for name, text in sources.items()}
     functions = ast.FunctionDef | ast.AsyncFunctionDef
-    own = {node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, functions)} | common()
-    method_owners = {method: name for name in set(receivers.values()) for method in methods(resolve(name)) - own}
+    own_names = {
+        node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, functions)
+    } | common()
+    method_owners = {method: name for name in set(receivers.values()) for method in methods(resolve(name)) - own_names}
     for name, tree in trees.items():
         _File(name, tree, receivers, passed or {}, method_owners, reading).visit(tree)
     return reading
@@ -210,10 +212,10 @@ class _File(ast.NodeVisitor):
         if not isinstance(value, ast.Call) or not (target := self.target(value.func)):
             return None
         try:
-            made = resolve(target)
+            resolved = resolve(target)
         except (AttributeError, ImportError):
             return None  # reported where the call is bound
-        return target if inspect.isclass(made) or isinstance(made, ast.ClassDef) else RETURNS.get(target)
+        return target if inspect.isclass(resolved) or isinstance(resolved, ast.ClassDef) else RETURNS.get(target)
 
     def annotation(self, node: ast.expr) -> str | None:
         name = self.dotted(node)

@@ -152,9 +152,11 @@ def test_changes_of_fixed_settings_are_refused_with_both_commands(config, untouc
         "data.seed 1 -> 3",
         "actor.optim.lr 1e-06 -> 1.0",
     ]
-    mine = "trainer.experiment_name=mine"
-    assert lines[-2].endswith(f"  rlfuse train my_job.yaml {mine} algorithm.adv_estimator=grpo"), "no preset matches"
-    assert lines[-1].endswith(f"  rlfuse train my_job.yaml algorithm=ppo {mine}-2")
+    name_setting = "trainer.experiment_name=mine"
+    assert lines[-2].endswith(f"  rlfuse train my_job.yaml {name_setting} algorithm.adv_estimator=grpo"), (
+        "no preset matches"
+    )
+    assert lines[-1].endswith(f"  rlfuse train my_job.yaml algorithm=ppo {name_setting}-2")
 
 
 @pytest.mark.slow

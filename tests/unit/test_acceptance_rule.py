@@ -138,10 +138,10 @@ def test_rows_with_one_generator_sample_the_same_tokens_as_vllm(mode):
     found = []
     for draw in (_forward_cpu, sample_on_cpu):
         torch.manual_seed(0)
-        made = {owner: torch.Generator().manual_seed(owner) for owner in {*owners} - {None}}
-        generators = {row: made[owner] for row, owner in enumerate(owners) if owner is not None}
+        by_owner = {owner: torch.Generator().manual_seed(owner) for owner in {*owners} - {None}}
+        generators = {row: by_owner[owner] for row, owner in enumerate(owners) if owner is not None}
         tokens, scores = draw(sampler, logits.clone(), generators, None, torch.full((40,), 0.9))
-        found.append((tokens, scores, *(made[owner].get_state() for owner in sorted(made))))
+        found.append((tokens, scores, *(by_owner[owner].get_state() for owner in sorted(by_owner))))
     assert all(torch.equal(left, right) for left, right in zip(*found, strict=True))
     tokens, _ = sample_on_cpu(sampler, logits.clone(), {}, None, None)
     assert tokens.shape == (40,)

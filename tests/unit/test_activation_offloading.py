@@ -175,7 +175,7 @@ def test_gradients_are_bitwise_equal_to_those_without_offloading(tmp_path, famil
 
 
 def test_each_storage_is_offloaded_once_however_many_views_are_saved(tmp_path):
-    """Neighbouring layers share some storages, such as rotary embeddings."""
+    """Count shared storages once, such as the rotary embeddings of neighbouring layers."""
     model = model_of("qwen2")
     batch, (offloading, stores) = batch_of(model, 60, 50), offloaded(model, tmp_path, disk=ROOM)
     gradients(model, batch, offloading)  # measures the activations of one layer

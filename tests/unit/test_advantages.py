@@ -173,9 +173,11 @@ def test_rloo_against_leave_one_out_loops():
 def test_group_estimates_are_independent_of_the_rest_of_the_batch():
     scores = torch.tensor([0.3, 1.7, 2.9, -3.0, 0.4, 4.0])
     _, _, mask = batch()
-    own = GROUPS == 7
+    in_group = GROUPS == 7
     for estimate in (adv.rloo, lambda s, g, m: adv.grpo(s, g, m, True)):
-        assert torch.equal(estimate(scores, GROUPS, mask)[own], estimate(scores[own], GROUPS[own], mask[own]))
+        assert torch.equal(
+            estimate(scores, GROUPS, mask)[in_group], estimate(scores[in_group], GROUPS[in_group], mask[in_group])
+        )
 
 
 def test_reinforce_plus_plus_against_loops():

@@ -20,7 +20,7 @@ SAMPLING = Sampling(1.0, 1.0, -1, 5)
 
 
 class Engine:
-    """Return tokens whose log-probs differ by `shift` from the trainer's; `None` stands for a lost engine."""
+    """Rollout engine whose log-probs differ by `shift` from the trainer's, or that is lost if `shift` is None."""
 
     def __init__(self, shift, calls):
         self.shift, self.calls = shift, calls
@@ -79,7 +79,7 @@ async def test_a_lost_engine_is_skipped():
 
 
 class Clips:
-    """Fail to encode the clips of the prompts in `broken`."""
+    """Encoder that fails for the clips of the prompts in `broken`."""
 
     def __init__(self, broken):
         self.broken, self.seen = broken, []

@@ -273,7 +273,7 @@ def test_functions_defined_in_a_script_run_in_another_process(folder):
 
 @pytest.mark.slow
 def test_tracebacks_show_the_lines_of_notebook_cells():
-    """Cells have file names with the kernel's process id, and their source is only in `linecache`."""
+    """Use a cell as in notebooks: its file name has the kernel's process id, and its source is only in `linecache`."""
     source = "def brief(solution_str):\n    limit = 0\n    return 1 / limit  # wrong\n"
     references = []
     for process in (11, 12):

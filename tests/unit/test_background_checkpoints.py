@@ -26,7 +26,7 @@ KIB = 1 << 10
 
 
 class Rank:
-    """Saving as a trainer rank does it, with the driver's calls. Files are copied once `disk` is set."""
+    """Trainer rank that only saves checkpoints; it copies files once `disk` is set."""
 
     saves_in_background = True
 

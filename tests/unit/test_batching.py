@@ -9,7 +9,7 @@ def micro_batches(lengths, ranks, token_budget, most=None, lockstep=False):
     """Return row indices as [rank][micro-batch][row]."""
     units = [Unit((i,), tokens, 0.0) for i, tokens in enumerate(lengths)]
     shares = plan(units, ranks, token_budget, most=most, lockstep=lockstep)
-    return [[list(share.rows) for share in mine] for mine in shares]
+    return [[list(share.rows) for share in shares_of_rank] for shares_of_rank in shares]
 
 
 def test_rows_are_assigned_once_within_budget_and_lockstep_counts_match():

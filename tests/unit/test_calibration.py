@@ -85,11 +85,11 @@ def synthetic_work(hardware=TRUE, noise=0.0, sizes=((2, 128), (6, 256), (8, 512)
             for kind, times in (("scoring", 1), ("training", 3)):
                 for _ in range(12):
                     batches, tokens = map(int, draw.integers((1, 100), (8, 3000)))
-                    begun, flops = times * batches, times * 2 * weights * tokens * (1 + draw.random() / 4)
-                    hid, sent = times * layers * hidden * tokens * 4, gathered * begun * 2 * weights
-                    modules = gathered * begun * (9 * layers + 2)
-                    begun *= layers + END_LAYERS
-                    works.append(Work(kind, *common, 1, begun, hid, flops, sent=sent, gathers=modules))
+                    launches, flops = times * batches, times * 2 * weights * tokens * (1 + draw.random() / 4)
+                    hid, sent = times * layers * hidden * tokens * 4, gathered * launches * 2 * weights
+                    modules = gathered * launches * (9 * layers + 2)
+                    launches *= layers + END_LAYERS
+                    works.append(Work(kind, *common, 1, launches, hid, flops, sent=sent, gathers=modules))
         busy_peers = sharded * (number % 2)
         works = [replace(work, busy_peers=busy_peers) if work.source == common[0] else work for work in works]
     timed = [replace(work, seconds=predicted_seconds(work, hardware)) for work in works]
@@ -114,7 +114,7 @@ def test_fit_recovers_the_hardware_coefficients(overlaps):
 
 @pytest.mark.slow
 def test_noise_is_reported_as_error_and_does_not_bias_predictions():
-    """Coefficients may compensate for each other, but predictions of other work may not change."""
+    """Check predictions of other work instead of coefficients, which may compensate for each other."""
     errors = mean_errors(held_out(synthetic_work(noise=0.1))[0])
     assert all(0.01 < error < 0.2 for error in asdict(errors).values()), errors
     found = fit_hardware(synthetic_work(noise=0.1))
@@ -335,7 +335,7 @@ def test_every_coefficient_affects_the_costs_of_a_plan(run, name):
 @pytest.mark.parametrize("long_calls", [False, True], ids=["a micro-batch a call", "several"])
 def test_launch_latency_is_measured_and_slows_small_micro_batches(run, long_calls):
     """Compare with micro-batches of 1/16 of the tokens, which are launched 16x as often."""
-    begun, call_s, token_s, at, draw = 0.03, 0.02, 1e-4, 0.0, np.random.default_rng(0)
+    launch_s, call_s, token_s, at, draw = 0.03, 0.02, 1e-4, 0.0, np.random.default_rng(0)
     config, events = config_of(run / "config.yaml"), read_events(run / "events.jsonl")
     spans = [span for span in events if span.kind in ("generate", "decode", "step")]
     step_seconds = spans[-1].end - spans[-1].start
@@ -344,7 +344,7 @@ def test_launch_latency_is_measured_and_slows_small_micro_batches(run, long_call
         for _ in range(8):
             began, at = at, at + call_s
             for rows in draw.integers(1, 20, 1 + 2 * long_calls).tolist():
-                seconds = begun + token_s * 50 * rows
+                seconds = launch_s + token_s * 50 * rows
                 half, done = at + seconds / 3, at + seconds
                 common = {"samples": ("a",) * rows, "tokens": 50 * rows, "attributes": {"model": "actor"}}
                 spans += [
@@ -356,7 +356,7 @@ def test_launch_latency_is_measured_and_slows_small_micro_batches(run, long_call
     assert at < 4 * step_seconds, "calls end within the steps"
     shapes = {"actor": shapes_of(config)["actor"]}
     hardware = fit_hardware(work_of_run("one", config, shapes, spans))
-    assert 3 * (2 + END_LAYERS) * hardware.layer_s == pytest.approx(begun, rel=0.02)
+    assert 3 * (2 + END_LAYERS) * hardware.layer_s == pytest.approx(launch_s, rel=0.02)
     assert hardware.train_call_s == pytest.approx(call_s, rel=0.02)
     config.data.train_batch_size = config.actor.ppo_mini_batch_size = 128
     steps = {}
@@ -365,7 +365,9 @@ def test_launch_latency_is_measured_and_slows_small_micro_batches(run, long_call
         costs = replace(costs_of(config, shapes, hardware, 100.0), kv_tokens=1 << 20)
         steps[budget] = StepTimes(shapes, [80] * 128, 20).simulated(config, costs, policy="serial").training
     more = micro_batches(config, 128, 100.0) - 2  # of 6,400 tokens on each of two ranks
-    assert more == 30 and steps[256] - steps[4096] == pytest.approx(2 * more * begun, rel=0.02), "for critic and actor"
+    assert more == 30 and steps[256] - steps[4096] == pytest.approx(2 * more * launch_s, rel=0.02), (
+        "for critic and actor"
+    )
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ async def test_checkpoints_are_complete_found_and_pruned(tmp_path):
     ("writing", "free"), [(None, 7000 + 600), (3, 7000 - 900 + 1400), (4, 7000 - 1000 + 600 + 1400)]
 )
 def test_free_space_counts_stale_files_as_free_and_files_in_progress_as_complete(tmp_path, monkeypatch, writing, free):
-    """Checkpoints have 400 and 1000 bytes; the third has 600 bytes of a killed run, or 100 bytes written so far."""
+    """Write checkpoints of 400 and 1000 bytes, and a third with 600 bytes of a killed run or 100 bytes in progress."""
     monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda _: SimpleNamespace(free=7000))
     for name, size in (("1", 400), ("2", 1000), ("3.partial", 100 if writing == 3 else 600)):
         (tmp_path / f"global_step_{name}").mkdir()

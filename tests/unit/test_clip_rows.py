@@ -123,7 +123,7 @@ def test_reasons_are_reported_if_no_row_is_usable(folder, rate, overlong, words)
 
 @pytest.mark.slow
 def test_placeholders_in_a_response_are_plain_text(folder):
-    """Embeddings are inserted only in the prompt, and the response text is unchanged."""
+    """Insert embeddings only in the prompt, and keep the text of the response."""
     (prompt,), _ = load(folder, ("see <video>", "good.mp4"))
     config = Config()
     config.model.path = str(folder / "model")
@@ -172,7 +172,7 @@ def test_timestamps_that_the_engine_does_not_support_are_refused(tmp_path):
 
 @pytest.mark.slow
 def test_prompts_omit_repeated_tokens_if_the_processor_compresses_them(folder):
-    """Compression applies across blocks of frames; sampling other than `family` keeps all tokens."""
+    """Compress across blocks of frames with sampling=family; other samplings keep all tokens."""
     processor = folder / "model" / "video_preprocessor_config.json"
     before = processor.read_text()
     processor.write_text(

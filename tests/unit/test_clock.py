@@ -74,8 +74,8 @@ def engine_step(tmp_path):
     meter.pause()
     scheduler = SimpleNamespace(iteration_details=None, spec_decoding_stats=None)
     more = {"num_generation_tokens": 1, "prompt_token_stats": SimpleNamespace(computed=8)}
-    for begun in (-3600.0, 0.01):  # vLLM subtracts two dates
-        iteration = {"inter_token_latencies_iter": [], "time_to_first_tokens_iter": [begun]}
+    for start in (-3600.0, 0.01):  # vLLM subtracts two dates
+        iteration = {"inter_token_latencies_iter": [], "time_to_first_tokens_iter": [start]}
         read = step_of(scheduler, SimpleNamespace(iteration_timestamp=time.time(), **iteration, **more))
         meter.record(read, 0.1, idle=False)
     meter.close()

@@ -106,7 +106,7 @@ def test_the_full_traceback_of_a_worker_is_shown_on_request(monkeypatch, capsys)
 
 
 def test_an_engine_error_from_a_worker_is_raised_unchanged():
-    """Ray wraps a worker's error in a dynamic subclass of both types, whose text is the traceback."""
+    """Unwrap Ray's dynamic subclass of both error types, whose text is the traceback."""
     cause = raised(EngineLost("rollout/0: out of memory; lower rollout.max_num_seqs"))
     for error in (RayTaskError("f", "tb", cause), RayTaskError("f", "tb", cause).as_instanceof_cause()):
         explained = explain(error, "rollout/0", "generate", 5)

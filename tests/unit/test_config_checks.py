@@ -352,7 +352,7 @@ def test_one_mistake_is_reported_in_one_message_with_its_remedy(changes, parts):
 
 @pytest.mark.parametrize("vocabulary, remedy", [(62, "set it to false, or {}=2"), (61, "set it to false")])
 def test_vocabulary_parallelism_requires_stages_that_divide_the_vocabulary(vocabulary, remedy):
-    """The suggested number of stages divides the vocabulary."""
+    """Check that the suggested number of stages divides the vocabulary."""
     stages = "training.pipeline_parallel_size"
     of_four = {"training__pipeline_parallel_size": 4, "trainer__n_gpus_per_node": 4}
     config, facts = sound(training__vocabulary_parallel=True, **of_four), Facts(1024, 16, vocabulary=vocabulary)

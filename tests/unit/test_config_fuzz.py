@@ -79,9 +79,13 @@ VALUES = st.recursive(
 
 @functools.cache
 def job():
-    made = OmegaConf.structured(Config)
-    made.model.path, made.data.train_files, made.reward.functions = "/absent", ["train.parquet"], ["rewards.py:score"]
-    return made
+    structured = OmegaConf.structured(Config)
+    structured.model.path, structured.data.train_files, structured.reward.functions = (
+        "/absent",
+        ["train.parquet"],
+        ["rewards.py:score"],
+    )
+    return structured
 
 
 @pytest.mark.slow

@@ -100,14 +100,14 @@ def test_all_answers_are_shown_below_the_frames(count):
 @pytest.mark.slow
 def test_logged_samples_have_a_sheet_unless_a_clip_or_image_is_missing(tmp_path):
     plan = plan_of([0.0, 0.5])
-    here, gone = write_video(tmp_path / "here.mp4", steady(10), size=(28, 224)), str(tmp_path / "gone.mp4")
+    present, missing = write_video(tmp_path / "here.mp4", steady(10), size=(28, 224)), str(tmp_path / "gone.mp4")
     Image.new("RGB", (84, 56), RED).save(tmp_path / "here.png")
     at = np.arange(2, dtype=np.int32)
-    clip = Visual(at, None, here, plan)
+    clip = Visual(at, None, present, plan)
     videos = (
         (clip, Visual(at, None, str(tmp_path / "here.png"), IMAGE)),
         (),
-        (Visual(at, None, gone, plan),),
+        (Visual(at, None, missing, plan),),
         (clip, Visual(at, None, str(tmp_path / "gone.png"), IMAGE)),
     )
     response = Response(np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", 0, "three")

@@ -191,7 +191,7 @@ def test_connectors_and_weight_transfers_are_registered():
 
 
 def test_ipc_weight_handles_have_the_format_of_vllm(monkeypatch):
-    """Handles have torch's order, fields have vLLM's names, and both survive serialization to the engine."""
+    """Check torch's order in handles, vLLM's names of fields, and the serialization of both to the engine."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
     from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
     from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine, IPCWeightTransferUpdateInfo

@@ -75,7 +75,7 @@ def test_every_variable_is_known_to_an_installed_library():
 
 @pytest.mark.slow
 def test_torch_reads_the_allocator_settings_from_the_variable_that_is_set():
-    """PYTORCH_ALLOC_CONF, which a node may set, has no effect."""
+    """Check that PYTORCH_ALLOC_CONF, which a node may set, has no effect."""
     code = "import torch; print(torch._C._accelerator_getAllocatorSettings())"
     variables = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", cuda.ALLOCATOR: allocator(gpu.engine_settings())}
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | variables, capture_output=True, text=True)
@@ -290,7 +290,7 @@ def test_custom_cuda_graph_arguments_are_kept(key):
     ids=str,
 )
 def test_flashinfer_is_tuned_only_for_models_that_may_use_it(tmp_path, device, rollout, experts, tunes):
-    """By default, vLLM autotunes on Hopper and later GPUs for any model, unless the argument is False."""
+    """Set the argument to False, since vLLM otherwise autotunes on Hopper and later GPUs for any model."""
     from vllm.config import vllm as defaults
     from vllm.model_executor.warmup import kernel_warmup
 

@@ -77,12 +77,12 @@ def trained_samples(run):
 @pytest.mark.parametrize("more", [{}, {"failures": [{"slot": 3, "at_s": 2.0}]}], ids=["example", "a lost engine"])
 def test_the_example_has_the_samples_and_mini_batches_of_serial(readme_policy, more):
     workload = parse(EXAMPLE | more)
-    serial, mine = simulate(workload, "serial"), simulate(workload, readme_policy)
-    assert mine.result.policy == readme_policy
-    lengths, steps = trained_samples(mine)
+    serial, custom = simulate(workload, "serial"), simulate(workload, readme_policy)
+    assert custom.result.policy == readme_policy
+    lengths, steps = trained_samples(custom)
     assert (lengths, steps) == trained_samples(serial)
     assert len(lengths) == 256 and {model: len(each) for model, each in steps.items()} == {"actor": 4}
-    assert mine.result.step_s < serial.result.step_s
+    assert custom.result.step_s < serial.result.step_s
 
 
 @pytest.mark.slow

@@ -169,7 +169,7 @@ def test_a_missing_column_is_reported_with_a_column_that_has_prompts(tmp_path, r
 @pytest.mark.parametrize(("text", "added"), [("1 2", True), ("<eos> 1 2", False)])
 @pytest.mark.parametrize("adds", [True, False])
 def test_prompts_with_clips_start_like_text_prompts(tokenizer, text, added, adds):
-    """Without a chat template, they have a BOS token if the tokenizer adds one."""
+    """Add a BOS token if the tokenizer does, without a chat template."""
     inner = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     if adds:
         inner.post_processor = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 1)])

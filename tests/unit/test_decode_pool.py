@@ -239,7 +239,7 @@ def test_workers_that_cannot_start_are_an_engine_error(good, monkeypatch):
 
 @pytest.mark.slow
 def test_workers_do_not_import_large_libraries():
-    """Each worker is a new process, and importing torch would dominate its start time and memory."""
+    """Check that new worker processes do not import torch, which would dominate their start time and memory."""
     code = "import sys, rlfuse.video.decode_pool; print(sorted({'torch', 'transformers', 'ray'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "[]\n", done.stderr

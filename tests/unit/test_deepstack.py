@@ -212,7 +212,7 @@ def test_features_of_too_few_layers_are_refused(policy, shown):
 
 
 def test_the_engine_receives_one_placeholder_per_visual_that_it_expands(whole, shown, tmp_path):
-    """One for each clip, together with its timestamps, and one for each image."""
+    """Check one placeholder for each clip, together with its timestamps, and one for each image."""
     ids, visual = shown
     cached = []
     for each in visual:

@@ -85,7 +85,7 @@ def test_long_prompts_are_disaggregated_if_the_gain_exceeds_the_cost_error():
 
 
 def test_compared_steps_know_the_slot_speeds():
-    """Later steps know the speeds too; a step that has to measure them first takes longer."""
+    """Compare steps with known speeds, as in later steps; a step that first has to measure them takes longer."""
     slow = replace(LONG, slot_speed=(1.0, 0.2, *[1.0] * (LONG.slots - 2)))
     known = fmean(simulate_later_step(draw, "rlhfuse", Settings()).result.step_s for draw in tuning_draws(slow))
     assert f"of a step of {known:.3g} s" in choose_prefill_share(slow, "rlhfuse", Settings(), "auto", 1.0).why

@@ -345,8 +345,8 @@ def test_names_of_verl_exist_and_are_translated_as_documented():
         assert all(map(known, ours)), ours
         for name in theirs:
             assert name in NAMES_OF_VERL, name
-            found_keys = counterpart(name, frozenset(by_name())).keys
-            same = name in by_name() or any(key.startswith(tuple(ours)) for key in found_keys)
+            translation = counterpart(name, frozenset(by_name()))
+            same = name in by_name() or any(key.startswith(tuple(ours)) for key in translation.keys)
             assert same or name in CONVERSIONS, name
     for theirs, ours in (row[:2] for row in rows(text_of("jobs/coming_from.md"), "verl \\| here") if ".X" in str(row)):
         for verl_name, our_name in zip(theirs, ours, strict=False):

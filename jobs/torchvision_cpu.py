@@ -1,4 +1,4 @@
-"""Lets a CUDA build of torchvision load beside a CPU build of torch.
+"""Lets a CUDA build of torchvision load next to a CPU build of torch.
 
 Role: torchvision's Python modules refer to operators that its compiled library registers. A CUDA build's library can't
 be loaded by a CPU torch, and the first such reference ends the import, with it transformers and vLLM's vision models.

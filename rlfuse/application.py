@@ -22,7 +22,7 @@ from rlfuse.console import prepare_streams
 from rlfuse.error_file import write_error
 from rlfuse.errors import FAILED, INTERRUPTED, OK, PREEMPTED, USER_ERROR, RlfuseError
 from rlfuse.stopping import Stopped, stop_signal
-from rlfuse.user_folders import append_modules, redirect_caches
+from rlfuse.user_folders import SAFE_PATH, append_modules, redirect_caches
 
 HELP = """\
 Train a job:
@@ -182,6 +182,7 @@ def check_sweeper(sweeper, config) -> None:
 def run_command(action: Callable[[], None]) -> int:
     """Run `action` and return the exit status; print known errors as one message, others with their traceback."""
     prepare_streams()
+    os.environ.update(SAFE_PATH)
     append_modules(os.getcwd())
     if redirected := redirect_caches():
         print(redirected, file=sys.stderr, flush=True)
@@ -201,9 +202,8 @@ def run_command(action: Callable[[], None]) -> int:
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else OK if error.code is None else FAILED
     except Exception as error:
-        write_error(error)
-        status = known_failure(error)
-        if not _trace(always=status is None):
+        is_raised, status = write_error(error), known_failure(error)  # by the program that started this process
+        if not _trace(always=status is None and not is_raised) and not is_raised:
             text = hidden_text(_explained(error))
             print(f"{text}\n(RLFUSE_TRACEBACK=1 shows the traceback)" if status == FAILED else text, file=sys.stderr)
         return FAILED if status is None else status

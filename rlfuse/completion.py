@@ -128,7 +128,7 @@ def _arguments(before: Sequence[str], word: str) -> Iterator[tuple[str, str]]:
     command = before[0]
     if len(before) == 1:
         yield from ((action, "") for action in ACTIONS.get(command, ()))
-    takes_job = command in JOB_COMMANDS or before == ["reward", "replay"]
+    takes_job = command in JOB_COMMANDS or list(before[:2]) == ["reward", "replay"]
     if word.startswith("-"):
         yield from _options(before)
     elif takes_job and "=" in word:

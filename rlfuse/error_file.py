@@ -20,11 +20,13 @@ VARIABLE = "RLFUSE_ERROR_FILE"
 MAX_CAUSES = 20
 
 
-def write_error(error: Exception) -> None:
-    """Write the error and its causes to the file, if the environment names one."""
+def write_error(error: Exception) -> bool:
+    """Write the error and its causes to the file, if the environment names one; return whether it was written."""
     if file := os.environ.get(VARIABLE):
         with suppress(OSError):  # a full disk, or the program and its folder are gone
             Path(file).write_bytes(pickle.dumps([_packed(each) for each in _chain(error)]))
+            return True
+    return False
 
 
 def read_error(file: Path) -> BaseException | None:

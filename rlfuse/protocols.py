@@ -266,8 +266,8 @@ class Clips(Recorded, Protocol):
         `check_failures`: raise EngineError if too many clips fail.
         """
 
-    def prefetch(self, prompts: Sequence[Prompt], beside: str) -> None:
-        """Start decoding the clips that are probably encoded next, concurrently with the work of holder `beside`."""
+    def prefetch(self, prompts: Sequence[Prompt], holder: str) -> None:
+        """Start decoding the clips that are probably encoded next, concurrently with the work of `holder`."""
 
     async def release(self, holder: str) -> dict[str, float]:
         """Release the holder's embeddings; return `video/*` metrics since the last call."""
@@ -280,7 +280,7 @@ class NoClips:
         """Return all groups."""
         return list(groups)
 
-    def prefetch(self, prompts: Sequence[Prompt], beside: str) -> None:
+    def prefetch(self, prompts: Sequence[Prompt], holder: str) -> None:
         """Do nothing."""
 
     async def release(self, holder: str) -> dict[str, float]:

@@ -39,8 +39,7 @@ module_folders: list[str] = []
 
 
 def append_modules(*folders: str) -> None:
-    """Make the modules in these folders importable, after installed ones; child processes get SAFE_PATH."""
-    os.environ.update(SAFE_PATH)
+    """Make the modules in these folders importable, after installed ones."""
     sys.path.extend(folder for folder in folders if folder not in sys.path)
     module_folders.extend(folder for folder in folders if folder not in module_folders)
 

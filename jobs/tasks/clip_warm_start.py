@@ -36,7 +36,7 @@ class PreparedClip:
     """Decoded clip or image with its questions."""
 
     plan: VideoPlan
-    asked: list[tuple[Question, VideoPrompt]]
+    questions: list[tuple[Question, VideoPrompt]]
     pictures: torch.Tensor
     """uint8 [distinct frames, height, width, 3]; squares do not move, so there are few."""
     order: torch.Tensor
@@ -77,12 +77,12 @@ def watch(
         places: dict[bytes, int] = {}
         order = [places.setdefault(frame.tobytes(), len(places)) for frame in frames]
         distinct = torch.from_numpy(frames[[order.index(place) for place in places.values()]])
-        asked = []
+        questions = []
         for end in kind.ends:
             row = verl_row(question := ask_end(scene, kind, end), scene, file, "train", 0)
             text = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
-            asked.append((question, assemble(tokenizer, text, [plan], VISUAL)))
-        watched.append(PreparedClip(plan, asked, distinct, torch.tensor(order)))
+            questions.append((question, assemble(tokenizer, text, [plan], VISUAL)))
+        watched.append(PreparedClip(plan, questions, distinct, torch.tensor(order)))
     return watched
 
 
@@ -95,7 +95,7 @@ def draw_batch(
     """Draw demonstrations, with clips and ends chosen uniformly."""
     batch = []
     for number in rng.integers(len(watched), size=settings.batch):
-        question, prompt = watched[number].asked[rng.integers(2)]
+        question, prompt = watched[number].questions[rng.integers(2)]
         text = demonstration(question, rng, settings)
         answer = [*tokenise(tokenizer, text, VISUAL), tokenizer.eos_token_id]
         batch.append(Demonstrated(watched[number], prompt, answer))

@@ -131,7 +131,7 @@ class Scene:
 
     duration_s: float
     events: tuple[Event, ...]
-    asked: str
+    counted_colour: str
 
     def count(self, colour: str) -> int:
         return sum(event.colour == colour for event in self.events)
@@ -151,9 +151,9 @@ def draw_scene(rng: np.random.Generator, shortest_s: float, longest_s: float, ma
     frames = round(math.exp(rng.uniform(math.log(shortest_s), math.log(longest_s))) * FPS)
     most = min(max_events, int(frames / FPS / PART_S + 1e-6))
     count = int(rng.integers(EVENTS[0], most + 1))
-    asked, *others = rng.permutation(list(COLOURS)).tolist()
+    counted_colour, *others = rng.permutation(list(COLOURS)).tolist()
     times = int(rng.choice(COUNTS))
-    colours = rng.permutation([asked] * times + rng.choice(others, count - times).tolist())
+    colours = rng.permutation([counted_colour] * times + rng.choice(others, count - times).tolist())
     part = frames / count
     events = []
     for place, colour in enumerate(colours.tolist()):
@@ -162,13 +162,13 @@ def draw_scene(rng: np.random.Generator, shortest_s: float, longest_s: float, ma
         end = start + math.floor(share * part)
         corner = tuple(rng.integers(0, SIDE - SQUARE + 1, 2).tolist())
         events.append(Event(colour, start / FPS, end / FPS, corner))
-    return Scene(frames / FPS, tuple(events), asked)
+    return Scene(frames / FPS, tuple(events), counted_colour)
 
 
 def ask(scene: Scene, kind: Kind, rng: np.random.Generator) -> Question:
     """Draw a question of this kind."""
     if kind is Kind.COUNT:
-        return Question(kind, f"how many {scene.asked} ?", str(scene.count(scene.asked)))
+        return Question(kind, f"how many {scene.counted_colour} ?", str(scene.count(scene.counted_colour)))
     if kind in (Kind.ORDER, Kind.PLACE):
         return ask_end(scene, kind, list(kind.ends)[rng.integers(2)])
     colour = scene.events[rng.integers(len(scene.events))].colour

@@ -152,8 +152,8 @@ def generate_problems() -> Pairs:
 def _worked(steps: Sequence[tuple[str, str]], known: Mapping[str, Any]) -> str:
     values, lines = [], []
     for words, calculation in steps:
-        said = calculation.format(*values, **known)
-        left, operation, right = said.split()
+        formula = calculation.format(*values, **known)
+        left, operation, right = formula.split()
         values.append(_OPERATIONS[operation](int(left), int(right)))
-        lines.append(f"{words.format(**known)} {said} = <<{said.replace(' ', '')}={values[-1]}>>{values[-1]}.")
+        lines.append(f"{words.format(**known)} {formula} = <<{formula.replace(' ', '')}={values[-1]}>>{values[-1]}.")
     return "\n".join([*lines, f"#### {values[-1]:,}"])

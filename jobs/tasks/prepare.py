@@ -297,12 +297,12 @@ def _kept(root: Path, contents: dict[str, Any], build: Callable[[Path], None]) -
     if _settings_of(root) == wanted:
         return task
     _refuse_foreign(root)
-    with write_lock(root), tempfile.TemporaryDirectory(dir=root.parent, prefix=f".{root.name}-") as beside:
-        built = Path(beside) / "built"
+    with write_lock(root), tempfile.TemporaryDirectory(dir=root.parent, prefix=f".{root.name}-") as temporary:
+        built = Path(temporary) / "built"
         built.mkdir()
         build(built)
         (built / SETTINGS_FILE).write_text(json.dumps(wanted, indent=2) + "\n")
-        _put(built, root, Path(beside) / "replaced")
+        _put(built, root, Path(temporary) / "replaced")
     return task
 
 

@@ -57,7 +57,7 @@ def advantages_and_returns(
     `baselines`: float32 [B], score of the greedy response to each row's prompt. `kwargs`: additional arguments of a
     custom estimator.
     """
-    asked = parameters(ESTIMATORS.find(estimator))
+    used = parameters(ESTIMATORS.find(estimator))
     # A cumulative sum: the order of a plain sum, and so its last bit, depends on the padded width.
     scores = mask_response(token_rewards, mask).double().cumsum(-1)[:, -1].float()
     columns, weights = dimensions or (scores[:, None], torch.ones(1))
@@ -65,7 +65,7 @@ def advantages_and_returns(
     given |= {"baselines": baselines, "old_log_probs": old_log_probs, "ref_log_probs": ref_log_probs}
     given |= {"dimensions": columns, "weights": weights, "gamma": gamma, "lam": lam, "by_std": by_std, "n": n}
     for name, remedy in NEEDED.items():
-        if name in asked and given[name] is None:
+        if name in used and given[name] is None:
             raise ValueError(f"algorithm.adv_estimator={estimator} needs {name}, got None: {remedy}.")
     found = ESTIMATORS.call(estimator, given, kwargs)
     matrices = found if isinstance(found, tuple) and len(found) == 2 else (found, found)

@@ -10,8 +10,9 @@ import io
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,9 @@ Model = str | os.PathLike[str] | Run | Mapping[str, Any] | None
 PYTHON = [sys.executable, "-P", "-m"]
 MODES = ("-m", "--multirun", "-c", "--cfg", "-i", "--info", "-h", "--help")
 """Options of the command line that do not run one job."""
+MAX_SHOWN = 60
+_COMPOSING = threading.Lock()
+"""Hydra composes one job at a time, because its state is global."""
 
 
 def train(
@@ -78,8 +82,10 @@ def start(
 ) -> Job[Run]:
     """Start a job with the arguments of `train`, and return it at once."""
     words = _words(job, overrides, model, reward, {"train": dataset, "val": eval_dataset}, settings)
+    with _checking():
+        config = load(words)
     try:
-        folder = accept(load(words)).config.run_folder
+        folder = accept(config).config.run_folder
     except NothingToDo as end:  # the job reports it
         folder = end.folder
     # A name from the current time would differ in the process of the job.
@@ -88,7 +94,7 @@ def start(
 
 
 def evaluate(
-    job: Source | Run,
+    job: Source | Run = None,
     *overrides: str,
     model: str | os.PathLike[str] | None = None,
     reward: Any = None,
@@ -111,14 +117,15 @@ def evaluate(
 
     words = _evaluation_words(job, overrides, model, reward, {"val": dataset}, settings)
     run_code = run_code or _is_trusted(job, model)
-    config, source = read(words, run_code=run_code)
+    with _checking():
+        config, source = read(words, run_code=run_code)
     folder = folder_of(source, config, made_from(config, source, scored=True))
     options = ["--out", str(folder), "--threshold", str(threshold), *(["--run-code"] if run_code else [])]
     return Job(folder, [*PYTHON, "rlfuse.cli", "eval", *options, *words], Evaluation).follow(timeout_s, show)
 
 
 def generate(
-    job: Source | Run,
+    job: Source | Run = None,
     *overrides: str,
     prompts: Any = None,
     model: str | os.PathLike[str] | None = None,
@@ -131,14 +138,15 @@ def generate(
 ) -> pd.DataFrame:
     """Generate responses, as `rlfuse generate`, and return a table with a row each; see `evaluate`.
 
-    `prompts`: a list of texts, or as `dataset` of `train`; by default data.val_files. `reward`: also score them. `out`:
-    file (.jsonl) to keep the responses in; an interrupted file is continued.
+    `prompts`: a list of texts or of lists of messages, or as `dataset` of `train`; by default data.val_files. `reward`:
+    also score them. `out`: file (.jsonl) to keep the responses in; an interrupted file is continued.
     """
     from rlfuse.tools.evaluation.arguments import read
 
     words = _evaluation_words(job, overrides, model, reward, {}, settings)
     run_code, files = run_code or _is_trusted(job, model), [] if prompts is None else [data_file(prompts, "prompts")]
-    read(words, files, scored=reward is not None, run_code=run_code)
+    with _checking():
+        read(words, files, scored=reward is not None, run_code=run_code)
     options = [word for file in files for word in ("--prompts", file)]
     options += [*(["--score"] if reward is not None else []), *(["--run-code"] if run_code else [])]
     with tempfile.TemporaryDirectory(prefix="rlfuse-generate-") as folder:
@@ -153,6 +161,7 @@ def plan(
     model: Model = None,
     reward: Any = None,
     dataset: Any = None,
+    eval_dataset: Any = None,
     device_memory: float | None = None,
     peak_tflops: float | None = None,
     cluster_file: str | os.PathLike[str] | None = None,
@@ -178,9 +187,9 @@ def plan(
         "--response-tokens": response_tokens,
     }
     given = [word for option, value in options.items() if value is not None for word in (option, f"{value}")]
-    words, text, fits = _words(job, overrides, model, reward, {"train": dataset}, settings), io.StringIO(), True
-    notes = io.StringIO()
-    with redirect_stdout(text), redirect_stderr(notes):
+    words = _words(job, overrides, model, reward, {"train": dataset, "val": eval_dataset}, settings)
+    text, notes, fits = io.StringIO(), io.StringIO(), True
+    with _COMPOSING, redirect_stdout(text), redirect_stderr(notes):
         try:
             main([*given, *words])
         except SystemExit as end:
@@ -189,6 +198,13 @@ def plan(
             fits = False
     sys.stderr.write(notes.getvalue())
     return Plan(fits, text.getvalue())
+
+
+@contextmanager
+def _checking() -> Iterator[None]:
+    """Omit the notes about a job while it is checked: its process prints them."""
+    with _COMPOSING, redirect_stderr(io.StringIO()):
+        yield
 
 
 def _words(
@@ -218,9 +234,9 @@ def _words(
 
 def _word(given: Any) -> str:
     """Return a job file or an override as a word of the command line. Raises ConfigError for anything else."""
-    valid = "pass a job file, a rlfuse.Config or overrides such as 'rollout.n=8'; keyword arguments take dicts"
+    valid = "pass a job file or a rlfuse.Config first, overrides such as 'rollout.n=8', and dicts by keyword"
     if isinstance(given, Run) or not isinstance(given, str | os.PathLike):
-        raise ConfigError([f"{given}: is a {type(given).__name__}; {valid}"])
+        raise ConfigError([f"{str(given)[:MAX_SHOWN]}: is a {type(given).__name__}; {valid}"])
     word = os.fspath(given)
     if word.partition("=")[0] in MODES:
         raise ConfigError([f"{word}: is an option of the command line; {valid}, and call the function once per job"])

@@ -8,6 +8,7 @@ show their lines.
 from __future__ import annotations
 
 import base64
+import functools
 import inspect
 import io
 import linecache
@@ -16,14 +17,15 @@ import sys
 import types
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
-from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_CLASS
+from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_CLASS, _lookup_module_and_qualname
 
 from rlfuse.api.inputs import write_input
+from rlfuse.config.rewards import RewardEntry
 from rlfuse.errors import RewardError
 from rlfuse.rewards.api.functions import load_function
 
@@ -55,7 +57,7 @@ def reward_entries(reward: Any) -> list[Any]:
 
 
 def _entry(given: Any) -> Any:
-    if is_dataclass(given) and hasattr(given, "path") and not isinstance(given, type):  # a RewardEntry
+    if isinstance(given, RewardEntry):
         given = asdict(given)
     if isinstance(given, Mapping):
         return {key: _entry(value) if key == "path" else value for key, value in given.items()}
@@ -74,7 +76,7 @@ def function_reference(function: Callable[..., Any] | Any) -> str:
 
     Raises RewardError for a function with a signature of no framework, or one that can't be pickled.
     """
-    if inspect.isroutine(function):
+    if not inspect.isclass(function):  # a class is called to create the function
         load_function(function)
     return _existing_reference(function) or _write(function)
 
@@ -136,12 +138,20 @@ def _pickled(function: Any, name: str, kind: type[_Pickler]) -> tuple[bytes, dic
 
 
 class _Pickler(cloudpickle.Pickler):
-    """A pickler that keeps the file names of code, and names notebook cells independently of the kernel's process."""
+    """A pickler that keeps the file names of code, and names notebook cells independently of the kernel's process.
+
+    It also pickles functions with `functools.cache` by value, with an empty cache.
+    """
 
     def __init__(self, file: io.BytesIO):
         self.cells: dict[str, str] = {}
         self.dispatch_table = ChainMap({types.CodeType: self._reduce_code}, cloudpickle.Pickler.dispatch_table)
         super().__init__(file)  # reads the table
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, functools._lru_cache_wrapper) and _lookup_module_and_qualname(value) is None:
+            return _with_cache, (value.__wrapped__, value.cache_parameters())
+        return super().reducer_override(value)
 
     def _reduce_code(self, code: types.CodeType) -> tuple[Any, ...]:
         file = code.co_filename
@@ -150,6 +160,10 @@ class _Pickler(cloudpickle.Pickler):
             self.cells[file] = source
         build, arguments = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
         return build, tuple(file if each in (code.co_filename, UNNAMED) else each for each in arguments)
+
+
+def _with_cache(function: Callable[..., Any], parameters: dict[str, Any]) -> Callable[..., Any]:
+    return functools.lru_cache(**parameters)(function)
 
 
 class _IdentityPickler(_Pickler):

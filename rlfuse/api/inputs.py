@@ -11,14 +11,14 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rlfuse.api.words import plain_value
-from rlfuse.config.job_file import settings_of
+from rlfuse.config.declare import ASSIGNED, assigned
+from rlfuse.config.job_file import as_yaml, settings_of
 from rlfuse.config.keys import explain_name
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import by_name
@@ -27,6 +27,7 @@ from rlfuse.files import atomic_write
 
 FOLDER = Path(".cache/rlfuse/inputs")
 JOB_NAME = "job"
+SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".json", ".csv")
 
 
 def write_input(name: str, content: bytes, identity: bytes | None = None) -> str:
@@ -43,21 +44,32 @@ def write_input(name: str, content: bytes, identity: bytes | None = None) -> str
 
 
 def job_file(config: Config, presets: Mapping[str, str]) -> str:
-    """Return the path of a job file with `presets` and, above them, the values of `config` that are not its defaults.
+    """Return the path of a job file with `presets` and, above them, the values of `config` that were assigned or are
+    not the defaults.
 
-    Secrets from the environment remain references.
+    An experiment also names the run. Secrets from the environment remain references.
     """
     if unknown := _unknown_attributes(config):
         raise ConfigError(unknown)
     values, defaults = (dict(settings_of(plain_value(dataclasses.asdict(each), ""))) for each in (config, Config()))
-    changed = {name: by_name(value) for name, value in values.items() if value != defaults.get(name)}
-    content = {**presets, "trainer.job_name": config.trainer.job_name, **changed}  # a file sets it to its own name
-    return write_input(f"{JOB_NAME}.yaml", yaml.safe_dump(content, sort_keys=False).encode())
+    given = {*_assigned(config)}
+    changed = {name: by_name(value) for name, value in values.items() if name in given or value != defaults.get(name)}
+    name = config.trainer.job_name or presets.get("experiment")
+    content = {**presets, "trainer.job_name": name, **changed}  # by default that of the file
+    return write_input(f"{JOB_NAME}.yaml", as_yaml(content).encode())
+
+
+def _assigned(group: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the full names of the fields that were assigned."""
+    yield from (f"{prefix}{name}" for name in assigned(group))
+    for name, value in vars(group).items():
+        if dataclasses.is_dataclass(value):
+            yield from _assigned(value, f"{prefix}{name}.")
 
 
 def _unknown_attributes(group: Any, prefix: str = "") -> list[str]:
     """Return a problem for each attribute that is not a key; Python permits such assignments to dataclasses."""
-    names, found = {each.name for each in dataclasses.fields(group)}, []
+    names, found = {ASSIGNED, *(each.name for each in dataclasses.fields(group))}, []
     for name, value in vars(group).items():
         if name not in names:
             found.append(explain_name(f"{prefix}{name}", None) or f"{prefix}{name}: is not a key")
@@ -69,13 +81,16 @@ def _unknown_attributes(group: Any, prefix: str = "") -> list[str]:
 def data_file(rows: Any, name: str) -> str:
     """Return the path of a file with these rows, in their order; `name`: of the argument and the file.
 
-    `rows`: a path, a `datasets.Dataset`, a pandas table, or a sequence of rows (dictionaries) or prompts (text).
-    Without a column `data_source`, the data source is `name`, as for a file of this name.
+    `rows`: a path, a `datasets.Dataset`, a pandas table, or a sequence of rows (dictionaries) or prompts (texts, lists
+    of messages). Without a column `data_source`, the data source is `name`, as for a file of this name.
     """
     if isinstance(rows, str | os.PathLike):
         return os.fspath(rows)
     if isinstance(rows, Mapping):
-        raise DataError(f"{name}: has several splits ({', '.join(map(str, rows))}); pass one of them, as {name}[...]")
+        raise DataError(
+            f"{name}: is a dictionary ({', '.join(map(str, rows))}); pass one of its splits, as {name}[...], or its "
+            "columns as datasets.Dataset.from_dict(...)"
+        )
     if hasattr(rows, "to_parquet"):
         return write_input(f"{name}.parquet", _parquet(rows, name))
     if not isinstance(rows, Sequence):
@@ -85,8 +100,17 @@ def data_file(rows: Any, name: str) -> str:
         )
     if not rows:
         raise DataError(f"{name}: has no rows")
-    lines = (_line({"prompt": row} if isinstance(row, str) else row, name, at) for at, row in enumerate(rows))
+    if _is_file(rows[0]):
+        key = "train_files" if name == "train" else "val_files"
+        raise DataError(f"{name}: {rows[0]} is a file; pass several files as data={{'{key}': [...]}}")
+    lines = (_line({"prompt": row} if isinstance(row, str | list) else row, name, at) for at, row in enumerate(rows))
     return write_input(f"{name}.jsonl", b"".join(lines))
+
+
+def _is_file(row: Any) -> bool:
+    if isinstance(row, str):
+        return os.path.isfile(row) or (row.endswith(SUFFIXES) and not re.search(r"\s", row))
+    return isinstance(row, os.PathLike)
 
 
 def _parquet(table: Any, name: str) -> bytes:
@@ -112,9 +136,10 @@ def _line(row: Any, name: str, number: int) -> bytes:
         raise DataError(f"{name}, row {number}: a row must be a dictionary, not {type(row).__name__}")
     try:
         return f"{json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_plain)}\n".encode()
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise DataError(
-            f"{name}, row {number}: {error}; use text, numbers, lists and dictionaries, or pass a datasets.Dataset"
+            f"{name}, row {number}: {error}; use text, finite numbers, None, lists and dictionaries, or pass a "
+            "datasets.Dataset"
         ) from None
 
 

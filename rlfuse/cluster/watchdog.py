@@ -151,7 +151,7 @@ class Watchdog:
             f"{worker} has taken {waited_s:g} s of {limit_s:g} (cluster.timeout_s) to {action}. {self.evidence(worker)}"
         )
 
-    def asked(self) -> None:
+    def dump_on_request(self) -> None:
         self._say(f"SIGUSR1: {self.dump('requested by SIGUSR1')}")
 
     def evidence(self, worker: str) -> str:
@@ -165,8 +165,8 @@ class Watchdog:
         if self._last and time.monotonic() - self._last[0] < SPACING_S:
             return self._last[1]
         others = [each for each in self._living() if each.pid != os.getpid()]
-        asked = {each.path: each.ask() for each in others}
-        answers = self._answers({each: asked[each.path] for each in others})
+        requests = {each.path: each.ask() for each in others}
+        answers = self._answers({each: requests[each.path] for each in others})
         path = self.folder / f"{time.strftime('%Y-%m-%dT%H-%M-%S')}.txt"
         with path.open("a") as file:
             file.write(f"{reason}\n")
@@ -184,11 +184,11 @@ class Watchdog:
         self._last = time.monotonic(), path
         return path
 
-    def _answers(self, asked: dict[_Process, int | None]) -> dict[_Process, str]:
-        texts, deadline = dict.fromkeys(asked, ""), time.monotonic() + ANSWER_S
+    def _answers(self, requests: dict[_Process, int | None]) -> dict[_Process, str]:
+        texts, deadline = dict.fromkeys(requests, ""), time.monotonic() + ANSWER_S
         while time.monotonic() < deadline:
             time.sleep(0.05)
-            now = {each: each.answer(before) for each, before in asked.items() if before is not None}
+            now = {each: each.answer(before) for each, before in requests.items() if before is not None}
             if all(text and text == texts[each] for each, text in now.items()):
                 break
             texts |= now
@@ -249,7 +249,7 @@ def watching(folder: Path, recorder: Recorder, say: Callable[[str], None]) -> It
     (watchdog.folder / "processes").mkdir(parents=True)
     os.environ[FOLDER] = str(watchdog.folder)
     process_logs.begin(folder.absolute() / "logs")
-    before = _on_demand(watchdog.asked)
+    before = _on_demand(watchdog.dump_on_request)
     _show("driver", recorder, chain=True)
     token = _current.set(watchdog)
     try:

@@ -380,7 +380,7 @@ def _reward(config: Config, facts: Facts) -> Iterator[str]:
         source, colon, name = function.rpartition(":")
         file = reward_file(function)
         if not colon or not name.isidentifier():
-            form = "path/file.py:function" if file else "package.module:function"
+            form = f"{'path/file.py' if file else 'package.module'}:function, or a reward model as reward.model_path"
             yield f"reward.functions: `{function}` has no function name; write it as {form}"
         if file is not None and file in facts.missing:
             yield f"reward.functions: the file `{file}` does not exist; correct the path"

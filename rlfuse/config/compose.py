@@ -17,6 +17,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -174,11 +175,15 @@ def compose_job(argv: list[str], with_modules: bool = True) -> DictConfig:
 
 
 def _compose(overrides: list[str]) -> DictConfig:
+    running = GlobalHydra.instance().hydra  # of a program that is itself a Hydra application
+    GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(conf_folder()), version_base="1.3"):
             return compose("config", overrides)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([explain_failure(error, overrides)]) from error
+    finally:
+        GlobalHydra.instance().hydra = running
 
 
 def _check_references(job: DictConfig) -> None:
@@ -284,11 +289,12 @@ def explain_failure(error: BaseException, overrides: list[str]) -> str:
         given = re.search(r"Value '([^']*)'", text)
         shown = f"{name}={given[1]}" if given else name
         return f"{prefix}{shown}: invalid value for this dictionary; see `rlfuse train --help`"
+    if re.search(r"Interpolation|resolv", text):
+        first = text.strip().splitlines()[0]
+        return f"{prefix}{name}: {first}; correct the expression in ${{...}}, or write \\${{ for the characters"
     if name not in by_name():
         return prefix + (explain_name(name, None) or f"{name}: is a group of keys, not a value")
     value = re.search(r"Value '([^']*)'", text)
-    if re.search(r"Interpolation|resolv", text):
-        return f"{prefix}{name}: {text.strip().splitlines()[0]}; correct the expression in ${{...}}"
     return prefix + explain_value(name, value[1] if value else _given(name, overrides))
 
 

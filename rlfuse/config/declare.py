@@ -17,12 +17,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
 CUSTOM = "path/file.py:name"
 """Syntax of a custom function or class as the value of a key."""
+ASSIGNED = "_assigned"
 
 
 class Effect(Enum):
@@ -36,6 +37,22 @@ class Effect(Enum):
     @property
     def label(self) -> str:
         return self.name.lower().replace("_", " ")
+
+
+class KeyGroup:
+    """Base class of the groups of keys. `assigned` has the fields that were set after an object was created."""
+
+    if not TYPE_CHECKING:  # type checkers would permit any name
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name in vars(self):
+                vars(self)[ASSIGNED] = {*assigned(self), name}
+            object.__setattr__(self, name, value)
+
+
+def assigned(group: KeyGroup) -> set[str]:
+    """Return the fields of a group that were set after its creation, even to their defaults."""
+    return vars(group).get(ASSIGNED, set())
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +261,8 @@ def as_typed(value: Any) -> str:
     return str(value)
 
 
-def did_you_mean(value: str, choices: list[str] | tuple[str, ...]) -> str:
-    """Return `; did you mean X?` with the choice nearest to `value`, or an empty string."""
-    near = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=0.5)
+def did_you_mean(value: str, choices: list[str] | tuple[str, ...], cutoff: float = 0.5) -> str:
+    """Return `; did you mean X?` with the choice nearest to `value`, or an empty string if none is `cutoff` (0 to 1)
+    similar."""
+    near = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=cutoff)
     return f"; did you mean {near[0]}?" if near else ""

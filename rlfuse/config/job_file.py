@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
+from omegaconf._utils import get_omega_conf_dumper
 from omegaconf.errors import OmegaConfBaseException
 
 from rlfuse.config.declare import as_typed
@@ -170,6 +171,12 @@ def settings_of(content: Mapping[str, Any], prefix: str = "") -> list[tuple[str,
         else:
             found.append((name, value))
     return found
+
+
+def as_yaml(settings: Mapping[str, Any]) -> str:
+    """Return settings as the text of a job file. Texts that OmegaConf would read as numbers, such as 1e-6, are
+    quoted."""
+    return yaml.dump(settings, Dumper=get_omega_conf_dumper(), sort_keys=False)
 
 
 def _nested(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -43,7 +43,11 @@ def job_schema(presets: Mapping[str, Sequence[str]]) -> Schema:
     top = _below("")
     for group, names in presets.items():
         preset: Schema = {"enum": [*names, *([None] if group == "experiment" else [])]}
-        top[group] = {"anyOf": [preset, top[group]]} if group in groups() else preset
+        if group in groups():  # in `anyOf`, the message for an unknown key of the group would be the list of presets
+            below = {"if": {"type": "object"}, "then": top[group]}
+            top[group] = {"anyOf": [preset, {"type": "object"}], **below}
+        else:
+            top[group] = preset
         top[group]["description"] = f"Preset: {' | '.join(names)}. {groups().get(group, '')}".strip()
     other = {"defaults": {"type": "array", "description": "Presets in Hydra's form."}, "hydra": {"type": "object"}}
     return {
@@ -61,12 +65,20 @@ def _below(prefix: str) -> dict[str, Schema]:
 
 
 def _closed(properties: Mapping[str, Schema], description: str = "") -> Schema:
-    found: Schema = {"type": "object", "additionalProperties": False, "properties": dict(properties)}
+    found: Schema = {"type": "object", "properties": dict(properties)}
+    closed: Schema = {"additionalProperties": False}
     refers = {name: each.get("$ref", "").removeprefix(_DEFINITIONS) for name, each in properties.items()}
     dictionaries = {key.name for key in by_name().values() if key.type.startswith("dict")}
     if free := [re.escape(name) for name, key in refers.items() if key in dictionaries]:
-        found["patternProperties"] = {rf"^({'|'.join(free)})\..": {}}
-    return {"description": description} | found if description else found
+        pattern = rf"^({'|'.join(free)})\.."
+        closed["properties"] = dict.fromkeys(properties, True)
+        # The message for an unknown key would have the pattern, which thus applies only to objects that need it.
+        closed = {
+            "if": {"propertyNames": {"not": {"pattern": pattern}}},
+            "then": closed,
+            "else": closed | {"patternProperties": {pattern: True}},
+        }
+    return {"description": description} | found | closed if description else found | closed
 
 
 def _described(key: Key) -> Schema:

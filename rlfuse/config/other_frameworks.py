@@ -95,6 +95,7 @@ _VERL = (
 )  # fmt: skip
 """(rlfuse key, note, verl names that the rules below do not map)."""
 VERL = {name: (key, note) for key, note, names in _VERL for name in names.split()}
+VERL_TOP_GROUPS = {name.partition(".")[0] for name in VERL}
 VERL_VALUES = {"algorithm.rollout_is": {"true": "token", "false": "null"}}
 """verl name -> values that rlfuse writes differently; all others are equal."""
 

@@ -5,6 +5,7 @@ Training, evaluation and notebooks use `read_entries`, so all of them report the
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import math
@@ -16,7 +17,7 @@ from urllib.parse import urlsplit
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlfuse.config.declare import RESOURCES, REWARD, ROUNDING, TOLERANCE, key
+from rlfuse.config.declare import RESOURCES, REWARD, ROUNDING, TOLERANCE, KeyGroup, key
 
 MODEL_PART = "reward_model"
 """Path of the entry for reward.model_path, and the logged name of the model. Of a model with several labels, each has
@@ -53,7 +54,7 @@ class RewardEntry:
 
 
 @dataclass
-class OverlongBuffer:
+class OverlongBuffer(KeyGroup):
     """Soft overlong penalty (DAPO) for responses near the length limit."""
 
     len: int = key(0, REWARD, at_least=0)
@@ -63,7 +64,7 @@ class OverlongBuffer:
 
 
 @dataclass
-class RewardConfig:
+class RewardConfig(KeyGroup):
     """Reward functions, reward model and judges. The reward of a response is the weighted sum of all that apply to
     it."""
 
@@ -196,8 +197,9 @@ def _read(given: Given, where: str) -> tuple[RewardEntry | None, list[str]]:
         problems.append(f"{where}: an entry needs a path: path/to/file.py:function, a URL, {JUDGE} or {MODEL_PART}")
     if problems:
         return None, problems
-    entry.path = ""
-    return dataclasses.replace(OmegaConf.to_object(entry), path=given["path"]), []
+    entry.path, entry.kwargs = "", {}
+    kwargs = copy.deepcopy(given.get("kwargs", {}))  # already resolved; a template may have the characters ${
+    return dataclasses.replace(OmegaConf.to_object(entry), path=given["path"], kwargs=kwargs), []
 
 
 def _judge(entry: RewardEntry, model_path: str | None) -> list[str]:
@@ -237,9 +239,9 @@ def _duplicates(entries: list[RewardEntry]) -> list[str]:
     names = [entry.name for entry in entries if entry.name]
     found = [f"reward.functions: two entries have the name {name}" for name in dict.fromkeys(names)
              if names.count(name) > 1]  # fmt: skip
-    asked = [entry.path for entry in entries if is_model(entry.path)]
-    return found + [f"reward.functions: {path} is listed twice; remove one" for path in dict.fromkeys(asked)
-                    if asked.count(path) > 1]  # fmt: skip
+    paths = [entry.path for entry in entries if is_model(entry.path)]
+    return found + [f"reward.functions: {path} is listed twice; remove one" for path in dict.fromkeys(paths)
+                    if paths.count(path) > 1]  # fmt: skip
 
 
 def _weighted(entries: list[RewardEntry], weights: Sequence[float]) -> tuple[list[RewardEntry], list[str]]:

@@ -14,13 +14,14 @@ from rlfuse.config.declare import (
     TRAINED,
     VALIDATION,
     Effect,
+    KeyGroup,
     Resume,
     key,
 )
 
 
 @dataclass
-class ValKwargs:
+class ValKwargs(KeyGroup):
     """Sampling parameters of validation, `rlfuse eval` and `rlfuse generate`."""
 
     n: int = key(1, VALIDATION, at_least=1)
@@ -40,7 +41,7 @@ HISTORY = "history"
 
 
 @dataclass
-class RolloutConfig:
+class RolloutConfig(KeyGroup):
     """Generation: vLLM engines and sampling parameters. Each engine uses tensor_model_parallel_size slots."""
 
     name: str = key("vllm", TRAINED, choices="vllm | transformers (CPUs; models that vLLM does not support)")

@@ -28,6 +28,7 @@ from rlfuse.config.declare import (
     VALIDATION,
     WEIGHTS,
     Effect,
+    KeyGroup,
     Resume,
     key,
 )
@@ -42,7 +43,7 @@ _KL_ESTIMATORS = "k1 | kl (same as k1) | k2 | mse (same as k2) | k3 | low_var_kl
 
 
 @dataclass
-class DataConfig:
+class DataConfig(KeyGroup):
     """Training and validation data: files, columns, lengths, order."""
 
     train_files: list[str] = key(MISSING, PROMPTS, is_path=True, accepts_entry=True)
@@ -82,7 +83,7 @@ class DataConfig:
 
 
 @dataclass
-class ModelConfig:
+class ModelConfig(KeyGroup):
     """The policy model. Actor, reference and critic start from it, unless ref.path or critic.path is set."""
 
     path: str = key(MISSING, WEIGHTS)
@@ -116,7 +117,7 @@ class ModelConfig:
 
 
 @dataclass
-class KlCtrl:
+class KlCtrl(KeyGroup):
     """KL controller: the coefficient of the KL penalty in the reward."""
 
     type: str = key("fixed", KL_CONTROL, choices="fixed | adaptive (towards target_kl; Ziegler et al. 2019)")
@@ -130,7 +131,7 @@ class KlCtrl:
 
 
 @dataclass
-class FilterGroups:
+class FilterGroups(KeyGroup):
     """Dynamic sampling (DAPO): replace groups whose rewards are all equal by groups of new prompts."""
 
     enable: bool = key(False, ADVANTAGE)
@@ -141,7 +142,7 @@ class FilterGroups:
 
 
 @dataclass
-class RolloutCorrection:
+class RolloutCorrection(KeyGroup):
     """Correction of the mismatch between the log-probs of rollout engines and trainer (TIS, MIS, IcePop), by factors of
     the policy loss."""
 
@@ -173,7 +174,7 @@ class RolloutCorrection:
 
 
 @dataclass
-class AlgorithmConfig:
+class AlgorithmConfig(KeyGroup):
     """Advantage estimation and KL penalties. Presets: algorithm=ppo | grpo | dr_grpo | gdpo | gpg | opo |
     remax | rloo | reinforce_plus_plus | reinforce_plus_plus_baseline | dapo | gspo | cispo | sapo | clip_cov |
     kl_cov | distill."""
@@ -207,7 +208,7 @@ class AlgorithmConfig:
 
 
 @dataclass
-class OptimConfig:
+class OptimConfig(KeyGroup):
     """AdamW and its learning-rate schedule, which advances once per training step that trains the model, as in verl."""
 
     lr: float = key(1e-6, OPTIMIZER, at_least=0)
@@ -240,7 +241,7 @@ class OptimConfig:
 
 
 @dataclass
-class ActorConfig:
+class ActorConfig(KeyGroup):
     """Policy updates, and the trainer backend of actor, critic and reference."""
 
     strategy: str = key("deepspeed", SCHEDULING, choices="deepspeed (by zero_stage) | fsdp2 (fully_shard; CPUs)")
@@ -342,7 +343,7 @@ class CriticOptim(OptimConfig):
 
 
 @dataclass
-class CriticConfig:
+class CriticConfig(KeyGroup):
     """The value model, for advantage estimators that need one, such as gae. Settings not listed here are those of
     `actor`."""
 
@@ -355,7 +356,7 @@ class CriticConfig:
 
 
 @dataclass
-class DpoConfig:
+class DpoConfig(KeyGroup):
     """Direct preference optimisation (trainer.task=dpo; Rafailov et al. 2023), with TRL's names."""
 
     beta: float = key(0.1, LOSS_WEIGHTS, above=0)
@@ -365,7 +366,7 @@ class DpoConfig:
 
 
 @dataclass
-class RefConfig:
+class RefConfig(KeyGroup):
     """The reference policy, loaded only if a KL penalty, a KL loss, distillation or trainer.task=dpo uses it; frozen
     unless sync_ref_model is set. With algorithm=distill it is the teacher."""
 
@@ -387,7 +388,7 @@ class RefConfig:
 
 
 @dataclass
-class TrainingConfig:
+class TrainingConfig(KeyGroup):
     """Parallelism of actor, critic and reference."""
 
     pipeline_parallel_size: int = key(1, SCHEDULING, at_least=1)
@@ -413,7 +414,7 @@ class TrainingConfig:
 
 
 @dataclass
-class FusionConfig:
+class FusionConfig(KeyGroup):
     """Scheduling of generation, scoring and training. Only `data` values other than exact change the training
     samples."""
 
@@ -442,7 +443,7 @@ class FusionConfig:
 
 
 @dataclass
-class ClusterConfig:
+class ClusterConfig(KeyGroup):
     """Ray, devices, timeouts and fault tolerance."""
 
     device: str = key(
@@ -469,7 +470,7 @@ class ClusterConfig:
 
 
 @dataclass
-class Config:
+class Config(KeyGroup):
     """Configuration of a job."""
 
     data: DataConfig = field(default_factory=DataConfig)

@@ -16,12 +16,13 @@ from rlfuse.config.declare import (
     SAVING,
     SCHEDULING,
     TRAINED,
+    KeyGroup,
     key,
 )
 
 
 @dataclass
-class TrainerConfig:
+class TrainerConfig(KeyGroup):
     """The run: task, length, logging, validation, checkpoints."""
 
     task: str = key(
@@ -113,7 +114,7 @@ class TrainerConfig:
 
 
 @dataclass
-class AlertsConfig:
+class AlertsConfig(KeyGroup):
     """Thresholds of alerts in the terminal and in wandb. null disables an alert; a metric that is missing for five
     steps is reported."""
 

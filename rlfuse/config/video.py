@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rlfuse.config.declare import FRAMES, LOGGING, RESOURCES, TOLERANCE, TRAINED, key
+from rlfuse.config.declare import FRAMES, LOGGING, RESOURCES, TOLERANCE, TRAINED, KeyGroup, key
 
 
 @dataclass
-class VideoConfig:
+class VideoConfig(KeyGroup):
     """Clips and images: frame sampling, resolution, decoding and encoding."""
 
     sampling: str = key(

@@ -83,8 +83,8 @@ class Stopwatch:
 
     def record_load(self, slot: Slot, steps: int) -> None:
         """Record an engine's count of decoding steps."""
-        stretch, (asked, before) = self._stretches[slot.index], self._answers.get(slot.index, (None, 0))
-        if asked is not stretch:  # a finished sample was measured since the last reply
+        stretch, (measured, before) = self._stretches[slot.index], self._answers.get(slot.index, (None, 0))
+        if measured is not stretch:  # a finished sample was measured since the last reply
             self.begin_stretch(slot, slot.steps)
         elif self.measure(slot, done := stretch.steps + steps - before):
             slot.steps = done

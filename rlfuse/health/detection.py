@@ -56,9 +56,9 @@ class Alarm:
     peers: tuple[str, ...]  # workers it was compared with; empty: its own first windows
     began: float  # epoch seconds
     step: int  # step of `began`
-    told: float  # epoch seconds when it was raised
+    raised: float  # epoch seconds when it was raised
     window: tuple[float, float]  # latest window then, epoch seconds
-    beside: tuple[str, ...] = ()  # other deviations of the worker or its node
+    related: tuple[str, ...] = ()  # other deviations of the worker or its node
     ended: float | None = None  # epoch seconds when it matched its peers again
 
     @property
@@ -304,7 +304,7 @@ class Detector:
         more = max(0.0, found.now - found.distance) if isinstance(since, _Intermittent) else 0.0
         level, distance = found.level + more, found.distance + more
         places = (worker, homes.get(worker, worker))
-        beside = tuple(
+        related = tuple(
             describe_deviation(other, SIGNALS[metric], each.level, each.distance)
             for (other, metric), each in self._latest.items()
             if other in places and (other, metric) != key and each.distance >= each.threshold
@@ -319,9 +319,9 @@ class Detector:
             peers=found.peers,
             began=since.began,
             step=since.step,
-            told=window.end,
+            raised=window.end,
             window=(window.start, window.end),
-            beside=beside,
+            related=related,
         )
 
 

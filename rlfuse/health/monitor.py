@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 FILE = "health.jsonl"
-TUPLES = ("peers", "window", "beside")
+TUPLES = ("peers", "window", "related")
 SHOWN = 4  # maximum peers named in an alert
 
 
@@ -53,12 +53,12 @@ def alert_of(alarm: Alarm, slot: int | None) -> Alert:
     title = f"slow worker: {alarm.worker}" if alarm.metric == SLOWNESS else f"faulty worker: {alarm.worker}"
     away = "" if slot is None else f"drain it (rlfuse slots drain {slot}) "
     deviation = describe_deviation(alarm.worker, signal, signal.compared(alarm.value), alarm.distance)
-    beside = f"; also {'; '.join(alarm.beside)}" if alarm.beside else ""
+    related = f"; also {'; '.join(alarm.related)}" if alarm.related else ""
     return Alert(
         title,
         f"{deviation} as {_peers(alarm)}; distance {alarm.distance:.2f}, "
         f"above {alarm.threshold:.2f} since {_clock(alarm.began)} (step {alarm.step}), last in the window "
-        f"{_clock(alarm.window[0])} to {_clock(alarm.window[1])}{beside}. Watch it, give it less work, {away}or "
+        f"{_clock(alarm.window[0])} to {_clock(alarm.window[1])}{related}. Watch it, give it less work, {away}or "
         "replace the node; health.jsonl records when alarms began and ended",
     )
 

@@ -82,8 +82,8 @@ def _flat(groups: Sequence[Group], n: int) -> dict[str, float]:
         metrics["reward/groups_with_one_reward"] = float(sum(len(each) == 1 for each in rewards))
     names = dict.fromkeys(name for each in rewards for reward in each for name in reward.dimensions)
     for name in names if len(names) > 1 else ():
-        asked = [[r.dimensions[name] for r in each if name in r.dimensions] for each in rewards]
-        flat = has_zero_std([values for values in asked if values], n)
+        values_by_group = [[r.dimensions[name] for r in each if name in r.dimensions] for each in rewards]
+        flat = has_zero_std([values for values in values_by_group if values], n)
         metrics[f"reward/frac_reward_zero_std/{name}"] = float(np.mean(flat))
     return metrics
 
@@ -95,9 +95,9 @@ def _parts(rewards: Sequence[Reward], logged: Iterable[str]) -> dict[str, float]
     """
     metrics = {}
     for name in dict.fromkeys([*(name for reward in rewards for name in reward.parts), *logged]):
-        asked = [reward.parts.get(name, 0.0) for reward in rewards if name in reward.parts or _applies(name, reward)]
-        if asked:
-            metrics |= {f"rewards/{name}/{kind}": float(getattr(np, kind)(asked)) for kind in ("mean", "std")}
+        values = [reward.parts.get(name, 0.0) for reward in rewards if name in reward.parts or _applies(name, reward)]
+        if values:
+            metrics |= {f"rewards/{name}/{kind}": float(getattr(np, kind)(values)) for kind in ("mean", "std")}
             metrics[f"rewards/{name}/coverage"] = float(np.mean([name in reward.parts for reward in rewards]))
     return metrics
 

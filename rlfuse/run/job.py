@@ -16,12 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rlfuse import clock
 from rlfuse.cluster import placement
 from rlfuse.cluster.remote import is_death
 from rlfuse.cluster.watchdog import watching
+from rlfuse.config.job_file import as_yaml
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import hidden_text
 from rlfuse.config.trainer import TrainerConfig
@@ -85,7 +84,7 @@ class Job:
         name = f"{self.config.trainer.project_name}/{self.config.trainer.experiment_name}"
         status.begin(self.folder, name, self.started, total_steps, self.state.get("label", ""))
         record(self.folder, self.state["step"], self.changes, self.inputs)
-        write_atomically(self.folder / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
+        write_atomically(self.folder / "config.yaml", as_yaml(settings))
         log = RunLog(self.config, settings, self.folder, total_steps, self.state["step"], self.faults, self.label,
                      self.lock.check)  # fmt: skip
         if self.restart is not None:

@@ -17,11 +17,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rlfuse.cluster.worker_environment import SUBMITTED
 from rlfuse.config.custom_functions import map_functions, map_model_paths, with_values
 from rlfuse.config.facts import is_hub_name, reward_file
+from rlfuse.config.job_file import as_yaml
 from rlfuse.config.rewards import names_code
 from rlfuse.config.schema import Config
 from rlfuse.config.secrets import by_name
@@ -62,7 +61,7 @@ def pack(config: Config, folder: Path, here: Path, include: Sequence[Path] = (),
         raise ConfigError(problems)
     sent = with_values(sent, {"reward.functions": functions, "cluster.ray_address": "auto"})
     sent = _with_absolute_paths(sent, here, shared)
-    (folder / "job.yaml").write_text(job := yaml.safe_dump(by_name(dataclasses.asdict(sent)), sort_keys=False))
+    (folder / "job.yaml").write_text(job := as_yaml(by_name(dataclasses.asdict(sent))))
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     notes = [f"sending {size / 1024:,.0f} KiB and the job: {', '.join(files)}{' and rlfuse' if with_code else ''}"]
     if shared:

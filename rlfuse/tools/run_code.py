@@ -26,8 +26,8 @@ def refuse_code(file: Path, named: Iterable[str], run_code: bool) -> None:
     """Raise RunError if there is code and `run_code` is False."""
     if (named := list(named)) and not run_code:
         raise RunError(
-            f"{file}: this command would run code that the file names: {', '.join(named)}. Add --run-code if you trust "
-            "the folder, or set these keys yourself."
+            f"{file}: this command would run code that the file names: {', '.join(named)}. Add --run-code (in Python "
+            "run_code=True) if you trust the folder, or set these keys yourself."
         )
 
 

@@ -134,13 +134,13 @@ def _answers(answers: Sequence[Answer]) -> Iterator[Paragraph]:
         reward = answer.reward
         if isinstance(reward, Reward):
             parts = ", ".join(f"{name} {part:.3g}" for name, part in reward.parts.items())
-            colour, told = (
+            colour, text = (
                 GOOD if reward.value > 0 else BAD,
                 f"reward {reward.value:.4g}" + (f" ({parts})" * bool(parts)),
             )
         else:
-            colour, told = FAILED, f"failed: {reward.function}: {reward.message}" if reward else "not scored"
-        yield f"\nAnswer {number}: {told}", colour, 4
+            colour, text = FAILED, f"failed: {reward.function}: {reward.message}" if reward else "not scored"
+        yield f"\nAnswer {number}: {text}", colour, 4
         yield answer.text or "(empty)", INK, 8
     if len(answers) > MAX_ANSWERS:
         yield f"\nand {len(answers) - MAX_ANSWERS} more answers", PALE, 2

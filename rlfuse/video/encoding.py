@@ -176,7 +176,7 @@ class SequenceParallelEncoder:
     async def metrics(self) -> dict[str, float]:
         """Return `video/*` since the last call; cache bytes are current, other cache counts are since the start."""
         tally, self._tally = self._tally, _Tally()
-        unique, asked = sum(tally.unique.values()), tally.hits + tally.misses
+        unique, lookups = sum(tally.unique.values()), tally.hits + tally.misses
         counts = await self.store.counters()
         if tally.executed:
             self._token_s = (tally.seconds["encode_s"] + tally.seconds["decode_wait_s"]) / tally.executed
@@ -191,7 +191,7 @@ class SequenceParallelEncoder:
             **{f"video/{name}": tally.seconds[name] for name in ("decode_s", "decode_wait_s", "encode_s")},
             "video/cache_hits": float(tally.hits),
             "video/cache_misses": float(tally.misses),
-            "video/cache_hit_ratio": tally.hits / asked if asked else 1.0,
+            "video/cache_hit_ratio": tally.hits / lookups if lookups else 1.0,
             **{f"video/cache_{name}": float(count) for name, count in counts.items()},
         }
 

@@ -30,7 +30,7 @@ class StepClips:
         self._shapes: list[tuple[int, int, int]] = []
         self._dropped = 0
         self._coming: asyncio.Task[None] | None = None
-        self._began, self._beside = 0.0, ""  # of the pending task
+        self._began, self._holder = 0.0, ""  # of the pending task
         self._lasted: dict[str, float] = {}  # phase -> seconds available to the last task
 
     async def start(self) -> None:
@@ -40,7 +40,7 @@ class StepClips:
         """Encode the groups' clips, held for `holder`; return the groups without failures. Raises EngineError."""
         if self._coming is not None:
             coming, self._coming = self._coming, None
-            self._lasted[self._beside] = time.monotonic() - self._began
+            self._lasted[self._holder] = time.monotonic() - self._began
             await coming
             await self.encoder.release(AHEAD)
         shown = {group.prompt.index: group.prompt.visual for group in groups if group.prompt.visual}
@@ -63,13 +63,13 @@ class StepClips:
                     sample.prompt = group.prompt
         return kept
 
-    def prefetch(self, prompts: Sequence[Prompt], beside: str) -> None:
+    def prefetch(self, prompts: Sequence[Prompt], holder: str) -> None:
         """Start with the clips of the next prompts, unless busy; the next `encode` raises its errors."""
         clips = [_clip(each.index, seen) for each in prompts for seen in each.visual]
         if clips and self._coming is None:
-            lasts = self._lasted.get(beside, 0.0)
+            lasts = self._lasted.get(holder, 0.0)
             work = self._encode_ahead(clips, lasts) if self.ahead else self.encoder.prefetch(clips)
-            self._began, self._beside, self._coming = time.monotonic(), beside, asyncio.create_task(work)
+            self._began, self._holder, self._coming = time.monotonic(), holder, asyncio.create_task(work)
 
     async def _encode_ahead(self, clips: Sequence[Clip], within_s: float) -> None:
         with suppress(EngineError):

@@ -213,8 +213,8 @@ def _timeline(container: InputContainer, stream: VideoStream, packets: list[_Pac
     in_mp4 = container.format.name == MP4  # its headers count decoding or presentation times
     clocks = [ticks, np.array(sorted(packet.decoded for packet in packets))] if in_mp4 else [ticks]
     _check_length(container, stream, clocks, end - ticks[-1], cut)
-    if in_mp4 and (said := ticks[0] + (stream.duration or 0)) > ticks[-1]:
-        end = min(end, said)  # packet durations are in decoding time
+    if in_mp4 and (stated := ticks[0] + (stream.duration or 0)) > ticks[-1]:
+        end = min(end, stated)  # packet durations are in decoding time
     static_intervals = _stills(ticks, end, tick_s)
     if static_intervals and not in_mp4:  # if packet durations are wrong, so is the last one
         end = max(end, _header_s(container) / tick_s or 2 * ticks[-1] - ticks[-2])
@@ -266,12 +266,12 @@ def _is_counted(container: InputContainer, stream: VideoStream) -> bool:
 
 
 def _rate(stream: VideoStream, apart_s: float | None) -> float:
-    said = float(stream.average_rate or stream.guessed_rate or 0)
-    if apart_s and abs(said * apart_s - 1) > RATE_OFF:
+    stated = float(stream.average_rate or stream.guessed_rate or 0)
+    if apart_s and abs(stated * apart_s - 1) > RATE_OFF:
         return float(1 / apart_s)
-    if not said:
+    if not stated:
         raise VideoError("has one frame, or none with a time stamp", STAMPLESS)
-    return said
+    return stated
 
 
 def _stills(ticks: np.ndarray, end: float, tick_s: float) -> tuple[tuple[float, float], ...]:
@@ -303,9 +303,9 @@ def _check_length(
         raise VideoError(problem, REWRITE)
     # Only MP4 and AVI have a duration per stream; others include audio before and after the video.
     own = (stream.duration or 0) * tick_s if container.format.name in (MP4, AVI) else 0.0
-    said = own or (header if cut or len(container.streams) == 1 else 0.0)
-    if said - reached > (MIN_STATIC_S if cut else min(1.0, 0.1 * said) + longest):
-        raise VideoError(f"ends at {length:g} s, but its header gives {said:g} s: it is truncated", FETCH_AGAIN)
+    stated = own or (header if cut or len(container.streams) == 1 else 0.0)
+    if stated - reached > (MIN_STATIC_S if cut else min(1.0, 0.1 * stated) + longest):
+        raise VideoError(f"ends at {length:g} s, but its header gives {stated:g} s: it is truncated", FETCH_AGAIN)
 
 
 def _too_long(length_s: float, header_s: float) -> bool:
@@ -327,8 +327,8 @@ def _is_cut(path: str, size: int) -> bool:
         return False
     digits = 9 - head[place].bit_length()  # EBML: leading zeros plus one
     unknown = (1 << 7 * digits) - 1
-    said = int.from_bytes(head[place : place + digits]) & unknown
-    return said != unknown and place + digits + said > size
+    stated = int.from_bytes(head[place : place + digits]) & unknown
+    return stated != unknown and place + digits + stated > size
 
 
 def _has_trailer(path: str, size: int) -> bool:

@@ -9,14 +9,17 @@ import operator
 import os
 import subprocess
 import sys
+from enum import Enum
 from pathlib import Path
 
 import cloudpickle
 import datasets
+import hydra
 import numpy as np
 import pandas as pd
 import pytest
 import yaml
+from hydra.core.global_hydra import GlobalHydra
 
 import rlfuse
 from rlfuse.api import commands, functions, jobs
@@ -58,6 +61,8 @@ def folder(tmp_path, monkeypatch):
         ({"trainer": {}}, []),
         ({"ref": {"path": None}, "data": {"shuffle": False}}, ["ref.path=null", "data.shuffle=false"]),
         ({"rollout": {"engine_kwargs": {"a": [1, "x"]}}}, ["rollout.engine_kwargs={a: [1, 'x']}"]),
+        ({"actor": {"strategy": Enum("Strategy", {"FSDP": "fsdp2"}, type=str).FSDP}}, ["actor.strategy='fsdp2'"]),
+        ({"actor_rollout_ref": {"rollout": {"n": 2}}}, ["actor_rollout_ref.rollout.n=2"]),
         (
             {
                 "actor": {"optim": {"lr": np.float64(1e-6), "betas": np.array([0.5, 1.0])}},
@@ -110,6 +115,7 @@ def test_a_call_composes_the_same_job_as_its_command():
 def test_a_config_object_replaces_a_job_file_and_can_be_overridden():
     config = Config()
     config.model.path, config.rollout.n, config.actor.optim.lr = "model", 3, 1e-5
+    config.trainer.project_name = "1e-5"
     assert job_file(assigned("model.path", Path("model")), {}) == job_file(assigned("model.path", "model"), {})
     config.data.train_files = [data_file(ROWS, "train")]
     config.reward.functions = ["rlfuse.tasks.remainder:compute_score"]
@@ -122,17 +128,30 @@ def test_a_config_object_replaces_a_job_file_and_can_be_overridden():
 
 @pytest.mark.parametrize(
     ("overrides", "settings"),
-    [(["algorithm=grpo"], {}), ([], {"algorithm": "grpo"}), (["algorithm=rloo"], {"algorithm": "grpo"})],
+    [
+        (["algorithm=grpo"], {}),
+        ([], {"algorithm": "grpo"}),
+        (["algorithm=rloo"], {"algorithm": "grpo"}),
+        (["algorithm='grpo'", "experiment=null", "algorithm={lam: 0.9}"], {}),
+    ],
 )
 def test_fields_of_a_config_override_presets(overrides, settings, capsys):
     config = Config()
     config.model.path, config.rollout.n = "model", 4
+    config.actor.loss_agg_mode = default = Config().actor.loss_agg_mode
     config.data.train_files = [data_file(ROWS, "train")]
     config.reward.functions = ["rlfuse.tasks.remainder:compute_score"]
     given = load(commands._words(config, overrides, None, None, {}, settings | {"actor": {"ppo_epochs": 2}}))
     assert (given.rollout.n, given.algorithm.adv_estimator, given.actor.ppo_epochs) == (4, "grpo", 2)
     assert given.actor.use_kl_loss, "set by the preset"
+    assert given.actor.loss_agg_mode == default, "assigned, although the preset sets another value"
     assert "overridden" not in "".join(capsys.readouterr())
+
+
+def test_an_experiment_names_the_run_of_a_config():
+    data = {"val_files": []}
+    words = commands._words(Config(), ["experiment=judge"], "model", "math:sqrt", {"train": ROWS}, {"data": data})
+    assert load(words).trainer.job_name == "judge"
 
 
 def test_environment_secrets_are_not_written(monkeypatch):
@@ -156,8 +175,16 @@ def assigned(key, value):
         (
             {"trianer": {"save_freq": 1}},
             ConfigError,
-            "trianer={.save_freq.: 1}: is not an argument or a group of keys; did you mean trainer",
+            "trianer: is not an argument or a group of keys; did you mean trainer",
         ),
+        ({"train_dataset": ROWS}, ConfigError, r"train_dataset: is not an argument .* did you mean dataset\?"),
+        ({"prompts": ROWS}, ConfigError, r"prompts: is not an argument .* did you mean dataset\?"),
+        ({"args": {}}, ConfigError, "args: is not an argument or a group of keys$"),
+        ({"learning_rate": 1e-5}, ConfigError, "is a name of TRL; use `actor.optim.lr`; write actor.optim.lr=1e-05"),
+        ({"lr": 1e-5}, ConfigError, "lr=1e-05: unknown key; did you mean actor.optim.lr"),
+        ({"algorithm": None, "job": Config()}, ConfigError, "algorithm=null: null is not a preset"),
+        ({"job": Config(), "fusion": "a,b"}, ConfigError, "fusion=a,b: several values"),
+        ({"data": {"train_files": pd.DataFrame(ROWS)}}, ConfigError, "DataFrame; .* pass it as the argument `dataset`"),
         ({"trainer": {"save_freq": object()}}, ConfigError, "trainer.save_freq: got object; a setting is a number"),
         (
             {"trainer": {"metrics": [len]}},
@@ -168,15 +195,28 @@ def assigned(key, value):
         ({"trainer": {"project_name": b"x"}}, ConfigError, "trainer.project_name: got bytes; a setting is a number"),
         ({"rollout": {"engine_kwargs": {"ü": 1}}}, ConfigError, "rollout.engine_kwargs: the key 'ü' has characters"),
         ({"job": {"rollout.n": 4}}, ConfigError, "{'rollout.n': 4}: is a dict; pass a job file"),
+        (
+            {"job": [Config()]},
+            ConfigError,
+            r"^The .*\n  \[Config\(.{52}: is a list; pass a job file or a rlfuse.Config first",
+        ),
         ({"job": rlfuse.Run(Path("nowhere"))}, ConfigError, "nowhere: is a Run; pass a job file"),
         ({"job": "--multirun"}, ConfigError, "--multirun: is an option of the command line"),
         ({"job": assigned("actor.optim.leraning_rate", 1)}, ConfigError, "actor.optim.leraning_rate: unknown key"),
-        ({"job": assigned("reward.functions", [len])}, ConfigError, "reward.functions: got .* pass it as the argument"),
+        (
+            {"job": assigned("reward.functions", [len])},
+            ConfigError,
+            "reward.functions: got .* as the argument `reward`",
+        ),
         ({"dataset": pd.DataFrame({"prompt": ["a", 1]})}, DataError, "train: can't be written as a Parquet file"),
         ({"reward": 3}, RewardError, "reward: got int; pass a function"),
         ({"reward": lambda x: x}, RewardError, "reward function <lambda>"),
+        ({"reward": functools.partial(lambda x: x)}, RewardError, "reward function <lambda> has the parameters"),
         ({"dataset": 3}, DataError, "train: got int; pass a list of rows"),
         ({"dataset": []}, DataError, "train: has no rows"),
+        ({"dataset": ["a.parquet", "b.parquet"]}, DataError, "train: a.parquet is a file; .* data={'train_files'"),
+        ({"eval_dataset": [Path("rows")]}, DataError, "val: rows is a file; pass several files as data={'val_files'"),
+        ({"dataset": [functools.reduce(lambda row, _: {"a": row}, range(9999))]}, DataError, "train, row 0: maximum"),
         ({"dataset": [1]}, DataError, "train, row 0: a row must be a dictionary, not int"),
         ({"dataset": [{"prompt": b"x"}]}, DataError, "train, row 0: a value of type bytes can't be written as JSON"),
         (
@@ -185,7 +225,7 @@ def assigned(key, value):
             "train, row 1: Out of range float",
         ),
         ({"dataset": [{"prompt": "\ud800"}]}, DataError, "train, row 0: 'utf-8' codec can't encode"),
-        ({"dataset": {"train": ROWS, "test": ROWS}}, DataError, r"has several splits \(train, test\); pass one"),
+        ({"dataset": {"train": ROWS, "test": ROWS}}, DataError, r"is a dictionary \(train, test\); pass one"),
         ({"model": rlfuse.Run(Path("nowhere"))}, RunError, "nowhere has no checkpoint"),
     ],
 )
@@ -193,6 +233,27 @@ def test_invalid_arguments_are_refused_before_a_process_starts(arguments, error,
     monkeypatch.setattr(commands, "Job", None)
     with pytest.raises(error, match=message):
         rlfuse.train(**{"model": "model", "dataset": ROWS, "reward": "math:sqrt"} | arguments)
+
+
+@pytest.mark.parametrize(
+    ("function", "argument", "meant"),
+    [(rlfuse.evaluate, "eval_dataset", "dataset"), (rlfuse.generate, "dataset", "prompts")],
+)
+def test_an_argument_of_another_function_names_its_counterpart(function, argument, meant):
+    with pytest.raises(ConfigError, match=f"{argument}: is not an argument .* did you mean {meant}"):
+        function("algorithm=grpo", model="model", **{argument: ROWS})
+
+
+def test_a_call_leaves_the_program_as_it_was(monkeypatch, capsys):
+    """Its environment, its Hydra, and its output: the process of the job prints the notes."""
+    monkeypatch.setattr(commands, "Job", lambda folder, command, result: command)
+    Path("my_job.yaml").write_text("rollout: {n: 4}\n")
+    reward = "rlfuse.tasks.remainder:compute_score"
+    with hydra.initialize(version_base=None, config_path=None):
+        command = rlfuse.start("my_job.yaml", "algorithm=grpo", model="model", dataset=ROWS, reward=reward)
+        assert GlobalHydra.instance().is_initialized()
+    assert "algorithm=grpo" in command and "".join(capsys.readouterr()) == ""
+    assert "PYTHONSAFEPATH" not in os.environ
 
 
 # Datasets ------------------------------------------------------------------------------------------------------------
@@ -204,10 +265,11 @@ def test_invalid_arguments_are_refused_before_a_process_starts(arguments, error,
         (ROWS, ROWS),
         ([{"prompt": "a", "x": np.float32(0.5), "y": np.arange(2)}], [{"prompt": "a", "x": 0.5, "y": [0, 1]}]),
         (["a", "b"], [{"prompt": "a"}, {"prompt": "b"}]),
+        ([[{"role": "user", "content": "a"}]], [{"prompt": [{"role": "user", "content": "a"}]}]),
         (pd.DataFrame({"prompt": ["a", "b"], "answer": [1, 2]})[1:], [{"prompt": "b", "answer": 2}]),
         (datasets.Dataset.from_list([{"prompt": "a"}, {"prompt": "b"}]).select([1]), [{"prompt": "b"}]),
     ],
-    ids=["rows", "numpy", "texts", "pandas", "datasets"],
+    ids=["rows", "numpy", "texts", "messages", "pandas", "datasets"],
 )
 def test_rows_are_deduplicated_by_content(rows, expected):
     path = data_file(rows, "train")
@@ -298,6 +360,21 @@ class Judge:
         return [len(each.response) for each in samples]
 
 
+@dataclasses.dataclass
+class WithPath:
+    """An object with a field of the same name as that of an entry of reward.functions."""
+
+    path: str
+
+    def __call__(self, solution_str):
+        return float(len(self.path))
+
+
+@functools.lru_cache(maxsize=2)
+def half(number):
+    return number / 2
+
+
 def test_importable_functions_are_passed_by_name(folder, monkeypatch):
     from rlfuse.tasks.remainder import compute_score
 
@@ -314,7 +391,12 @@ def test_importable_functions_are_passed_by_name(folder, monkeypatch):
 
 @pytest.mark.parametrize(
     "function, name, value",
-    [(functools.partial(lambda solution_str, by: by, by=4.0), "reward", 4.0), (Judge(), "Judge", 5.0)],
+    [
+        (functools.partial(lambda solution_str, by: by, by=4.0), "reward", 4.0),
+        (Judge(), "Judge", 5.0),
+        (WithPath("of a model"), "WithPath", 10.0),
+        (functools.cache(lambda solution_str: float(half(12))), "reward", 6.0),
+    ],
 )
 def test_objects_are_pickled_by_value(function, name, value):
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -362,9 +444,10 @@ raise SystemExit(run_command(fail))
 
 
 def failed(error):
-    job = Job(Path("runs"), [sys.executable, "-c", FAILING.format(error=error)], rlfuse.Run)
+    job, lines = Job(Path("runs"), [sys.executable, "-c", FAILING.format(error=error)], rlfuse.Run), []
     with pytest.raises(Exception) as caught:
-        job.follow(60, lambda line: None)
+        job.follow(60, lines.append)
+    assert lines == [], "the message is that of the raised error"
     return caught.value
 
 
@@ -435,7 +518,7 @@ def test_responses_are_read_in_the_order_of_the_prompts(folder, monkeypatch):
         return type("Followed", (), {"follow": lambda self, *_: result(file)})()
 
     monkeypatch.setattr(commands, "Job", job)
-    found = rlfuse.generate("algorithm=grpo", model="model", prompts=["a", "b"], out="out.jsonl", rollout={"n": 2})
+    found = rlfuse.generate(model="model", prompts=["a", "b"], out="out.jsonl", algorithm="grpo", rollout={"n": 2})
     assert [*found["id"]] == ["3/2/0", "3/10/0"] and [*found["step"]] == [3, 3] and found["reward"].isna().all()
     [(command, *words)] = written
     assert command == "rlfuse.cli" or words[0] == "generate"

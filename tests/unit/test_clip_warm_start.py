@@ -126,7 +126,7 @@ def test_the_image_experiment_uses_the_prompts_of_the_warm_start(image_task):
     prompts, _ = load_prompts([str(image_task.train_file)], tokenizer, config.data, reader)
     for prompt, watched in zip(prompts, watch(image_task.root, FEW_IMAGES, TINY, model, tokenizer), strict=True):
         assert prompt.visual[0].plan == watched.plan
-        assert any(prompt.token_ids.tolist() == shown.token_ids.tolist() for _, shown in watched.asked)
+        assert any(prompt.token_ids.tolist() == shown.token_ids.tolist() for _, shown in watched.questions)
 
 
 @pytest.mark.slow
@@ -145,7 +145,7 @@ def test_tower_and_language_model_load_with_the_trained_weights(task, tmp_path):
     clip = watch(task.root, FEW, TINY, VideoModel.from_pretrained(str(task.model_path)), tokenizer)[0]
     frames = tower.encode(clip.pictures).unflatten(0, (len(clip.pictures), -1))
     assert frames.shape[1:] == (4, model.config.hidden_size)
-    _, prompt = clip.asked[0]
+    _, prompt = clip.questions[0]
     embeds = model.get_input_embeddings()(torch.from_numpy(prompt.token_ids).long())
     embeds[torch.from_numpy(prompt.positions[0]).long()] = frames[clip.order].flatten(0, 1)
     last = model(inputs_embeds=embeds[None]).logits[0, -1]

@@ -105,6 +105,7 @@ def test_all_keys_and_groups_are_completed_level_by_level():
     ("sub", ["submit"]),
     ("submit st", ["status", "stop"]),
     ("prepare gs", ["gsm8k"]),
+    ("reward replay runs/rlfuse/mine reward.wei", ["reward.weights="]),
     ("train fusion=s", ["fusion=serial", "fusion=stream"]),
     ("train algorithm=ppo,gr", ["algorithm=ppo,grpo"]),
     ("train actor.kl_loss_type=k", [f"actor.kl_loss_type={name}" for name in ("k1", "k2", "k3", "kl")]),

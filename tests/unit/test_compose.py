@@ -71,6 +71,7 @@ def test_unknown_names_in_a_job_file_are_reported_together_with_their_lines(job)
         ("algorithm=grop", "algorithm=grop: preset not found"),
         ("fusion=", "fusion=: preset not found; presets: adaptive, "),
         ("trainer.experiment_name=${absent}", "correct the expression in"),
+        ("reward.functions=[{path: a.py:f, kwargs: {t: 'a ${b}'}}]", "key 'b' not found; correct the expression in ${"),
         ("rollout.val_kwargs={m: 3}", "rollout.val_kwargs.m: unknown key"),
     ],
 )
@@ -194,7 +195,7 @@ def test_rewards_can_be_composed_in_a_job_file_and_on_the_command_line(job):
 reward:
   functions:
     - {{path: "rlfuse.rewards.reasoning_tags:format_gate", gate: true}}
-    - {{path: "{}/rewards.py:score", sources: [openai/gsm8k, "math.v1*"], kwargs: {{a.b: 1}}}}
+    - {{path: "{}/rewards.py:score", sources: [openai/gsm8k, "math.v1*"], kwargs: {{a.b: 1, c: '\\${{d}}'}}}}
   num_workers: 2
 actor.use_kl_loss: true
 algorithm.kl_coef_by_source: {{"math.v1*": 0, openai/gsm8k: 1e-5}}
@@ -204,7 +205,7 @@ algorithm.kl_coef_by_source: {{"math.v1*": 0, openai/gsm8k: 1e-5}}
     config = load([str(job)])
     assert config.reward.functions[0] == {"path": "rlfuse.rewards.reasoning_tags:format_gate", "gate": True}
     assert config.reward.functions[1]["sources"] == ["openai/gsm8k", "math.v1*"]
-    assert config.reward.functions[1]["kwargs"] == {"a.b": 1}
+    assert config.reward.functions[1]["kwargs"] == {"a.b": 1, "c": "${d}"}
     assert config.algorithm.kl_coef_by_source == {"math.v1*": 0.0, "openai/gsm8k": 1e-5}
     typed = f"reward.functions=[{{path: {folder}/rewards.py:score, weight: 0.5, sources: [chat*]}}]"
     changed = load([str(job), typed, "algorithm.kl_coef_by_source={chat: 0.1}"])

@@ -163,12 +163,12 @@ def test_a_relocated_job_validates_and_saves_before_it_leaves_the_node(done, ord
 @pytest.mark.parametrize("visual", [(), ("a clip",)])
 def test_clips_of_the_next_validation_or_step_are_prefetched(visual):
     controller, prefetched = controller_of(Parts("")), []
-    clips = SimpleNamespace(prefetch=lambda prompts, beside: prefetched.append((prompts, beside)))
+    clips = SimpleNamespace(prefetch=lambda prompts, holder: prefetched.append((prompts, holder)))
     held_out, upcoming = [SimpleNamespace(visual=visual)], ["upcoming"]
     controller.engines = SimpleNamespace(clips=clips)
     controller.groups = SimpleNamespace(held_out=held_out, selection=SimpleNamespace(upcoming=lambda: upcoming))
-    for step, beside in ((1, "training"), (2, "training"), (2, "testing"), (3, "testing")):
-        controller._prefetch(step, beside)
+    for step, holder in ((1, "training"), (2, "training"), (2, "testing"), (3, "testing")):
+        controller._prefetch(step, holder)
     second = held_out if visual else upcoming
     assert prefetched == [(upcoming, "training"), (second, "training"), (upcoming, "testing")]
 

@@ -1,4 +1,4 @@
-"""The benchmarks for GPUs: their arithmetic, and what they give to other libraries."""
+"""GPU benchmarks: FLOP counts, and the settings passed to TRL."""
 
 import ast
 import importlib.util
@@ -15,10 +15,10 @@ from rlfuse.config.compose import load
 
 
 @pytest.mark.parametrize(("row", "published"), trainer_only.PUBLISHED.items())
-def test_mfu_is_counted_as_in_the_published_rows(row, published):
+def test_mfu_matches_the_published_rows(row, published):
     rate, mfu = published
-    counted = rate * trainer_only.QWEN3.flops(row[1]) / trainer_only.PEAK_FLOPS
-    assert counted == pytest.approx(mfu, abs=0.005)
+    computed = rate * trainer_only.QWEN3.flops(row[1]) / trainer_only.PEAK_FLOPS
+    assert computed == pytest.approx(mfu, abs=0.005)
     assert trainer_only.QWEN3.parameters == pytest.approx(0.596e9, rel=1e-3)
 
 
@@ -39,7 +39,7 @@ def test_both_sides_train_on_the_same_batch(arguments, tmp_path):
     assert theirs["learning_rate"] == ours.actor.optim.lr and theirs["weight_decay"] == ours.actor.optim.weight_decay
 
 
-def test_trl_knows_every_setting(tmp_path):
+def test_every_setting_exists_in_trl(tmp_path):
     folder = Path(importlib.util.find_spec("trl").origin).parent / "trainer"
     known = set(fields_of(folder / "grpo_config.py", "GRPOConfig"))
     known |= set(fields_of(folder / "base_config.py", "_BaseConfig"))

@@ -1,13 +1,13 @@
-"""The bodies of tests/gpu on a CPU: names, shapes and logic are the same, but all tensors are in host memory.
+"""Run the test functions of tests/gpu on a CPU: same names, shapes and logic, with all tensors in host memory.
 
-A body that is skipped or never called would pass unnoticed; here both are failures.
+A test function that is skipped or never called fails here.
 """
 
 import ast
 import sys
 from pathlib import Path
 
-import deepspeed  # noqa: F401  # without it the modules below would skip this whole file
+import deepspeed  # noqa: F401  # if it is missing, the modules below would skip this whole file
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "gpu"))
@@ -19,27 +19,27 @@ import test_4_sums as sums
 import test_5_attention as attention
 import test_6_tower as tower
 
-CARD_ALONE = {
+GPU_ONLY = {
     "test_the_device",
     "test_flash_attention_of_its_own_package_agrees",
     "test_engine_and_trainer_take_turns",
     "test_recorded_passes_compute_what_launched_ones_do",
     "test_the_quickstart_learns",
 }
-"""Bodies that need a GPU, or a whole engine or job, which tests/end_to_end covers on CPUs."""
+"""Tests that need a GPU, or a whole engine or job, which tests/end_to_end covers on CPUs."""
 INTERPRETED = ("test_9_log_probs.py", "test_11_drafts.py", "test_12_draft_engines.py")
-"""Their bodies need Triton's interpreter, in which test_fused_log_probs.py and test_acceptance_rule.py run them."""
+"""These need Triton's interpreter; test_fused_log_probs.py and test_acceptance_rule.py run them in it."""
 
 
 def assert_runs(body, *arguments):
-    """Call a body with its arguments; fail if it is skipped."""
+    """Call a test function with its arguments; fail if it is skipped."""
     try:
         body(*arguments)
     except pytest.skip.Exception as skipped:
         pytest.fail(f"{body.__name__}{arguments} was not run: {skipped}")
 
 
-def test_every_body_is_run_here_or_on_a_card_alone():
+def test_every_gpu_test_runs_here_or_only_on_a_gpu():
     files = sorted(Path(small.__file__).parent.glob("test_*.py"))
     files = [file for file in files if file.name not in INTERPRETED]
     names = [node.name for file in files for node in ast.walk(ast.parse(file.read_text()))
@@ -48,10 +48,10 @@ def test_every_body_is_run_here_or_on_a_card_alone():
     calls = [node for node in ast.walk(ast.parse(Path(__file__).read_text())) if isinstance(node, ast.Call)]
     called = [call.args[0] for call in calls if getattr(call.func, "id", "") == "assert_runs"]
     ran = {body.attr for body in called if isinstance(body, ast.Attribute)}
-    assert ran | CARD_ALONE == bodies and not ran & CARD_ALONE
+    assert ran | GPU_ONLY == bodies and not ran & GPU_ONLY
 
 
-def test_a_body_that_is_skipped_fails():
+def test_assert_runs_fails_on_a_skip():
     def skips(device):
         pytest.skip(f"no GPU, {device}")
 
@@ -61,7 +61,7 @@ def test_a_body_that_is_skipped_fails():
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("ranks")  # each pytest process that starts ranks repeats their imports
-def test_what_ranks_do(tmp_path):
+def test_ranks(tmp_path):
     assert_runs(moves.test_a_trained_model_leaves_the_device_and_comes_back, "cpu", 1, "bfloat16")
     for stage, residency in ((1, "step"), (2, "forecast"), (3, "forecast")):
         assert_runs(moves.test_an_optimizer_comes_behind_the_weights, "cpu", stage, residency)
@@ -75,13 +75,13 @@ def test_what_ranks_do(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("ranks")
-def test_weights_go_to_another_process():
+def test_weight_transfer_to_another_process():
     assert_runs(ipc.test_weights_arrive_in_another_process_and_their_memory_comes_back, "cpu")
     assert_runs(ipc.test_tensors_of_host_memory_are_refused, "cpu")
 
 
 @pytest.mark.slow
-def test_attention_by_layouts(tmp_path):
+def test_attention_layouts(tmp_path):
     folder = small.policy_folder(tmp_path)
     assert attention.TOLERANCE
     for dtype in attention.TOLERANCE:

@@ -1,4 +1,4 @@
-"""The calibration file: what curves say of costs, and the measurement itself, tiny and on a CPU."""
+"""Calibration file: costs fitted to measured curves, and a tiny measurement on a CPU."""
 
 import json
 import sys
@@ -50,7 +50,7 @@ def curves_of(costs):
     }
 
 
-def test_costs_come_out_of_the_curves_that_they_make():
+def test_fit_recovers_the_costs_that_generated_the_curves():
     fitted = costs_of(curves_of(TRUE), FACTS)
     measured = [name for name, value in asdict(TRUE).items() if value != getattr(Costs(), name)]
     for name in measured:
@@ -63,7 +63,7 @@ def test_costs_come_out_of_the_curves_that_they_make():
     assert all(abs(each.total) < 0.02 for each in fitted.accuracy.values())
 
 
-def test_one_slow_run_changes_no_median():
+def test_one_slow_run_does_not_change_the_median():
     slow = curves_of(TRUE)
     slow["to_host"] = [replace(point, seconds=(*point.seconds[:2], 9.0)) for point in slow["to_host"]]
     assert costs_of(slow, FACTS).costs.switch_s == pytest.approx(costs_of(curves_of(TRUE), FACTS).costs.switch_s, 0.02)
@@ -73,7 +73,7 @@ def test_one_slow_run_changes_no_median():
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("ranks")
-def test_the_measurement_writes_costs_that_policies_take(tmp_path, capsys):
+def test_measurement_writes_costs_that_policies_accept(tmp_path, capsys):
     out = tmp_path / "costs.json"
     arguments = ["--device", "cpu", "--tiny", "--through", "transformers", "--repeats", "2", "--out", str(out)]
     gpu_curves.main(gpu_curves.options_of(arguments))

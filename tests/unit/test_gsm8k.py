@@ -1,4 +1,4 @@
-"""`rlfuse prepare gsm8k`: rows in verl's format from a copy or generated, and their scores."""
+"""`rlfuse prepare gsm8k`: rows in verl's format, from a local copy or generated, and their scores."""
 
 import json
 import os
@@ -20,7 +20,7 @@ COPY = {
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
+def offline_in_tmp_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "nothing"))
@@ -31,7 +31,7 @@ def read(split):
 
 
 @pytest.mark.parametrize("form", ["hub", "authors"])
-def test_a_copy_becomes_verls_rows(form, capsys):
+def test_local_copy_is_converted_to_verl_rows(form, capsys):
     os.makedirs("copy/main")
     os.makedirs("copy/socratic")
     for split, rows in COPY.items():
@@ -46,11 +46,11 @@ def test_a_copy_becomes_verls_rows(form, capsys):
     assert (row.data_source, row.ground_truth, len(read("train"))) == ("openai/gsm8k", "1001", 2)
     assert row.messages[0]["content"] == f"A thousand and one? {gsm8k.INSTRUCTION}"
     assert row.columns["extra_info"] == {"split": "test", "index": 0} | COPY["test"][0]
-    assert main(["prepare", "gsm8k"]) == 0 and len(read("train")) == 2, "what came from a copy stays"
+    assert main(["prepare", "gsm8k"]) == 0 and len(read("train")) == 2, "rows from the local copy were overwritten"
     assert "can't be reached" not in capsys.readouterr().out
 
 
-def test_a_copy_that_is_one_file_is_divided_and_read_again_when_it_changed():
+def test_single_file_copy_is_split_and_reread_after_a_change():
     rows = [{"question": f"{i}?", "answer": f"#### {i}"} for i in range(20)]
     for count in (20, 10):
         pq.write_table(pa.Table.from_pylist(rows[:count]), "all.parquet")
@@ -59,19 +59,19 @@ def test_a_copy_that_is_one_file_is_divided_and_read_again_when_it_changed():
         assert len(read("train")) == count - count // 10
 
 
-def test_without_hub_and_copy_a_sample_is_generated(capsys):
+def test_sample_is_generated_without_hub_or_copy(capsys):
     assert main(["prepare", "gsm8k"]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert "can't be reached" in said[0] and "256 and 64 generated problems" in said[0] and "NOT GSM8K" in said[0]
-    assert said[1:3] == ["data/gsm8k/test.parquet", "data/gsm8k/train.parquet"]
+    output = capsys.readouterr().out.splitlines()
+    assert "can't be reached" in output[0] and "256 and 64 generated problems" in output[0] and "NOT GSM8K" in output[0]
+    assert output[1:3] == ["data/gsm8k/test.parquet", "data/gsm8k/train.parquet"]
     rows = [*read("train"), *read("test")]
     assert len({row.messages[0]["content"] for row in rows}) == len(rows) == 320
     for row in rows:
         answer = row.columns["extra_info"]["answer"]
         assert numeric.score(row.data_source, answer, row.ground_truth)["score"] == 1
         assert numeric.score(row.data_source, "#### -7", row.ground_truth)["score"] == 0
-        for sum_, value in re.findall(r"<<(.*?)=(.*?)>>", answer):
-            assert eval(sum_) == int(value) >= 0  # digits and one operator
+        for expression, value in re.findall(r"<<(.*?)=(.*?)>>", answer):
+            assert eval(expression) == int(value) >= 0  # only digits and one operator
 
 
 @pytest.mark.parametrize(

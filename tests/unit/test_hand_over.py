@@ -1,4 +1,4 @@
-"""Which models take a clip's embeddings, how, and why others don't; placeholders have no probability in the trainer."""
+"""How clip embeddings are passed to vLLM per model family; the trainer gives placeholder tokens probability 0."""
 
 import re
 from dataclasses import replace
@@ -42,7 +42,7 @@ TEXT = Qwen2Config(image_token_id=5, video_token_id=6)
         (Qwen3VLConfig(), replace(AT_TWO, is_image=True), Route.VIDEO_EMBEDS),
     ],
 )
-def test_the_way_into_the_engine(config, plan, route):
+def test_route_into_the_engine(config, plan, route):
     assert select_route(config, plan) is route
 
 
@@ -66,12 +66,12 @@ def test_the_way_into_the_engine(config, plan, route):
         (LlavaConfig(), AT_TWO, "llava is not a supported video model.*qwen2_5_vl"),
     ],
 )
-def test_what_is_not_exact_is_refused_with_the_reason(config, plan, reason):
+def test_inexact_routes_are_refused_with_a_reason(config, plan, reason):
     refusal = select_route(config, plan)
     assert isinstance(refusal, Refusal) and re.search(reason, refusal.reason)
 
 
-def test_engine_arguments_follow_the_way():
+def test_engine_arguments_follow_the_route():
     assert prompt_arguments(Qwen2Config(), 512) == {}
     assert prompt_arguments(TEXT, 512) == {"enable_prompt_embeds": True}
     assert prompt_arguments(Qwen2_5_VLConfig(), 9000)["max_num_batched_tokens"] == 9000
@@ -83,7 +83,7 @@ def test_engine_arguments_follow_the_way():
         prompts.check("1/2/3", np.full(4, 151656), (video,))
 
 
-def test_a_clip_that_the_engine_can_not_take_in_one_step_is_refused():
+def test_clips_longer_than_one_engine_step_are_refused():
     video = Visual(
         np.arange(4), Embedding("key", "/nowhere", 4, Qwen2_5_VLConfig().text_config.hidden_size), "clip.mp4", AT_TWO
     )
@@ -95,7 +95,7 @@ def test_a_clip_that_the_engine_can_not_take_in_one_step_is_refused():
         Prompts(Qwen2_5_VLConfig(), 3).check("1/2/3", ids, (video,))
 
 
-def test_placeholders_have_no_probability_and_no_gradient_in_the_trainer():
+def test_placeholders_have_zero_probability_and_gradient_in_the_trainer():
     sizes = dict(vocab_size=40, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
     config = Qwen2Config(**sizes, num_key_value_heads=1, image_token_id=38, video_token_id=39)
     assert placeholder_ids(config) == (38, 39)
@@ -109,7 +109,7 @@ def test_placeholders_have_no_probability_and_no_gradient_in_the_trainer():
     assert packs_exactly(model, 40, torch.float32, "cpu")
 
 
-def test_value_models_of_such_a_policy_are_left_alone():
+def test_value_models_of_video_policies_are_unchanged():
     sizes = dict(vocab_size=40, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
     config = Qwen2Config(**sizes, num_key_value_heads=1, image_token_id=38, num_labels=1)
     settings = ModelConfig(path="", enable_gradient_checkpointing=False)

@@ -1,4 +1,4 @@
-"""Detection of slow workers on constructed spans, samples and windows; `test_health_faults.py` has whole runs."""
+"""Detection of slow workers on constructed spans, samples and windows; `test_health_faults.py` tests whole runs."""
 
 import json
 from dataclasses import replace
@@ -19,12 +19,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def decode(slot, start, seconds, batch=8, steps=10, step=1):
-    told = {"steps": steps, "batch": batch, "context": 100, "prefill_tokens": 0}
-    return Span("decode", f"rollout/{slot}", start, start + seconds, step, tokens=batch * steps, attributes=told)
+    work = {"steps": steps, "batch": batch, "context": 100, "prefill_tokens": 0}
+    return Span("decode", f"rollout/{slot}", start, start + seconds, step, tokens=batch * steps, attributes=work)
 
 
 def windows(levels, metric="slowness", role="rollout", first=1, seconds=8.0, weight=4.0):
-    """[windows][workers] of values, a window each step; None: no value."""
+    """Yield one window per step from `levels` [windows][workers]; None: no value."""
     for number, row in enumerate(levels, first):
         values = {f"{role}/{i}": (value, weight) for i, value in enumerate(row) if value is not None}
         yield Window(number, number * seconds, (number + 1) * seconds, {metric: values})
@@ -42,32 +42,32 @@ def scattered(count, workers, seed=0, scatter=0.05):
 # Work and series ------------------------------------------------------------------------------------------------------
 
 
-def test_what_work_should_take_is_learned_by_class_and_no_single_worker_decides_it():
+def test_expected_seconds_are_learned_per_class_and_robust_to_one_slow_worker():
     expected, costs = ExpectedSeconds(), Costs(step_base_s=0.01, flat_batch=64)
     work = [decode(slot, 0, 0.2 if slot < 3 else 0.6) for slot in range(4) for _ in range(5)]
     tail = [decode(0, 0, 0.3, batch=1) for _ in range(5)]
     expected.learn(work + tail, costs)
-    assert expected.seconds(decode(3, 0, 9.0)) == pytest.approx(0.2), "not of the one that is slow"
-    assert expected.seconds(decode(3, 0, 9.0, steps=20)) == pytest.approx(0.4), "by the costs within a class"
-    assert expected.seconds(decode(3, 0, 9.0, batch=1)) == pytest.approx(0.3), "a small batch is a class of its own"
-    assert expected.seconds(decode(3, 0, 9.0, batch=16)) is None, "nothing tells"
+    assert expected.seconds(decode(3, 0, 9.0)) == pytest.approx(0.2), "the slow worker changed the expectation"
+    assert expected.seconds(decode(3, 0, 9.0, steps=20)) == pytest.approx(0.4), "scaled by the costs within a class"
+    assert expected.seconds(decode(3, 0, 9.0, batch=1)) == pytest.approx(0.3), "a small batch is a separate class"
+    assert expected.seconds(decode(3, 0, 9.0, batch=16)) is None, "class without data"
     expected.learn([decode(3, 0, 2.0) for _ in range(500)], Costs(step_base_s=1.0))
-    assert expected.seconds(decode(3, 0, 9.0)) == pytest.approx(0.2), "what was usual at first"
+    assert expected.seconds(decode(3, 0, 9.0)) == pytest.approx(0.2), "the first measurements are kept"
     stage = Span("forward", "trainer/0", 0, 1, tokens=9, attributes={"stage": 0, "model": "actor"})
     assert class_of(stage) != class_of(replace(stage, attributes={"stage": 1, "model": "actor"}))
 
 
-def test_a_worker_is_settled_after_its_first_step_and_again_after_a_restart():
-    settled = WarmUpFilter()
-    assert settled.work_of([decode(0, 0, 1)]) == ([], set())
-    assert settled.work_of([decode(0, 0, 1), decode(1, 0, 2)]) == ([decode(0, 0, 1)], set()), "the other is new"
+def test_warm_up_ends_after_the_first_step_and_restarts_with_the_worker():
+    warm_up = WarmUpFilter()
+    assert warm_up.work_of([decode(0, 0, 1)]) == ([], set())
+    assert warm_up.work_of([decode(0, 0, 1), decode(1, 0, 2)]) == ([decode(0, 0, 1)], set()), "the other worker is new"
     restart = Span("restart", "rollout/0", 0, 1)
     failed = replace(decode(1, 0, 1), attributes={"error": "gone"})
-    assert settled.work_of([restart, decode(0, 0, 1), failed]) == ([], {"rollout/0"})
-    assert settled.work_of([decode(0, 0, 1)])[0] == [decode(0, 0, 1)]
+    assert warm_up.work_of([restart, decode(0, 0, 1), failed]) == ([], {"rollout/0"})
+    assert warm_up.work_of([decode(0, 0, 1)])[0] == [decode(0, 0, 1)]
 
 
-def test_a_series_spreads_work_over_its_seconds_and_divides_by_it():
+def test_series_spreads_spans_over_their_seconds():
     expected, series = ExpectedSeconds(), Series(100.0, 120.0)
     expected.learn([decode(slot, 0, 2.0) for slot in range(2) for _ in range(3)], Costs(step_base_s=0.01))
     series.add_spans([decode(0, 98.0, 4.0), decode(0, 110.0, 2.0), decode(1, 104.5, 3.0)], expected)
@@ -77,8 +77,8 @@ def test_a_series_spreads_work_over_its_seconds_and_divides_by_it():
     first, second = series.windows(7)
     assert (first.step, first.start, first.end, second.end) == (7, 100.0, 110.0, 120.0)
     assert first.values["slowness"] == {"rollout/0": (2.0, 2.0), "rollout/1": (1.5, 2.0)}
-    assert second.values["slowness"] == {"rollout/0": (1.0, 2.0)}, "who rests is missing"
-    assert first.values["cpu"]["rollout/1"][0] == pytest.approx(4 * 0.6 / 2), "of the four seconds with work alone"
+    assert second.values["slowness"] == {"rollout/0": (1.0, 2.0)}, "idle workers have no value"
+    assert first.values["cpu"]["rollout/1"][0] == pytest.approx(4 * 0.6 / 2), "only the four seconds with work count"
     assert first.values["gpu_clock"]["rollout/1"][0] == pytest.approx(1500) and "rollout/1" not in second.values["cpu"]
     assert first.values["io_pressure"] == {"node/a": (0.25, 10.0)}
     assert series.mean("cpu", "rollout/1") == pytest.approx(0.6)
@@ -88,31 +88,31 @@ def test_a_series_spreads_work_over_its_seconds_and_divides_by_it():
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4, 16, 64])
-def test_the_slow_one_is_named_with_the_evidence(workers):
+def test_slow_worker_is_reported_with_evidence(workers):
     levels = scattered(80, workers)
     levels[20:50, 1] *= 1.6
     began, ended = alarms(levels)
     assert (began.worker, began.metric, began.ended) == ("rollout/1", "slowness", None)
     assert set(began.peers) == {f"rollout/{i}" for i in range(workers)} - {"rollout/1"}
     assert 21 <= began.step <= 24 and began.began == began.step * 8, "windows count from 1"
-    assert began.window == (began.told - 8, began.told) and began.step + STEPS * 8 <= began.told
+    assert began.window == (began.raised - 8, began.raised) and began.step + STEPS * 8 <= began.raised
     assert began.distance >= began.threshold and began.value / began.usual == pytest.approx(began.ratio)
     assert 1.3 < began.ratio < 1.75
     assert ended == replace(began, ended=ended.ended) and 51 * 8 < ended.ended < 75 * 8
 
 
 @pytest.mark.slow
-def test_healthy_workers_and_short_jitters_raise_nothing():
+def test_healthy_workers_and_short_jitter_raise_no_alarm():
     for workers in (2, 3, 8, 64):
         levels = scattered(80, workers, seed=workers, scatter=0.1)
         assert not alarms(levels)
         levels[30:35, 0] *= 4
         assert not alarms(levels), "40 seconds"
         levels[40:] *= 1.7
-        assert not alarms(levels), "all of them are slower"
+        assert not alarms(levels), "all workers are slower"
 
 
-def test_again_and_again_is_as_bad_as_all_the_time():
+def test_repeated_slowness_is_detected():
     levels = scattered(80, 5)
     levels[20:60:3, 2] *= 4
     began = [alarm for alarm in alarms(levels) if alarm.ended is None]
@@ -129,12 +129,12 @@ def test_missing_values_neither_raise_nor_clear():
             row[0] = row[1] = None
     (began,) = alarms(levels)
     assert began.worker == "rollout/3" and began.ended is None
-    assert not alarms([[1.0, 1.0], *[[None, 5.0]] * 60]), "nobody is left to compare it with"
+    assert not alarms([[1.0, 1.0], *[[None, 5.0]] * 60]), "no peers to compare with"
 
 
-def test_one_alone_is_held_against_its_own_beginning():
+def test_single_worker_is_compared_with_its_first_windows():
     levels = scattered(60, 1)
-    assert not alarms(levels * 3), "it was always so"
+    assert not alarms(levels * 3), "constant speed"
     levels[20:] *= 1.3
     assert not alarms(levels), "the run may have changed"
     levels[20:] *= 1.5
@@ -142,7 +142,7 @@ def test_one_alone_is_held_against_its_own_beginning():
     assert began.peers == () and "at its start (it has no peers)" in alert_of(began, None).text
 
 
-def test_what_a_node_is_by_nature_is_no_fault_and_what_is_far_from_the_others_at_once_is():
+def test_constant_offset_of_a_node_is_ignored_and_sudden_outliers_are_reported():
     pressure = np.abs(scattered(60, 4, scatter=0.2) - 1) * 0.01
     pressure[:, 0] += 0.02
     assert not alarms(pressure, metric="io_pressure", role="node"), "the driver's node writes more"
@@ -157,16 +157,16 @@ def test_what_a_node_is_by_nature_is_no_fault_and_what_is_far_from_the_others_at
     assert not alarms(clock, metric="gpu_clock")
 
 
-def test_short_steps_and_a_shorter_time_need_fewer_seconds():
+def test_short_steps_and_small_continuity_s_shorten_detection():
     levels = scattered(60, 4)
     levels[20:, 1] *= 1.8
     (first,) = alarms(levels, seconds=2.0)
-    assert STEPS * 2 <= first.told - first.began <= (STEPS + 4) * 2
-    (sooner,) = alarms(levels, continuity_s=30.0)
-    assert 30 <= sooner.told - sooner.began <= 60
+    assert STEPS * 2 <= first.raised - first.began <= (STEPS + 4) * 2
+    (earlier,) = alarms(levels, continuity_s=30.0)
+    assert 30 <= earlier.raised - earlier.began <= 60
 
 
-def test_a_restarted_worker_is_judged_anew():
+def test_restarted_worker_is_evaluated_from_scratch():
     levels, detector = scattered(60, 4), Detector()
     levels[20:, 1] *= 1.8
     assert not alarms(levels[:27], detector=detector)
@@ -176,7 +176,7 @@ def test_a_restarted_worker_is_judged_anew():
     assert began.step >= 34
 
 
-def test_a_worker_has_one_alarm_and_what_else_is_apart_stands_beside_it():
+def test_one_alarm_per_worker_lists_other_outliers():
     detector, found = Detector(), []
     for number, slow in enumerate([1.0] * 20 + [2.0] * 40, 1):
         cpu = {f"rollout/{i}": (slow if i == 0 else 1.0, 4.0) for i in range(4)}
@@ -188,14 +188,14 @@ def test_a_worker_has_one_alarm_and_what_else_is_apart_stands_beside_it():
         ("rollout/0", "slowness"),
         ("node/0", "memory_pressure"),
     ]
-    assert [text.partition(":")[0] for text in found[0].beside] == ["rollout/0", "node/0"]
-    assert "% of the time stalled for memory" in found[0].beside[1]
+    assert [text.partition(":")[0] for text in found[0].related] == ["rollout/0", "node/0"]
+    assert "% of the time stalled for memory" in found[0].related[1]
 
 
-# What is left of it ---------------------------------------------------------------------------------------------------
+# Alarm files and the monitor ------------------------------------------------------------------------------------------
 
 
-def test_alarms_are_told_with_what_to_do_and_read_back_as_one_each(tmp_path):
+def test_alarms_recommend_an_action_and_are_read_back_once_each(tmp_path):
     levels = scattered(60, 4)
     levels[20:40, 1] *= 1.6
     began, ended = alarms(levels)
@@ -212,64 +212,64 @@ def test_alarms_are_told_with_what_to_do_and_read_back_as_one_each(tmp_path):
     assert fault.title == "faulty worker: node/a" and "slots drain" not in fault.text
 
 
-class Eyes:
-    """An agent of one node, which sees what it is given."""
+class FakeAgent:
+    """Agent of one node that returns the samples it is given."""
 
     node = "node/a"
 
     def __init__(self):
-        self.seen, self.failure, self.closed = [], "", False
+        self.samples, self.failure, self.closed = [], "", False
 
     async def drain(self):
-        seen, self.seen = self.seen, []
-        return seen, self.failure
+        samples, self.samples = self.samples, []
+        return samples, self.failure
 
     def close(self):
         self.closed = True
 
 
-async def test_alarms_are_told_also_where_they_can_not_be_written(tmp_path, monkeypatch):
-    levels, told, said = scattered(60, 4), [], []
+async def test_alarms_are_reported_even_if_they_cannot_be_written(tmp_path, monkeypatch):
+    levels, titles, messages = scattered(60, 4), [], []
     levels[20:40, 1] *= 1.6
     began, ended = alarms(levels)
     (tmp_path / FILE).mkdir()
-    monitor = Monitor(tmp_path, [], 40.0, 1, lambda step, alert: told.append(alert.title), said.append)
+    monitor = Monitor(tmp_path, [], 40.0, 1, lambda step, alert: titles.append(alert.title), messages.append)
     for step, alarm in enumerate((began, ended), 1):
         monkeypatch.setattr(monitor.detector, "add_window", lambda *_, alarm=alarm: [alarm])
         await monitor.check_step(step, [], Costs())
         await monitor.check_step(step, [], Costs())
-    assert set(told) == {"slow worker: rollout/1"}
-    assert "Health check failed in step 1: IsADirectoryError" in said[0]
-    assert any("rollout/1 matches its peers again" in each for each in said)
+    assert set(titles) == {"slow worker: rollout/1"}
+    assert "Health check failed in step 1: IsADirectoryError" in messages[0]
+    assert any("rollout/1 matches its peers again" in each for each in messages)
 
 
-async def test_the_monitor_tells_writes_and_measures_and_never_ends_a_run(tmp_path, monkeypatch):
+async def test_monitor_reports_writes_and_measures_and_never_ends_the_run(tmp_path, monkeypatch):
     clock = iter(np.arange(0.0, 1000.0, 4.0))
     monkeypatch.setattr("rlfuse.clock.now", lambda: float(next(clock)))
-    eyes, told, said = Eyes(), [], []
-    monitor = Monitor(tmp_path, [eyes], 40.0, 2, lambda step, alert: told.append((step, alert)), said.append)
+    agent, alerts, messages = FakeAgent(), [], []
+    monitor = Monitor(tmp_path, [agent], 40.0, 2, lambda step, alert: alerts.append((step, alert)), messages.append)
     for step in range(1, 40):
         start = (step - 1) * 4.0
         spans = [decode(i, start + j, 0.9 * (1.8 if i == 1 and step > 20 else 1)) for i in range(3) for j in range(3)]
-        eyes.seen = [Sample("rollout/0", start + i, 1.0, {"cpu": 0.5, "memory_gb": 2.0}) for i in (1, 2, 3)]
+        agent.samples = [Sample("rollout/0", start + i, 1.0, {"cpu": 0.5, "memory_gb": 2.0}) for i in (1, 2, 3)]
         values = await monitor.check_step(step, spans, Costs())
         if step == 2:
-            eyes.failure = "no permission"
+            agent.failure = "no permission"
     assert values["health/alarms"] == 1 and values["health/agents"] == 1 and values["health/memory_gb/max"] == 2
     assert 1.6 < values["health/slowness/rollout/max"] < 2
-    assert [alert.title for _, alert in told] == ["slow worker: rollout/1"] and 23 <= told[0][0] <= 33
+    assert [alert.title for _, alert in alerts] == ["slow worker: rollout/1"] and 23 <= alerts[0][0] <= 33
     (alarm,) = read_alarms(tmp_path)
-    assert alarm.step in (21, 22) and said == ["Health data of node/a is incomplete: no permission"]
+    assert alarm.step in (21, 22) and messages == ["Health data of node/a is incomplete: no permission"]
     monkeypatch.setattr(monitor.detector, "add_window", lambda *_: 1 / 0)
     for step in (40, 41):
         assert await monitor.check_step(step, spans, Costs()) == {}
-    assert said[1:] == ["Health check failed in step 40: ZeroDivisionError: division by zero"]
+    assert messages[1:] == ["Health check failed in step 40: ZeroDivisionError: division by zero"]
     monitor.close()
-    assert eyes.closed
+    assert agent.closed
 
 
 @pytest.mark.slow
-def test_a_made_run_with_a_slow_slot_and_a_healthy_one():
+def test_generated_runs_with_and_without_a_slow_slot():
     healthy, slow = MadeRun(11, 4, near_miss="checkpoint"), MadeRun(3, 4, "slow")
     assert not alarms_of(healthy)
     named = {alarm.worker for alarm in alarms_of(slow)}
@@ -289,7 +289,7 @@ def test_a_recorded_run_is_healthy():
     assert len(steps) == 2 and not found
 
 
-def test_signals_compare_and_show_what_they_mean():
+def test_signal_conversions_are_inverse_and_monotonic():
     for signal in SIGNALS.values():
         assert signal.value(signal.compared(0.7)) == pytest.approx(0.7)
         assert (signal.compared(0.9) > signal.compared(0.7)) == (signal.worse > 0)

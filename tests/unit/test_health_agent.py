@@ -1,5 +1,6 @@
-"""Agents on this machine: samples of real processes, overhead, and detection of a process that is stopped repeatedly.
-GPUs: the NVML calls match the signatures of the package."""
+"""Health agents on this machine: samples of real processes, overhead, and detection of a repeatedly stopped process.
+
+GPUs: NVML calls match the signatures of the package."""
 
 import ast
 import importlib.util
@@ -34,11 +35,11 @@ LOOP = "import time\nprint('up', flush=True)\nwhile True: sum(range(50_000)), ti
 SLEEPER = "import time\nprint('up', flush=True)\ntime.sleep(60)"
 PARENT = f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {LOOP!r}]).wait()"
 WORKER = """import sys, time
-with open(sys.argv[1], "a", buffering=1) as told:
+with open(sys.argv[1], "a", buffering=1) as spans:
     while True:
         began = time.time()
         time.sleep(0.02)
-        told.write(f"{began} {time.time()}\\n")
+        spans.write(f"{began} {time.time()}\\n")
 """
 
 
@@ -55,55 +56,55 @@ def running(script, *arguments):
 
 
 @pytest.mark.slow
-def test_a_sampler_tells_who_works_with_all_its_children_and_who_does_not():
+def test_sampler_measures_process_trees():
     with running(PARENT) as parent, running(SLEEPER) as sleeper:
         workers = [Registered("rollout/0", parent.pid, ""), Registered("trainer/0", sleeper.pid, "")]
         assert list(map(len, process_trees(workers).values())) == [2, 1]
         both = [Registered("rollout/0", os.getpid(), ""), *workers[1:]]
-        assert sleeper.pid not in process_trees(both)[both[0]], "it counts for itself"
+        assert sleeper.pid not in process_trees(both)[both[0]], "a registered child has its own tree"
         sampler = Sampler("node/a", workers=lambda: workers)
         sampler.sample()
         time.sleep(1.0)
-        seen = {sample.worker: sample for sample in sampler.sample()}
-        assert seen["rollout/0"].amounts["cpu"] > 0.01 > seen["trainer/0"].amounts["cpu"]
-        assert seen["rollout/0"].seconds > 0.9 and seen["rollout/0"].amounts["memory_gb"] > 0.005
-        assert seen["rollout/0"].amounts.keys() >= {"cpu", "page_faults", "core_wait", "disk_mb"}
-        assert seen["node/a"].amounts.keys() >= {"retransmits"}
-    assert "node/a" in {sample.worker for sample in sampler.sample()}, "they ended, and it goes on"
+        samples = {sample.worker: sample for sample in sampler.sample()}
+        assert samples["rollout/0"].amounts["cpu"] > 0.01 > samples["trainer/0"].amounts["cpu"]
+        assert samples["rollout/0"].seconds > 0.9 and samples["rollout/0"].amounts["memory_gb"] > 0.005
+        assert samples["rollout/0"].amounts.keys() >= {"cpu", "page_faults", "core_wait", "disk_mb"}
+        assert samples["node/a"].amounts.keys() >= {"retransmits"}
+    assert "node/a" in {sample.worker for sample in sampler.sample()}, "sampling stopped when the workers ended"
 
 
-def test_processes_of_a_run_on_this_host_are_found(tmp_path, monkeypatch):
+def test_registered_processes_on_this_host_are_found(tmp_path, monkeypatch):
     assert registered() == []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
     with watchdog.watching(tmp_path, Recorder("driver"), print):
         assert registered() == [Registered("driver", os.getpid(), "3")]
 
 
-def test_the_way_to_another_node_takes_time_and_never_long():
+def test_round_trip_to_an_unreachable_node_times_out():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rlfuse.health.sampling.PROBE_S", 0.1)
         began = time.monotonic()
-        assert round_trip("192.0.2.1", 9) == 0.1 and time.monotonic() - began < 20, "an address that nobody has"
+        assert round_trip("192.0.2.1", 9) == 0.1 and time.monotonic() - began < 20, "an unassigned address"
     assert PROBE_S < agent.PERIOD_S
 
 
 async def drained(handle, enough):
-    """All that it saw until it is enough, for half a minute at most."""
-    seen, until = [], time.monotonic() + 30
+    """Return the samples and the failure once `enough` accepts them; fail after 30 s."""
+    collected, until = [], time.monotonic() + 30
     while time.monotonic() < until:
         samples, failure = await handle.drain()
-        seen += samples
-        if enough(seen, failure):
-            return seen, failure
+        collected += samples
+        if enough(collected, failure):
+            return collected, failure
         time.sleep(0.05)
-    raise AssertionError(f"it saw {seen}")
+    raise AssertionError(f"received only {collected}")
 
 
 @pytest.mark.slow
-async def test_an_agent_looks_once_a_second_and_tells_what_failed(monkeypatch):
+async def test_agent_samples_periodically_and_reports_failures(monkeypatch):
     monkeypatch.setattr(agent, "PERIOD_S", 0.05)
-    mine = [Registered("rollout/0", os.getpid(), "")]
-    handle = AgentHandle("node/a", Agent("node/a", sampler=Sampler("node/a", workers=lambda: mine)), remote=False)
+    workers = [Registered("rollout/0", os.getpid(), "")]
+    handle = AgentHandle("node/a", Agent("node/a", sampler=Sampler("node/a", workers=lambda: workers)), remote=False)
     samples, failure = await drained(handle, lambda samples, _: len({sample.worker for sample in samples}) == 2)
     assert not failure and {sample.worker for sample in samples} == {"rollout/0", "node/a"}
     monkeypatch.setattr(Sampler, "sample", lambda _: 1 / 0)
@@ -114,7 +115,7 @@ async def test_an_agent_looks_once_a_second_and_tells_what_failed(monkeypatch):
 
 
 @pytest.mark.slow
-async def test_a_run_has_an_agent_on_each_machine_and_none_where_nobody_looks(tmp_path, monkeypatch):
+async def test_one_agent_per_machine_unless_slow_worker_s_is_null(tmp_path, monkeypatch):
     here, other = Node("a", "127.0.0.1", 1, {}), Node("b", "127.0.0.1", 2, {})
     monkeypatch.setattr(agent, "this_node_id", lambda: "a")
     monkeypatch.setattr(agent, "PERIOD_S", 0.05)
@@ -132,29 +133,30 @@ async def test_a_run_has_an_agent_on_each_machine_and_none_where_nobody_looks(tm
 
 
 @pytest.mark.slow
-def test_an_agent_takes_less_than_a_hundredth_of_a_core():
-    own = [Registered(f"worker/{i}", pid, "") for i, pid in enumerate(psutil.pids()[-12:])]
-    sampler = Sampler("node/a", workers=lambda: own)
+def test_agent_uses_less_than_one_percent_of_a_core():
+    workers = [Registered(f"worker/{i}", pid, "") for i, pid in enumerate(psutil.pids()[-12:])]
+    sampler = Sampler("node/a", workers=lambda: workers)
     sampler.sample()
-    began, looks = time.thread_time(), 20
-    for _ in range(looks):
+    began, repeats = time.thread_time(), 20
+    for _ in range(repeats):
         sampler.sample()
-    each = (time.thread_time() - began) / looks
-    print(f"{1e3 * each:.2f} ms of CPU a look, at {sum(map(len, sampler._process_trees.values()))} processes")
-    assert each < 0.01 * agent.PERIOD_S or agent.SHARE <= 0.01, "else it looks less often"
+    each = (time.thread_time() - began) / repeats
+    print(f"{1e3 * each:.2f} ms of CPU per sample of {sum(map(len, sampler._process_trees.values()))} processes")
+    assert each < 0.01 * agent.PERIOD_S or agent.SHARE <= 0.01, "otherwise it samples less often"
 
 
 @pytest.mark.slow
-async def test_a_process_that_is_stopped_again_and_again_is_named(tmp_path):
-    """Three real workers; one is stopped for two thirds of the time from the tenth second on.
+async def test_repeatedly_stopped_process_is_reported(tmp_path):
+    """Stop one of three real workers for two thirds of the time, from the tenth second on.
 
-    In real time: it fails where other programs take the cores from another of the three for as long."""
-    told, read = [], [0, 0, 0]
+    Runs in real time, so it fails if other programs starve another worker for as long.
+    """
+    alerts, read = [], [0, 0, 0]
     with ExitStack() as stack:
         workers = [stack.enter_context(running(WORKER, str(tmp_path / str(i)))) for i in range(3)]
         known = [Registered(f"rollout/{i}", worker.pid, "") for i, worker in enumerate(workers)]
         handle = AgentHandle("node/a", Agent("node/a", sampler=Sampler("node/a", workers=lambda: known)), remote=False)
-        monitor = Monitor(tmp_path, [handle], 6.0, 1, lambda step, alert: told.append((step, alert)), print)
+        monitor = Monitor(tmp_path, [handle], 6.0, 1, lambda step, alert: alerts.append((step, alert)), print)
         stack.callback(monitor.close)
         for step in range(1, 36):
             until = time.monotonic() + 1.0
@@ -165,23 +167,23 @@ async def test_a_process_that_is_stopped_again_and_again_is_named(tmp_path):
                     workers[1].send_signal(signal.SIGCONT)
                 time.sleep(min(left, 0.04))
             values = await monitor.check_step(step, new_spans(tmp_path, read), Costs())
-            if told:
+            if alerts:
                 break
-    (step, alert), *rest = told
+    (step, alert), *rest = alerts
     assert alert.title == "slow worker: rollout/1" and step > 12 and not rest
     assert values["health/slowness/rollout/max"] > 1 and values["health/agents"] == 1
 
 
 def new_spans(folder, read):
     """Return the spans of the workers since the last call; `read`: characters read so far."""
-    told = {"steps": 1, "batch": 1, "context": 1, "prefill_tokens": 0}
+    work = {"steps": 1, "batch": 1, "context": 1, "prefill_tokens": 0}
     spans = []
     for i in range(len(read)):
         text = (folder / str(i)).read_text()[read[i] :] if (folder / str(i)).exists() else ""
-        whole = text[: text.rfind("\n") + 1]
-        read[i] += len(whole)
-        times = (map(float, line.split()) for line in whole.splitlines())
-        spans += [Span("decode", f"rollout/{i}", start, end, tokens=1, attributes=told) for start, end in times]
+        complete = text[: text.rfind("\n") + 1]
+        read[i] += len(complete)
+        times = (map(float, line.split()) for line in complete.splitlines())
+        spans += [Span("decode", f"rollout/{i}", start, end, tokens=1, attributes=work) for start, end in times]
     return spans
 
 
@@ -189,7 +191,7 @@ def new_spans(folder, read):
 
 
 def nvml():
-    """The package, or vLLM's copy of it, which nothing else of vLLM has to be imported for."""
+    """Return pynvml, or vLLM's copy of it, without importing the rest of vLLM."""
     if importlib.util.find_spec("pynvml"):
         return importlib.import_module("pynvml")
     (folder,) = importlib.util.find_spec("vllm").submodule_search_locations
@@ -199,13 +201,13 @@ def nvml():
     return module
 
 
-def test_a_container_that_shows_no_disks_is_looked_at_all_the_same(monkeypatch):
+def test_containers_without_disk_counters_are_sampled(monkeypatch):
     none = NotImplementedError("neither /proc/diskstats nor /sys/block")
     monkeypatch.setattr(psutil, "disk_io_counters", Mock(side_effect=none))
     assert not {"disk_s", "disk_operations"} & node_counters().keys()
 
 
-def test_calls_of_nvml_fit_its_signatures():
+def test_nvml_calls_match_its_signatures():
     module, tree, called = nvml(), ast.parse(inspect.getsource(sampling)), []
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr.lower().startswith("nvml"):
@@ -217,7 +219,7 @@ def test_calls_of_nvml_fit_its_signatures():
     assert "gpu" in dict(module.c_nvmlUtilization_t._fields_) and issubclass(module.NVMLError, Exception)
 
 
-def test_where_there_is_no_driver_there_are_no_gpus(monkeypatch):
+def test_no_gpus_without_a_driver(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert sampling.open_gpus() is None, "no package"
     if not Path("/dev/nvidiactl").exists():

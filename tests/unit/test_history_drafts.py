@@ -1,4 +1,4 @@
-"""Drafts from earlier responses: what the proposer of the V1 model runner drafts, and that of V2 drafts the same."""
+"""Drafts from earlier responses: proposals of the V1 model runner, and equal proposals of the V2 speculator."""
 
 import inspect
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import pytest
 
 from rlfuse.engines.vllm.request_arguments import DRAFT, DRAWN, SEPARATOR, draft_of, join_drafts
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # importing it takes long: by one process
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # one process, as importing vLLM is slow
 
 LIMIT, LONGEST = 12, 64
 
@@ -31,7 +31,7 @@ LIMIT, LONGEST = 12, 64
     ],
     ids=str,
 )
-def test_a_draft_continues_where_the_latest_tokens_agree(response, drafts):
+def test_draft_continues_after_the_longest_match_of_recent_tokens(response, drafts):
     from rlfuse.engines.vllm.history import CONTEXT, continuation
 
     draft, recent = np.arange(1, 9, dtype=np.int32), np.array(response[-CONTEXT:], np.int32)
@@ -43,8 +43,8 @@ def test_a_draft_continues_where_the_latest_tokens_agree(response, drafts):
     [([7] * 20, 30), ([*[7] * 19, 8], 1), ([*[7] * 18, 8, 7], 2), ([*[7] * 16, 8, 7, 7, 7], 4)],
     ids=["all agree", "none", "one", "three"],
 )
-def test_little_agreement_gives_a_short_draft(response, count):
-    """The draft has the response's tokens, but no tokens that continue it elsewhere."""
+def test_short_matches_give_short_drafts(response, count):
+    """Use a draft whose only match is at the end of the response."""
     from rlfuse.engines.vllm.history import CONTEXT, continuation
 
     draft, recent = np.arange(100, 200, dtype=np.int32), np.array(response[-CONTEXT:], np.int32)
@@ -53,7 +53,7 @@ def test_little_agreement_gives_a_short_draft(response, count):
     assert continuation(draft, 20, recent, 30).tolist() == draft[20 : 20 + count].tolist()
 
 
-def test_of_equally_good_places_the_nearest_is_used():
+def test_nearest_of_equally_long_matches_is_used():
     from rlfuse.engines.vllm.history import continuation
 
     draft = np.array([1, 2, 3, 4, 1, 2, 5, 6, 1, 2, 7, 8], np.int32)
@@ -61,7 +61,7 @@ def test_of_equally_good_places_the_nearest_is_used():
         assert continuation(draft, length, np.array([9, 1, 2], np.int32), 1).tolist() == [following]
 
 
-def test_another_response_is_used_where_more_tokens_agree_and_a_draft_ends_with_its_response():
+def test_longest_match_among_responses_is_used_and_drafts_end_with_their_response():
     from rlfuse.engines.vllm.history import continuation
 
     draft = np.array([1, 2, 3, 4, SEPARATOR, 8, 2, 3, 5, 6, SEPARATOR, 7, 7], np.int32)
@@ -82,7 +82,7 @@ def test_earlier_responses_are_joined():
 
 
 class States:
-    """The parts of V2's `RequestState` that a speculator reads."""
+    """The fields of V2's `RequestState` that a speculator reads."""
 
     def __init__(self, requests):
         import torch
@@ -93,8 +93,8 @@ class States:
         self.all_token_ids = SimpleNamespace(gpu=torch.zeros((requests, LONGEST), dtype=torch.int32))
 
 
-def test_the_speculator_of_v2_drafts_as_the_proposer_of_v1():
-    """Random responses that follow their drafts in parts, of samples that other engines began, in slots used before."""
+def test_v2_speculator_drafts_like_the_v1_proposer():
+    """Use random responses that partly follow their drafts, continue samples of other engines, and reuse slots."""
     import torch
 
     from rlfuse.engines.vllm.history import HistoryProposer
@@ -140,8 +140,8 @@ def test_the_speculator_of_v2_drafts_as_the_proposer_of_v1():
     assert (speculator.propose(batch, *[None] * 4, sampled, None, last, *[None] * 3, dummy_run=True) == 99).all()
 
 
-def test_the_model_runner_of_v2_builds_and_calls_the_speculator():
-    """By its source and signatures, as it runs on GPUs only."""
+def test_v2_model_runner_builds_and_calls_the_speculator():
+    """Check its source and signatures, as it only runs on GPUs."""
     from vllm.v1.worker.gpu.spec_decode import ngram, speculator  # noqa: F401
     from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 

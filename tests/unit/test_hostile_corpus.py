@@ -1,7 +1,7 @@
 """A corpus of hostile inputs: responses, clips and images, rows, job files and run folders of third parties.
 
-Each ends as a result or as an error that names it, in bounded time and memory; nothing in it is executed, and no file
-outside of what was named is opened. Its parts are in hostile_responses.py, hostile_media.py and hostile_folders.py.
+Each gives a result or an error that names the input, in bounded time and memory. Nothing in the inputs is executed,
+and no other file is opened. The corpus is in hostile_responses.py, hostile_media.py and hostile_folders.py.
 """
 
 import ctypes
@@ -41,7 +41,7 @@ IN_OPEN = 0x20
 
 
 def _parent(tmp_path):
-    """A folder with a sub-folder `outside`, and a function that says whether its file was opened since."""
+    """Return a folder with a subfolder `outside`, and a function that returns whether the file in it was opened."""
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "secret").write_text(json.dumps({"step": 1, "secret": SECRET}))
     libc = ctypes.CDLL(None)
@@ -69,7 +69,7 @@ def parent(tmp_path):
 
 @pytest.fixture(scope="module")
 def scored(tmp_path_factory):
-    """Name of a response -> its outcomes. Scored in another process, whose time is limited."""
+    """Return {name of a response: its outcomes}, scored in another process with a time limit."""
     folder = tmp_path_factory.mktemp("responses")
     (folder / "secret").write_text(SECRET)
     command = [sys.executable, hostile_responses.__file__, str(folder)]
@@ -81,12 +81,12 @@ def scored(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", hostile_responses.RESPONSES)
-def test_a_response_is_scored_by_every_verifier(scored, name):
+def test_every_verifier_scores_every_response(scored, name):
     assert scored[name].keys() == hostile_responses.VERIFIERS.keys()
     for outcome in scored[name].values():
         assert 0.0 <= outcome["value"] <= 1.0, outcome
     if name.startswith(("reads", "links")):
-        assert scored[name]["code"]["value"] == 0.0, "what it read could not be printed"
+        assert scored[name]["code"]["value"] == 0.0, "printed the content of a file"
 
 
 # Clips and images --------------------------------------------------------------------------------------------------
@@ -94,8 +94,7 @@ def test_a_response_is_scored_by_every_verifier(scored, name):
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
-    """Name of a file -> why it can't be used, None where it can; memory of the processes that read them; what was
-    opened outside."""
+    """Return {file: error or None}, the peak memory of the decoding processes, and whether `outside` was opened."""
     folder, opened = _parent(tmp_path_factory.mktemp("media"))
     media = folder / "media"
     media.mkdir()
@@ -123,7 +122,7 @@ def shown(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", hostile_media.MEDIA)
-def test_a_clip_or_image_is_shown_or_costs_its_row(shown, name):
+def test_unusable_clips_and_images_only_skip_their_row(shown, name):
     problems, memory, opened = shown
     assert not opened and memory < 3 * GIB
     problem = problems[name]
@@ -142,7 +141,7 @@ def _parquet(**columns):
     return write
 
 
-ROWS = {  # file -> its content, and what is said of it; "" where it is read
+ROWS = {  # file -> content and expected message; "" if the row is valid
     "nobody.jsonl": ('{"prompt": "?", "images": ["~nobody-here/a.png"]}', ""),
     "null.jsonl": ('{"prompt": "?", "videos": ["a\\u0000.mp4"]}', "a null character"),
     "frames.jsonl": ('{"prompt": "?", "videos": ["list.frames"]}', "names other files"),
@@ -170,7 +169,7 @@ ROWS = {  # file -> its content, and what is said of it; "" where it is read
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
-def test_a_row_is_read_or_named(parent, monkeypatch, name):
+def test_rows_are_read_or_rejected_by_name(parent, monkeypatch, name):
     monkeypatch.setattr("rlfuse.data.rows.LARGEST", 1 << 20)
     (root := parent / "media").mkdir()
     (root / "link").symlink_to(parent / "outside")
@@ -192,7 +191,7 @@ def test_a_row_is_read_or_named(parent, monkeypatch, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", hostile_folders.JOBS)
-def test_a_job_file_is_refused(parent, capsys, name):
+def test_hostile_job_files_are_rejected(parent, capsys, name):
     text = hostile_folders.JOBS[name].replace("{marker}", str(parent / "marker")).replace("{folder}", str(parent))
     (parent / "job.yaml").write_text(text)
     assert run_command(lambda: load([str(parent / "job.yaml")])) == USER_ERROR
@@ -202,7 +201,7 @@ def test_a_job_file_is_refused(parent, capsys, name):
 
 @pytest.fixture
 def here(parent, monkeypatch):
-    """The working folder is `parent`, and rewards are scored without Ray."""
+    """Use `parent` as working folder and score rewards without Ray."""
 
     async def scored_here(samples, reward, prompt_key, trusts):
         items = [item_of_sample(sample, prompt_key) for sample in samples]
@@ -227,7 +226,7 @@ def resume(folder):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", hostile_folders.FOLDERS)
-def test_a_run_folder_is_read_or_named(here, capsys, name):
+def test_hostile_run_folders_are_read_or_rejected(here, capsys, name):
     folder = hostile_folders.run_folder(here, name)
     commands = [["runs", "."], ["watch", "run"], ["report", "run"], ["trace", "run"], ["reward", "replay", "run"]]
     for command in [*commands, ["resume"]]:

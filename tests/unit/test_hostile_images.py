@@ -1,4 +1,4 @@
-"""Images that third-party data sets may hold: each is an error of its row, before it is decoded."""
+"""Hostile images from third-party data sets: each gives an error for its row before it is decoded."""
 
 import io
 import resource
@@ -26,7 +26,7 @@ def encoded(image, form):
 
 
 def png_of(width, height, data=b"", depth=8, colour=0):
-    """A PNG whose header says anything."""
+    """Return a PNG with arbitrary header fields."""
     chunks = [
         (b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)),
         (b"IDAT", data),
@@ -65,7 +65,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_image_is_an_error_of_its_row_before_it_is_decoded(tmp_path, content, monkeypatch):
+def test_hostile_images_are_rejected_before_decoding(tmp_path, content, monkeypatch):
     path = tmp_path / "photo.png"
     path.write_bytes(content)
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_: pytest.fail("PostScript was run"))
@@ -77,7 +77,7 @@ def test_a_hostile_image_is_an_error_of_its_row_before_it_is_decoded(tmp_path, c
 
 
 @pytest.mark.slow
-def test_a_small_file_of_many_pixels_takes_no_memory(tmp_path):
+def test_decompression_bombs_use_no_memory(tmp_path):
     packer = zlib.compressobj(1)
     rows = b"".join(packer.compress(bytes(13_301)) for _ in range(13_300)) + packer.flush()
     (tmp_path / "a.png").write_bytes(png_of(13_300, 13_300, rows))
@@ -91,7 +91,7 @@ def test_a_small_file_of_many_pixels_takes_no_memory(tmp_path):
 @pytest.mark.parametrize(
     "error", [KeyError("x"), IndexError(), struct.error("x"), zlib.error("x"), MemoryError(), TypeError()]
 )
-def test_whatever_a_decoder_raises_is_an_error_of_the_row(tmp_path, error, monkeypatch):
+def test_any_decoder_exception_becomes_an_error_of_the_row(tmp_path, error, monkeypatch):
     def broken(*_):
         raise error
 
@@ -101,7 +101,7 @@ def test_whatever_a_decoder_raises_is_an_error_of_the_row(tmp_path, error, monke
         probe(str(tmp_path / "a.png"))
 
 
-def test_images_of_every_usual_format_are_read_up_to_the_bound(tmp_path, monkeypatch):
+def test_common_formats_are_read_up_to_the_pixel_limit(tmp_path, monkeypatch):
     for form, content in PICTURES.items():
         (tmp_path / form).write_bytes(content)
         assert (probe(str(tmp_path / form)).height, probe(str(tmp_path / form)).width) == (64, 48), form

@@ -16,7 +16,7 @@ def on(where, kind, start, end, **attributes):
     return Span(kind, where, start, end, attributes=attributes)
 
 
-def test_every_cause_by_hand():
+def test_every_cause_of_idle_time():
     spans = [
         on("driver", "start", 1, 9),
         on("driver", "update_weights", 10, 12),
@@ -30,7 +30,7 @@ def test_every_cause_by_hand():
         on("driver", "switch", 20, 21, slot=1),
         on("trainer/1", "old_log_prob", 22, 30),
         on("driver", "reward", 25, 33),
-        on("driver", "schedule", 0, 1),  # not the pipeline's
+        on("driver", "schedule", 0, 1),  # not a pipeline span
         on("trainer", "schedule", 34, 40),
         on("trainer/0", "forward", 34, 38),
         on("trainer/0", "backward", 38, 40),
@@ -41,7 +41,7 @@ def test_every_cause_by_hand():
         on("driver", "testing", 60, 70),
         on("driver", "gen", 60, 70, slot=0),
         on("rollout/0", "decode", 60, 69),
-        on("rollout/0", "decode", 80, 90),  # of the next row
+        on("rollout/0", "decode", 80, 90),  # after the window
         on("driver", "save_checkpoint", 70, 72),
     ]
     found = [
@@ -64,7 +64,7 @@ def test_every_cause_by_hand():
         "idle/weights": 2,
         "busy/generate": 6,
         "idle/switch": 1,
-        "idle/tail": 1 + 10,  # what is generated for validation is waited for too
+        "idle/tail": 1 + 10,  # includes the wait for validation responses
         "busy/old_log_prob": 8,
         "idle/reward": 3,
         "busy/train": 1,
@@ -77,14 +77,14 @@ def test_every_cause_by_hand():
     assert both.metrics()["busy/train"] == 3.5 and both.metrics()["idle/start_up"] == 10
 
 
-def test_ranks_that_share_an_engine_share_its_work():
+def test_ranks_of_one_engine_have_the_same_intervals():
     spans = [on("rollout/1", "decode", 0, 2), on("trainer/3", "backward", 2, 4), on("driver", "gen", 0, 2, slot=1)]
     slots = intervals_by_slot(spans, 0, 4, slots=4, width=2)
     assert [slot.get("busy/generate", []) for slot in slots] == [[], [], [(0, 2)], [(0, 2)]]
     assert slots[2]["idle/imbalance"] == [(2, 4)] and slots[3]["busy/train"] == [(2, 4)]
 
 
-def test_a_drained_slot_is_idle_because_of_that_unless_it_takes_part_in_what_all_do():
+def test_drained_slots_are_idle_except_in_collective_work():
     spans = [
         on("driver", "drained", 0, 9, slot=1),
         on("driver", "gen", 0, 4, slot=0),
@@ -102,7 +102,7 @@ def test_a_drained_slot_is_idle_because_of_that_unless_it_takes_part_in_what_all
     assert "idle/drained" not in slots[0]
 
 
-def test_updates_that_wait_for_optimizer_state_are_told_from_those_that_compute():
+def test_waits_for_optimizer_state_are_separate_from_updates():
     spans = [
         on("driver", "update_actor", 0, 10, step=True),
         on("trainer/0", "optimizer_wait", 1, 4, model="actor"),
@@ -116,7 +116,7 @@ def test_updates_that_wait_for_optimizer_state_are_told_from_those_that_compute(
     assert memory_metrics(spans) == {"timing_s/optimizer_wait": 3.0} and memory_metrics(spans[2:3]) == {}
 
 
-def test_a_window_without_length_has_no_time():
+def test_empty_window_has_no_time():
     assert account([on("rollout/0", "decode", 0, 2)], 1, 1, slots=1).metrics() == {}
 
 
@@ -129,7 +129,7 @@ intervals = st.lists(st.tuples(ends, ends)).map(
 @pytest.mark.slow
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(intervals, intervals)
-def test_a_cut_loses_nothing(what, by):
+def test_split_by_partitions_the_intervals(what, by):
     def points(intervals):
         return {point for a, b in intervals for point in range(a, b)}
 
@@ -160,12 +160,12 @@ def test_simulated_steps_are_accounted_for(policy):
     found = account(run.spans, step.start, step.end, WORKLOAD.slots)
     busy, idle = sum(found.busy.values()), sum(found.idle.values())
     assert busy + idle == pytest.approx(step.seconds, rel=0.01)
-    assert busy == pytest.approx(run.result.busy_share * step.seconds, rel=0.01), "as the simulator counts it"
+    assert busy == pytest.approx(run.result.busy_share * step.seconds, rel=0.01), "differs from the simulator's count"
     assert found.idle["switch"] == pytest.approx(0.2, rel=0.01)
     assert found.idle.get("controller", 0.0) < 0.01 * step.seconds, "every wait of a simulated step has a cause"
 
 
-def test_what_fusion_saves_is_seen_in_the_tail():
+def test_fusion_reduces_idle_time_in_the_tail():
     tails = {}
     for policy in ("serial", "adaptive"):
         run = simulate(WORKLOAD, policy, Settings(threshold=0.2))

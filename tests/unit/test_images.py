@@ -1,5 +1,7 @@
-"""Images of rows: sizes, pixels, prompts, positions and features are those of the model's own processor and of Hugging
-Face; a picture that can't be used costs its row and is named."""
+"""Images of rows: sizes, pixels, prompts, positions and features equal those of Hugging Face's processors and models.
+
+An unusable image only skips its row and is named in the report.
+"""
 
 import base64
 import errno
@@ -62,12 +64,12 @@ def folder(request, tmp_path_factory):
 
 
 one_family = pytest.mark.parametrize("folder", [write_small_qwen3_vl], indirect=True)
-"""Of tests of what happens before a family's own code."""
+"""For tests of code that does not depend on the model family."""
 
 
 @pytest.mark.parametrize("kind", ["video_llama_3", "qwen2_5_vl", "qwen3_vl"])
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P"])
-def test_pixels_are_the_processors(kind, mode, tmp_path):
+def test_pixels_match_the_processor(kind, mode, tmp_path):
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
     from transformers.models.video_llama_3.image_processing_video_llama_3 import VideoLlama3ImageProcessor
 
@@ -90,7 +92,7 @@ def test_pixels_are_the_processors(kind, mode, tmp_path):
 
 
 @torch.no_grad()
-def test_features_are_the_models(folder):
+def test_features_match_the_model(folder):
     from transformers import AutoModelForImageTextToText
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
     from transformers.models.video_llama_3.image_processing_video_llama_3 import VideoLlama3ImageProcessor
@@ -128,7 +130,7 @@ def loaded(folder, file, **video):
 
 
 @pytest.mark.slow
-def test_several_images_stand_where_their_markers_do(folder):
+def test_several_images_are_placed_at_their_markers(folder):
     (two, text), _ = load(
         folder, {"prompt": "is <image> like <image> ?", "images": ["1.png", {"image": "0.png"}]}, {"prompt": "no ?"}
     )
@@ -143,7 +145,7 @@ def test_several_images_stand_where_their_markers_do(folder):
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_positions_are_transformers(folder):
+def test_positions_match_transformers(folder):
     from transformers import AutoModelForImageTextToText
 
     model = AutoModelForImageTextToText.from_pretrained(folder)
@@ -165,7 +167,7 @@ def rows_of(tmp_path, row):
     return read_rows(str(tmp_path / "data"), "prompt")
 
 
-def test_images_come_in_every_form(tmp_path):
+def test_images_are_accepted_in_every_form(tmp_path):
     image = picture(30, 40)
     for given in (
         {"images": [{"bytes": encoded(image), "path": None}]},
@@ -177,7 +179,7 @@ def test_images_come_in_every_form(tmp_path):
         [found] = row.images
         assert np.array_equal(np.asarray(Image.open(io.BytesIO(found.source))), np.asarray(image)), given
     [row] = rows_of(tmp_path, {"prompt": "what ?", "images": ["a.png", "b.png"]})
-    assert row.messages[0]["content"] == "<image><image>what ?", "as TRL has it"
+    assert row.messages[0]["content"] == "<image><image>what ?", "as in TRL"
     assert [each.source for each in row.images] == [str(tmp_path / "a.png"), str(tmp_path / "b.png")]
 
 
@@ -196,19 +198,19 @@ URL = "data:image/png;base64," + base64.b64encode(encoded(picture(30, 40))).deco
         ({"type": "video_url", "video_url": {"url": "a.mp4"}}, "a.mp4"),  # vLLM
     ],
 )
-def test_parts_of_messages_bring_along_what_they_show(part, expected, tmp_path):
+def test_message_parts_contain_their_media(part, expected, tmp_path):
     messages = [{"role": "user", "content": [part, {"type": "text", "text": " what ?"}]}]
-    # Parquet gives every part the keys of all. A data set made of such messages often has the column, too.
+    # In Parquet, every part has the keys of all parts. Such data sets often have the media column as well.
     more = {"a.png": {"images": [{"bytes": b"another"}]}, "a.mp4": {"videos": ["another.mp4"]}}.get(str(expected), {})
     pq.write_table(pa.Table.from_pylist([{"prompt": messages} | more]), tmp_path / "rows.parquet")
     [row] = read_rows(str(tmp_path / "rows.parquet"), "prompt")
     shown, marker = (row.videos, "<video>") if part["type"].startswith("video") else (row.images, "<image>")
     assert [each.source for each in shown] == [expected if isinstance(expected, bytes) else str(tmp_path / expected)]
     assert row.messages == ({"role": "user", "content": f"{marker} what ?"},)
-    assert row.columns["prompt"] == [*row.messages], "without bytes, for all rows are kept"
+    assert row.columns["prompt"] == [*row.messages], "rows stay in memory, so they must not hold bytes"
 
 
-def test_parts_without_what_they_show_take_it_from_the_column(tmp_path):
+def test_message_parts_without_media_take_them_from_the_column(tmp_path):
     content = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": " alike ?"}]
     row = {"prompt": [{"role": "user", "content": content}], "images": ["a.png", "b.png"]}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
@@ -219,7 +221,7 @@ def test_parts_without_what_they_show_take_it_from_the_column(tmp_path):
 
 @pytest.mark.slow
 @one_family
-def test_a_tag_in_a_text_part_is_text(folder):
+def test_markers_in_text_parts_are_plain_text(folder):
     text = "what does <image> or <video> mean in"
     content = [{"type": "text", "text": text}, {"type": "image"}, {"type": "text", "text": " ?"}]
     rows = [{"prompt": [{"role": "user", "content": parts}]} for parts in (content, content[::2])]
@@ -232,24 +234,24 @@ def test_a_tag_in_a_text_part_is_text(folder):
     assert shown.messages == ({"role": "user", "content": f"{text}<image> ?"},)
 
 
-def test_bytes_become_one_file_for_as_many_rows(tmp_path):
+def test_equal_bytes_are_stored_once(tmp_path):
     kept = MediaStore(tmp_path / "kept")
     paths = {kept.path_of(encoded(picture(30, 40))) for _ in range(3)}
     assert [str(path) for path in kept.folder.iterdir()] == [*paths] and probe(paths.pop()).height == 30
 
 
-def test_images_that_nothing_used_for_long_are_removed(tmp_path):
+def test_long_unused_images_are_pruned(tmp_path):
     kept = MediaStore(tmp_path)
-    asked, read_lately, unused = (kept.path_of(content) for content in (b"a", b"b", b"c"))
+    requested, recently_read, unused = (kept.path_of(content) for content in (b"a", b"b", b"c"))
     long_ago = time.time() - kept_images.MAX_UNUSED_S - 60
-    for path, read_at in ((asked, long_ago), (read_lately, time.time()), (unused, long_ago)):
+    for path, read_at in ((requested, long_ago), (recently_read, time.time()), (unused, long_ago)):
         os.utime(path, (read_at, long_ago))
     kept.path_of(b"a")
     kept.prune()
-    assert {str(path) for path in tmp_path.iterdir()} == {asked, read_lately}
+    assert {str(path) for path in tmp_path.iterdir()} == {requested, recently_read}
 
 
-def test_images_are_read_from_a_folder_that_can_not_be_written(tmp_path, monkeypatch):
+def test_images_are_read_from_a_read_only_folder(tmp_path, monkeypatch):
     kept = MediaStore(tmp_path)
     path = kept.path_of(b"a")
 
@@ -261,7 +263,7 @@ def test_images_are_read_from_a_folder_that_can_not_be_written(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("given", ["a.png", "https://x.org/a.png", 3, "", None])
-def test_a_column_image_that_no_marker_asks_for_is_any_column(tmp_path, given):
+def test_image_column_without_a_marker_is_an_ordinary_column(tmp_path, given):
     [row] = rows_of(tmp_path, {"prompt": "2 + 2 ?", "image": given, "images": []})
     assert row.images == () and row.messages[0]["content"] == "2 + 2 ?" and row.columns["image"] == given
 
@@ -284,13 +286,13 @@ def part(kind, given):
         ({"prompt": part("video", [])}, "prompt"),
     ],
 )
-def test_what_is_no_clip_or_image_is_named(given, field, tmp_path):
+def test_invalid_media_values_are_reported_with_line_and_field(given, field, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "<image>", **given}))
     with pytest.raises(DataError, match=rf"line 1, field {field}: .* where a file path"):
         read_rows(str(tmp_path / "rows.jsonl"), "prompt")
 
 
-def test_turned_pictures_come_upright_and_strips_are_refused(tmp_path):
+def test_exif_orientation_is_applied_and_extreme_aspect_ratios_are_refused(tmp_path):
     turned = Image.Exif()
     turned[0x0112] = 6
     picture(40, 80).save(tmp_path / "turned.jpg", exif=turned)
@@ -302,12 +304,12 @@ def test_turned_pictures_come_upright_and_strips_are_refused(tmp_path):
 
 
 def unusable_rows(folder):
-    """Rows that can't be shown, and what is said of them."""
+    """Return (row, expected message) for rows with unusable images."""
     (folder / "cut.png").write_bytes(encoded(picture(60, 60))[:300])
     (folder / "text.png").write_text("no picture")
     (folder / "empty.png").touch()
     picture(4, 1000).save(folder / "strip.png")
-    large = encoded(Image.new("1", (14_000, 14_000)))  # twice what Pillow decodes without a word
+    large = encoded(Image.new("1", (14_000, 14_000)))  # twice the size above which Pillow raises
     (folder / "large.png").write_bytes(large)
     if not (folder / "hangs.png").exists():
         os.mkfifo(folder / "hangs.png")
@@ -329,7 +331,7 @@ def unusable_rows(folder):
 
 @pytest.mark.slow
 @one_family
-def test_an_image_that_cant_be_used_costs_its_row_and_is_named(folder):
+def test_unusable_images_skip_their_row_and_are_reported(folder):
     unusable = unusable_rows(folder)
     prompts, report = load(
         folder, *(row for row, _ in unusable), {"prompt": "<image>", "images": ["0.png"]}, decode_timeout_s=3.0
@@ -342,7 +344,7 @@ def test_an_image_that_cant_be_used_costs_its_row_and_is_named(folder):
 
 @pytest.mark.slow
 @one_family
-def test_too_many_bad_images_stop_the_run_with_the_first(folder):
+def test_too_many_unusable_images_stop_the_run_and_name_the_first(folder):
     with pytest.raises(DataError, match=r"1 of 2 rows have clips or .*max_failure_rate=0\.1:\n.*row 0.*gone\.png"):
         load(
             folder,
@@ -354,8 +356,8 @@ def test_too_many_bad_images_stop_the_run_with_the_first(folder):
 
 @pytest.mark.slow
 @one_family
-def test_prompts_keep_files_in_the_place_of_bytes(folder):
-    """Of a data set of pictures, as Hugging Face has them; one of them is no picture."""
+def test_prompts_hold_file_paths_instead_of_bytes(folder):
+    """Read a Hugging Face image data set, one of whose images is not an image."""
     from datasets import Dataset, Features, Value
     from datasets import Image as Pictures
 

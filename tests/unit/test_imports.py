@@ -1,4 +1,4 @@
-"""Import rules: layers, no cycles, lines that `rlfuse train` reaches; maximum length of functions."""
+"""Import rules: layers, no cycles, number of lines that `rlfuse train` reaches; maximum length of functions."""
 
 import ast
 import importlib.util
@@ -50,12 +50,12 @@ STAGE_KEY = {
     f"rlfuse.{name}"
     for name in (
         *("config.schema", "config.parallelism", "config.other_frameworks", "run.resume.changes"),
-        *("tools.translate.openrlhf", "tools.translate.trl"),
+        *("tools.translate.openrlhf", "tools.translate.trl", "tools.translate.verl"),
     )
 }
 """Files that declare, check, translate and resume `actor.zero_stage`."""
 OF_DEEPSPEED = {
-    "rlfuse.run.worker_imports",  # loads it once for all ranks
+    "rlfuse.run.worker_imports",  # imports it once for all ranks
     "rlfuse.tools.doctor.examine",  # its compiled operations
     "rlfuse.tools.leftovers",
     "rlfuse.tools.planning.exchanges",  # the size of its buckets
@@ -83,8 +83,8 @@ def third_party(module: str) -> set[str]:
 
 
 @pytest.mark.slow
-def test_no_import_runs_back_up():
-    """Includes imports inside functions and for type checking, and names in strings."""
+def test_no_module_imports_from_a_higher_layer():
+    """Include imports inside functions and for type checking, and names in strings."""
     wrong = [
         f"{module} names {other}"
         for module in MODULES
@@ -108,7 +108,7 @@ def test_the_core_imports_no_backend():
 
 @pytest.mark.slow
 def test_a_trainer_backend_is_private_to_its_folder():
-    """Includes its library and its modules, except dotted names in the table of backends."""
+    """Check its library and its modules, except dotted names in the table of backends."""
     wrong = []
     for module in MODULES:
         used = third_party(module)
@@ -137,28 +137,28 @@ def test_importing_the_core_loads_no_backend():
 
 
 @pytest.mark.slow
-def test_tools_are_found_by_name_alone():
-    """rlfuse/cli.py names them; `rlfuse.api` and `rlfuse.notebook` use some of their functions."""
-    wanted = {
+def test_tools_are_only_referenced_by_name_in_the_cli():
+    """Allow `rlfuse.api` and `rlfuse.notebook` to import tools; rlfuse/cli.py only names them."""
+    importers = {
         f"{module} names {other}"
         for module in MODULES
         for other in imports(module) | named(module)
         if other.startswith("rlfuse.tools") and not module.startswith(("rlfuse.tools", "rlfuse.api", "rlfuse.notebook"))
     }
-    assert {each.split()[0] for each in wanted} == {"rlfuse.cli"}, wanted
+    assert {each.split()[0] for each in importers} == {"rlfuse.cli"}, importers
     assert not [each for each in imports("rlfuse.cli") if each.startswith("rlfuse.tools")]
 
 
 @pytest.mark.slow
 def test_nothing_imports_bundled_tasks():
-    """`rlfuse.tasks` is a link to jobs/tasks; only `rlfuse prepare` uses it, through the name in rlfuse/cli.py."""
+    """Check the link `rlfuse.tasks` to jobs/tasks, which only `rlfuse prepare` uses, by its name in rlfuse/cli.py."""
     assert (PACKAGE / "tasks").resolve() == ROOT / "jobs" / "tasks"
-    wanted = [module for module in MODULES for other in imports(module) if ".tasks" in other]
-    assert not wanted
+    importers = [module for module in MODULES for other in imports(module) if ".tasks" in other]
+    assert not importers
 
 
 def engine_arguments() -> set[str]:
-    """Names of vLLM's engine arguments that are neither rlfuse keys nor attributes of transformers' configurations."""
+    """Return vLLM's engine arguments that are neither rlfuse keys nor attributes of transformers' configurations."""
     source = Path(importlib.util.find_spec("vllm").origin).parent / "engine" / "arg_utils.py"
     kinds = [node for node in ast.parse(source.read_text()).body if getattr(node, "name", "").endswith("EngineArgs")]
     names = {node.target.id for kind in kinds for node in kind.body if isinstance(node, ast.AnnAssign)}
@@ -193,7 +193,7 @@ BACKEND_NAMES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", BACKEND_NAMES)
-def test_names_of_a_backend_occur_in_its_folder_alone(folder):
+def test_names_of_a_backend_occur_only_in_its_folder(folder):
     pattern, table, allowed = BACKEND_NAMES[folder]
     names, found = table(), {}
     for module in MODULES:
@@ -214,14 +214,14 @@ def test_train_reaches_no_tool_and_few_lines():
 
 
 @pytest.mark.slow
-def test_modules_import_in_no_circle():
+def test_there_are_no_import_cycles():
     graph = {module: imports(module) for module in MODULES}
-    circle: list[str] = []
+    cycle: list[str] = []
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
-        circle = error.args[1]
-    assert not circle, f"import cycle: {' <- '.join(circle)}"
+        cycle = error.args[1]
+    assert not cycle, f"import cycle: {' <- '.join(cycle)}"
 
 
 @pytest.mark.slow
@@ -237,12 +237,12 @@ def test_functions_are_short(folder):
 
 
 @pytest.mark.slow
-def test_no_file_binds_a_constant_twice():
-    """A merge of two files can leave two definitions; functions then read the second one."""
-    twice = []
+def test_no_file_defines_a_constant_twice():
+    """Find duplicate definitions, as a merge may leave them: functions would read the second one."""
+    duplicates = []
     for module, path in MODULES.items():
         constants = [node for node in nodes(path)[0].body if isinstance(node, ast.Assign | ast.AnnAssign)]
         parts = [part for each in constants for part in ast.walk(each) if isinstance(part, ast.Name)]
         names = [part.id for part in parts if isinstance(part.ctx, ast.Store) and part.id.isupper()]
-        twice += [f"{module}: {name}" for name in sorted({name for name in names if names.count(name) > 1})]
-    assert not twice, "\n".join(twice)
+        duplicates += [f"{module}: {name}" for name in sorted({name for name in names if names.count(name) > 1})]
+    assert not duplicates, "\n".join(duplicates)

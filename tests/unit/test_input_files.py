@@ -1,4 +1,4 @@
-"""Inputs of `rlfuse simulate`: published schemas, examples, everything wrong told at once."""
+"""Inputs of `rlfuse simulate`: published schemas, examples, and all errors reported at once."""
 
 import importlib.resources
 import json
@@ -21,10 +21,10 @@ def schema_file(cls):
 
 
 @pytest.mark.parametrize(("cls", "command"), [(Workload, "simulate")])
-def test_the_published_schema_is_the_one_that_files_are_checked_by(cls, command, capsys):
+def test_published_schema_matches_the_validation(cls, command, capsys):
     Draft202012Validator.check_schema(schema_file(cls))
     assert main([command, "--schema"]) == 0
-    assert json.loads(capsys.readouterr().out) == schema_file(cls), f"write it anew: rlfuse {command} --schema FILE"
+    assert json.loads(capsys.readouterr().out) == schema_file(cls), f"regenerate it: rlfuse {command} --schema FILE"
     assert schema_of(cls)["$schema"] == Draft202012Validator.META_SCHEMA["$id"]
 
 
@@ -35,7 +35,7 @@ def test_the_published_schema_is_the_one_that_files_are_checked_by(cls, command,
         (Workload, FULL | {"$schema": "workload.schema.json", "length_history_sigma": None, "slots": 16.0}),
     ],
 )
-def test_valid_inputs_are_valid_by_the_published_schema(cls, data):
+def test_valid_inputs_satisfy_the_published_schema(cls, data):
     assert not list(Draft202012Validator(schema_file(cls)).iter_errors(json.loads(json.dumps(data))))
 
 
@@ -43,16 +43,16 @@ FORMS = ("slot_speed", "failures", "bubbles", "deferred", "by_update", "'group':
 
 
 @pytest.mark.parametrize("change", [change for change, _ in WRONG])
-def test_what_is_refused_for_its_form_is_invalid_by_the_published_schema_too(change):
+def test_inputs_with_invalid_fields_violate_the_published_schema(change):
     form = any(word in str(change) for word in FORMS)
     empty = change in ({"response_tokens": []}, {"training": {"models": []}})
     valid = Draft202012Validator(schema_file(Workload)).is_valid(FULL | change)
-    assert valid == (form or empty or "nan" in str(change)), "which fields go together no schema says; nor JSON NaN"
+    assert valid == (form or empty or "nan" in str(change)), "the schema covers neither combinations of fields nor NaN"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "more"), [("simulate", ["--policy", "serial"])])
-def test_examples_work_as_they_are(command, more, tmp_path, capsys, monkeypatch):
+def test_examples_run_unchanged(command, more, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("RLFUSE_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "example.json"
     assert main([command, "--example", str(path)]) == 0
@@ -64,7 +64,7 @@ def test_examples_work_as_they_are(command, more, tmp_path, capsys, monkeypatch)
     assert main([command]) == 2 and "--example shows one" in capsys.readouterr().err
 
 
-def test_everything_wrong_with_a_file_is_told_with_its_line(tmp_path, capsys):
+def test_all_errors_of_a_file_are_reported_with_their_lines(tmp_path, capsys):
     path = tmp_path / "workload.json"
     path.write_text(
         '{\n"slot": 4,\n"switch_s": -1,\n"scoring": {\n  "kinds": ["ref", "refs"]},\n"response_tokens": {}}'
@@ -82,6 +82,6 @@ def test_everything_wrong_with_a_file_is_told_with_its_line(tmp_path, capsys):
     )
 
 
-def test_a_byte_order_mark_is_no_part_of_an_input_file(tmp_path):
+def test_byte_order_mark_is_ignored(tmp_path):
     (tmp_path / "numbers.json").write_bytes(b'\xef\xbb\xbf{"slots": 4}')
     assert read_json(tmp_path / "numbers.json", dict, "workload", WorkloadError) == {"slots": 4}

@@ -1,4 +1,4 @@
-"""What a run is made of beside its settings: rewards that are edited in place, models that are moved."""
+"""Inputs of a run other than its settings: custom code edited in place, and models that were moved."""
 
 import json
 import os
@@ -16,14 +16,14 @@ WEIGHTS = bytes(range(256)) * 1024
 
 
 def begin_and_end(job):
-    """As a run that came to no step does."""
+    """Start and close a run that executes no step."""
     job.begin(8).close()
     job.lock.release()
 
 
 @pytest.fixture
 def reward(config, tmp_path):  # noqa: F811
-    """The file of the job's reward, beside one of rlfuse's own."""
+    """Configure a custom reward file and a bundled reward; return the custom file."""
     file = tmp_path / "mine.py"
     file.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n")
     config.reward.functions = [f"{file}:compute_score", {"path": "rlfuse.tasks.remainder:compute_score"}]
@@ -31,7 +31,7 @@ def reward(config, tmp_path):  # noqa: F811
 
 
 def model_in(folder, weights=WEIGHTS, layers=2):
-    """A folder as `save_pretrained` leaves it, but for the tensors."""
+    """Write a folder as `save_pretrained` does, with bytes instead of tensors."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"num_hidden_layers": layers}))
     for number in (1, 2):
@@ -40,7 +40,7 @@ def model_in(folder, weights=WEIGHTS, layers=2):
 
 
 def begun(config, *steps):  # noqa: F811
-    """The folder of a run that began and was stopped after the last of these steps, at each of which it was saved."""
+    """Return the folder of a run that was stopped after the last of `steps`, with a checkpoint of each."""
     begin_and_end(open_job(config))
     leave(config, 0, state="stopped", rows=False)
     return saved(config, *steps)
@@ -59,24 +59,26 @@ def recorded(folder):
     return [json.loads(line) for line in (folder / "inputs.jsonl").read_text().splitlines()]
 
 
-def test_a_reward_edited_in_place_is_told_like_another_setting(config, reward, capsys):  # noqa: F811
+def test_reward_edited_in_place_is_reported_like_a_changed_setting(config, reward, capsys):  # noqa: F811
     folder = begun(config, 2)
-    assert [(row["step"], row["input"]) for row in recorded(folder)] == [(0, str(reward))], "rlfuse's own is not kept"
+    assert [(row["step"], row["input"]) for row in recorded(folder)] == [(0, str(reward))], (
+        "bundled rewards are recorded"
+    )
     assert accept(config).message == ""
     os.utime(reward)
-    assert accept(config).message == "", "written again as it was"
+    assert accept(config).message == "", "rewritten with the same content"
     reward.write_text(reward.read_text().replace("1.0", "2.0"))
     job = open_job(config)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     first = recorded(folder)[0]["sha256"][:12]
-    assert f"    {reward}  {first} -> " in said and "edited: rewards before and after are not comparable" in said
+    assert f"    {reward}  {first} -> " in output and "edited: rewards before and after are not comparable" in output
     assert (
-        "results before and after are not comparable" in said
-        and "new run: rlfuse train ... trainer.experiment_name=mine-2" in said
+        "results before and after are not comparable" in output
+        and "new run: rlfuse train ... trainer.experiment_name=mine-2" in output
     )
     begin_and_end(job)
     assert [row["step"] for row in recorded(folder)] == [0, 2] and not (folder / "changes.jsonl").exists()
-    assert accept(config).message == "", "said once"
+    assert accept(config).message == "", "reported only once"
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ def test_a_reward_edited_in_place_is_told_like_another_setting(config, reward, c
         ("model__video_family", "class mine: ...\n", "encoding of clips and placement of their tokens"),
     ],
 )
-def test_other_custom_code_edited_in_place_is_reported_too(config, reward, tmp_path, key, code, edited):  # noqa: F811
+def test_other_custom_code_edited_in_place_is_reported(config, reward, tmp_path, key, code, edited):  # noqa: F811
     file = tmp_path / "custom.py"
     file.write_text(code)
     config = changed(config, **{key: f"{file}:mine"})
@@ -101,22 +103,22 @@ def test_other_custom_code_edited_in_place_is_reported_too(config, reward, tmp_p
     )
 
 
-def test_a_metric_edited_in_place_leaves_the_experiment_what_it_was(config, reward, tmp_path):  # noqa: F811
-    file = tmp_path / "figures.py"
+def test_metric_edited_in_place_does_not_affect_comparability(config, reward, tmp_path):  # noqa: F811
+    file = tmp_path / "custom_metrics.py"
     file.write_text("def longest(samples):\n    return 1\n")
     config.trainer.metrics = [f"{file}:longest"]
     assert str(file) in [row["input"] for row in recorded(begun(config, 2))]
     file.write_text(file.read_text().replace("1", "2"))
-    told = accept(config).message
+    message = accept(config).message
     assert (
-        str(file) in told
-        and "edited: logging and alerts" in told
-        and "results before and after are not comparable" not in told
+        str(file) in message
+        and "edited: logging and alerts" in message
+        and "results before and after are not comparable" not in message
     )
 
 
 @pytest.mark.slow
-def test_who_goes_back_has_the_reward_of_then(config, reward):  # noqa: F811
+def test_resuming_from_an_earlier_checkpoint_uses_its_recorded_reward(config, reward):  # noqa: F811
     first, folder = reward.read_text(), begun(config, 2, 4)
     reward.write_text(first.replace("1.0", "2.0"))
     begin_and_end(open_job(config))
@@ -125,10 +127,10 @@ def test_who_goes_back_has_the_reward_of_then(config, reward):  # noqa: F811
     reward.write_text(first)
     assert accept(back).message == "" and "edited" in accept(config).message
     begin_and_end(open_job(back))
-    assert [row["step"] for row in recorded(folder)] == [0], "of the steps that are abandoned nothing is left"
+    assert [row["step"] for row in recorded(folder)] == [0], "records of abandoned steps are removed"
 
 
-def test_a_finished_run_says_that_its_reward_was_edited_since(config, reward):  # noqa: F811
+def test_finished_run_reports_a_reward_edited_afterwards(config, reward):  # noqa: F811
     begun(config)
     leave(config, 4)
     with pytest.raises(NothingToDo):
@@ -139,7 +141,7 @@ def test_a_finished_run_says_that_its_reward_was_edited_since(config, reward):  
 
 
 @pytest.mark.parametrize("key", ["model", "critic"])
-def test_a_model_that_was_moved_goes_on_with_a_line_and_another_is_refused(config, tmp_path, key):  # noqa: F811
+def test_moved_model_is_accepted_with_a_message_and_another_model_is_refused(config, tmp_path, key):  # noqa: F811
     first = changed(config, **{f"{key}__path": model_in(tmp_path / "first")})
     begun(first, 2)
     (tmp_path / "first").rename(tmp_path / "moved")
@@ -164,7 +166,7 @@ def test_a_model_that_was_moved_goes_on_with_a_line_and_another_is_refused(confi
         accept(changed(config, **{f"{key}__path": "org/name"}))
 
 
-def test_a_copy_is_known_where_nothing_was_recorded(config, tmp_path):  # noqa: F811
+def test_copied_model_is_recognized_without_a_record(config, tmp_path):  # noqa: F811
     first = model_in(tmp_path / "first")
     leave(changed(config, model__path=first), 2, state="stopped")
     shutil.copytree(first, tmp_path / "copy")

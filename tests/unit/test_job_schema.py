@@ -1,4 +1,4 @@
-"""The JSON schema of a job file accepts all bundled jobs and presets, and finds what `rlfuse train` rejects."""
+"""The JSON schema of job files accepts all bundled jobs and presets, and rejects what `rlfuse train` rejects."""
 
 import json
 from contextlib import redirect_stdout
@@ -49,7 +49,7 @@ def test_bundled_files_are_found():
     assert {"grpo.yaml", "ppo_7b.yaml", "dapo.yaml", "quickstart.yaml", "config.yaml"} <= {file.name for file in FILES}
 
 
-def test_every_key_has_its_text_and_accepts_its_default(schema):
+def test_every_key_has_a_description_and_accepts_its_default(schema):
     for name, key in by_name().items():
         definition = schema["definitions"][name]
         assert definition["description"].startswith(key.text)
@@ -94,14 +94,30 @@ INVALID = (
     "trainer: {logger: [consol]}",
     "algorithm: grppo",
     "reward: {functions: [{weight: 1}]}",
+    "algorithm: [grpo]",
+    "rollout: {engine_kwargs.enforce_eager: true, m: 4}",
 )
+UNKNOWN = {
+    "rolout: {n: 4}": "rolout",
+    "rollout.m: 4": "rollout.m",
+    "rollout: {m: 4}": "m",
+    "algorithm: {lambda: 1}": "lambda",
+    "actor: {optim: {learning_rate: 1}}": "learning_rate",
+}
+"""A job -> its unknown key."""
 
 
 @pytest.mark.parametrize(
     ("text", "is_valid"), [*((text, True) for text in VALID), *((text, False) for text in INVALID)]
 )
-def test_jobs(schema, text, is_valid, tmp_path):
+def test_valid_and_invalid_jobs(schema, text, is_valid, tmp_path):
     (tmp_path / "job.yaml").write_text(text)
     assert (not problems(schema, content_of(text))) is is_valid
     if is_valid:
         assert not job_file.read(tmp_path / "job.yaml").problems
+
+
+@pytest.mark.parametrize(("text", "name"), UNKNOWN.items())
+def test_the_message_for_an_unknown_key_names_it(schema, text, name):
+    [problem] = problems(schema, content_of(text))
+    assert problem.endswith(f": Additional properties are not allowed ('{name}' was unexpected)")

@@ -1,4 +1,4 @@
-"""Every file of jobs/: shells parse it, its keys exist and its values go together, GPU jobs fit where they say."""
+"""Files of jobs/: scripts parse, configurations are valid, and GPU jobs fit the GPUs that they name."""
 
 import json
 import os
@@ -33,7 +33,7 @@ MODELS = {
 
 
 def composed(*words):
-    """Checked, but for what stands on other machines."""
+    """Compose and check a configuration, except for the files of other machines."""
     return to_config(compose_job(list(words)), lambda _: Facts())
 
 
@@ -43,8 +43,8 @@ def test_scripts_parse(script):
     assert done.returncode == 0, done.stderr
 
 
-def test_whatever_prepares_names_a_task():
-    """`prepare` alone lists the tasks, writes nothing, and ends with status 0."""
+def test_prepare_commands_name_a_task():
+    """Check all scripts: `prepare` without a task lists the tasks, writes nothing, and exits with status 0."""
     prepares = re.compile(r"^ *(?:rlfuse|python -m rlfuse\.cli) prepare\b(.*)$", re.M)
     named = [task for script in SCRIPTS for task in prepares.findall(script.read_text())]
     assert len(named) >= 5 and all(task.split() and task.split()[0] in TASKS for task in named), named
@@ -52,8 +52,8 @@ def test_whatever_prepares_names_a_task():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_the_words_of_scripts_make_a_job(script):
-    """Of the commands, and of the examples in the comments."""
+def test_commands_in_scripts_are_valid_jobs(script):
+    """Compose the arguments of commands, and of the examples in comments."""
     text = script.read_text().replace("\\\n", " ").replace('"$SLURM_JOB_NUM_NODES"', "2").replace('"$gpus"', "8")
     lines = [line for line in text.splitlines() if re.search(r"rlfuse\.train |bash jobs/|sbatch ", line)]
     name = re.search(r"experiment=(\w+)", text)
@@ -70,7 +70,7 @@ def test_the_words_of_scripts_make_a_job(script):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", JOB_FILES, ids=lambda path: path.name)
-def test_job_files_are_sound_and_fit_their_gpus(path, tmp_path):
+def test_job_files_are_valid_and_fit_their_gpus(path, tmp_path):
     config = composed(str(path))
     (tmp_path / "config.json").write_text(json.dumps(MODELS[config.model.path]))
     shapes = {"actor": read_shape(str(tmp_path), "model.path")}
@@ -84,7 +84,7 @@ def test_job_files_are_sound_and_fit_their_gpus(path, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_job_for_kubernetes():
+def test_kuberay_job_matches_its_configuration():
     job = yaml.safe_load((JOBS / "several_nodes.kuberay.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     words = job["spec"]["entrypoint"].split()
@@ -106,8 +106,8 @@ def test_the_job_for_kubernetes():
         assert mounted == {volume["name"] for volume in pod["volumes"]} == {"shared", "memory"}
 
 
-def test_what_slurm_opens_before_the_job_starts_is_there_in_a_fresh_checkout(tmp_path):
-    """A log in a folder that does not exist ends the job without a word; so it lies where sbatch was called."""
+def test_slurm_log_needs_no_folder_and_the_token_is_removed_on_exit(tmp_path):
+    """Write the log where sbatch was called: if its folder does not exist, Slurm ends the job without a message."""
     text = (JOBS / "several_nodes.slurm").read_text()
     (log,) = re.findall(r"#SBATCH --output=(\S+)", text)
     assert "/" not in log and log.replace("%j", "*") in (JOBS.parent / ".gitignore").read_text().split()
@@ -118,10 +118,10 @@ def test_what_slurm_opens_before_the_job_starts_is_there_in_a_fresh_checkout(tmp
         ["bash", "-c", script, "sbatch", "a_job.yaml"], env=environment, capture_output=True, text=True
     )
     assert (ran.returncode, ran.stdout) == (0, "600 65\n"), ran.stderr
-    assert (tmp_path / "runs").is_dir() and not list((tmp_path / "runs").iterdir()), "the token goes with the script"
+    assert (tmp_path / "runs").is_dir() and not list((tmp_path / "runs").iterdir()), "the token outlives the script"
 
 
-def test_every_node_reads_the_environment_before_a_clock_of_rays_runs():
+def test_every_node_imports_the_packages_before_ray_timeouts_start():
     lines = (JOBS / "several_nodes.slurm").read_text().splitlines()
     (read,) = (index for index, line in enumerate(lines) if line.startswith("srun") and "import " in line)
     (start,) = (index for index, line in enumerate(lines) if line.startswith("srun") and "symmetric-run" in line)
@@ -137,35 +137,35 @@ def test_every_node_reads_the_environment_before_a_clock_of_rays_runs():
 
 
 def imports(path):
-    """What a notebook or script imports beside the standard library and our own; packages are named alike."""
+    """Return the third-party modules that a notebook or script imports; packages have the same names."""
     text = path.read_text()
     if path.suffix == ".ipynb":
         cells = (cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code")
         text = "\n".join("".join(cell["source"]) for cell in cells)
     modules = set(re.findall(r"^\s*(?:import|from) (\w+)", text, re.MULTILINE))
-    return modules - set(sys.stdlib_module_names) - {"rlfuse", "my_reward_model"}  # the second is written by a cell
+    return modules - set(sys.stdlib_module_names) - {"rlfuse", "my_reward_model"}  # a cell writes the latter
 
 
-def test_the_notebook_extra_brings_what_notebooks_need():
+def test_notebook_extra_installs_what_notebooks_import():
     project = tomllib.loads((JOBS.parent / "pyproject.toml").read_text())["project"]
     names = {
         extra: {re.match(r"[\w.-]+", line)[0].lower(): line for line in lines}
         for extra, lines in (project["optional-dependencies"] | {"": project["dependencies"]}).items()
     }
-    brought = names[""].keys() | names["notebook"].keys()
+    available = names[""].keys() | names["notebook"].keys()
     files = [*JOBS.parent.glob("notebooks/*.*"), *JOBS.parent.glob("rlfuse/tools/notebook/*.py")]
     files = [path for path in files if path.suffix in (".py", ".ipynb")]
     assert len(files) > 8
     for path in files:
-        assert imports(path) <= brought, path.name
-    assert {"jupyterlab", "ipykernel"} <= brought, "what opens them and what runs their cells"
+        assert imports(path) <= available, path.name
+    assert {"jupyterlab", "ipykernel"} <= available, "needed to open notebooks and to run their cells"
     shared = names["dev"].keys() & names["notebook"].keys()
     assert all(names["dev"][name] == names["notebook"][name] for name in shared)
 
 
-def test_files_beside_the_code_are_installed_with_it():
+def test_data_files_are_installed_with_the_package():
     tools = tomllib.loads((JOBS.parent / "pyproject.toml").read_text())["tool"]
     installed = {path for each in tools["setuptools"]["package-data"]["rlfuse"] for path in PACKAGE.glob(each)}
     files = [path for path in PACKAGE.rglob("*.*") if path.is_file() and path.parent.name != "__pycache__"]
-    beside = {path for path in files if path.suffix not in (".py", ".md")}
-    assert beside == installed
+    data_files = {path for path in files if path.suffix not in (".py", ".md")}
+    assert data_files == installed

@@ -1,4 +1,4 @@
-"""What the journal hands on at the end of a step: to the run folder, to every sink, to the person at the terminal."""
+"""Output of the journal at the end of a step: files of the run folder, logger sinks, and the terminal."""
 
 import json
 import os
@@ -83,7 +83,7 @@ async def run_step(log, step, rewards):
 
 
 @pytest.mark.slow
-async def test_a_step_goes_to_the_folder_and_to_every_sink(sink, tmp_path, capsys):
+async def test_steps_are_written_to_the_folder_and_to_every_sink(sink, tmp_path, capsys):
     log = log_in(tmp_path)
     for step in (1, 2, 3):
         log.metrics.add({"actor/ppo_kl": 0.5})
@@ -95,17 +95,17 @@ async def test_a_step_goes_to_the_folder_and_to_every_sink(sink, tmp_path, capsy
     kept = read_metrics(tmp_path / "samples.jsonl")
     assert [row["id"] for row in kept] == [f"{step}/{number}/0" for step in (1, 2, 3) for number in (0, 1)]
     shown = [row | {"step": step} for step, table in sink.of("samples") for row in table]
-    assert shown == [row for row in kept if row["step"] in (2, 3)], "every second step, and the last"
+    assert shown == [row for row in kept if row["step"] in (2, 3)], "logged every second step and at the last"
     assert [(step, name) for step, name, _ in sink.of("picture")] == [(2, "timeline"), (3, "timeline")]
     assert all(path.read_bytes().startswith(b"\x89PNG") for _, _, path in sink.of("picture"))
     assert [(step, alert.title) for step, alert in sink.of("alert")] == [
         (1, "KL: actor/ppo_kl"),
         (1, "reward failures"),
-    ], "reported once, although both continue"
+    ], "each alert is reported once, although its cause continues"
     assert sink.of("failure") == [("run", "ValueError: the end")] and sink.calls[-1] == ("close", 1)
 
 
-async def test_a_resumed_run_forgets_later_rows_and_repeats_no_alert(sink, tmp_path):
+async def test_resumed_run_drops_later_rows_and_repeats_no_alert(sink, tmp_path):
     log = log_in(tmp_path, timeline_freq=0)
     for step in (1, 2):
         log.metrics.add({"actor/ppo_kl": 0.5})
@@ -123,7 +123,7 @@ async def test_a_resumed_run_forgets_later_rows_and_repeats_no_alert(sink, tmp_p
 
 
 @pytest.mark.parametrize(("data", "aborted"), [("one_step_off", 0), ("partial_rollout", 0), ("over_sampling", 0.5)])
-async def test_what_is_carried_over_is_not_aborted(data, aborted, sink, tmp_path):
+async def test_carried_over_samples_do_not_count_as_aborted(data, aborted, sink, tmp_path):
     log = log_in(tmp_path, timeline_freq=0)
     log.metrics.config.fusion.data = data
     samples = [finished(1, number, reward) for number, reward in enumerate([Reward(1.0), FAILED, None, None])]
@@ -140,7 +140,7 @@ async def test_what_is_carried_over_is_not_aborted(data, aborted, sink, tmp_path
     assert row["response/aborted_ratio"] == aborted and row["reward/failure_rate"] == 0.5
 
 
-async def test_the_failure_rate_is_of_baselines_too(sink, tmp_path):
+async def test_failure_rate_includes_baselines(sink, tmp_path):
     log = log_in(tmp_path, timeline_freq=0)
     samples = [finished(1, number, FAILED if number else Reward(1.0)) for number in range(2)]
     board = board_of(samples)
@@ -154,7 +154,7 @@ async def test_the_failure_rate_is_of_baselines_too(sink, tmp_path):
     assert read_metrics(tmp_path / "metrics.jsonl")[0]["reward/failure_rate"] == 0.5
 
 
-async def test_statistics_are_of_what_dynamic_sampling_left_out_too(sink, tmp_path):
+async def test_statistics_include_groups_that_dynamic_sampling_filtered_out(sink, tmp_path):
     log = log_in(tmp_path, timeline_freq=0)
     log.metrics.config.algorithm.filter_groups.max_num_gen_batches = 2
     samples = [finished(1, number, Reward(float(number != 1))) for number in range(8)]
@@ -171,7 +171,7 @@ async def test_statistics_are_of_what_dynamic_sampling_left_out_too(sink, tmp_pa
         assert "reward/frac_reward_zero_std" in row
 
 
-async def test_names_of_held_out_metrics_and_parts_are_continued_after_a_resume(sink, tmp_path):
+async def test_names_of_held_out_metrics_and_reward_parts_persist_after_a_resume(sink, tmp_path):
     gated = Reward(0.0, {"gate": 0.0}, None, {"fn": 0.0}, "gate")
     scored = Reward(1.0, {"gate": 1.0, "fn": 1.0, "fn/acc": 1.0}, None, {"fn": 1.0})
 
@@ -195,7 +195,7 @@ async def test_names_of_held_out_metrics_and_parts_are_continued_after_a_resume(
     assert before == after
 
 
-def test_answers_of_each_validation_are_kept_and_shown(sink, tmp_path):
+def test_validation_responses_are_saved_and_logged(sink, tmp_path):
     def board(step):
         rewards = (Reward(step / 4), RewardFailure("judge", "timed out"), Reward(1.0))
         samples = [finished(step + 1, number, reward) for number, reward in enumerate(rewards)]
@@ -221,7 +221,7 @@ def test_answers_of_each_validation_are_kept_and_shown(sink, tmp_path):
     assert read_metrics(tmp_path / "validation.jsonl") == []
 
 
-async def test_all_samples_are_dumped_with_the_names_of_verl(sink, tmp_path):
+async def test_all_samples_are_dumped_with_verl_field_names(sink, tmp_path):
     log = log_in(tmp_path, timeline_freq=0)
     trainer = log.metrics.config.trainer
     trainer.rollout_data_dir, trainer.validation_data_dir = str(tmp_path / "a" / "rollouts"), str(tmp_path / "held out")
@@ -243,11 +243,11 @@ async def test_all_samples_are_dumped_with_the_names_of_verl(sink, tmp_path):
 
 
 class Killed(BaseException):
-    """The end of a process: nothing catches it."""
+    """End of the process, which no handler catches."""
 
 
 class Kill:
-    """Kills at the `at`-th effect on the disk: in the middle of rows, before a renaming, in the middle of a removal."""
+    """Kill at the `at`-th disk operation: in the middle of rows, before a rename, or in the middle of a removal."""
 
     def __init__(self, monkeypatch, at):
         self.effects, self.at = 0, at
@@ -291,8 +291,8 @@ class Writer:
         pass
 
 
-async def go_on(folder):
-    """As a run of two steps, which saves each and keeps one checkpoint, does from where it left off. That step."""
+async def resume_run(folder):
+    """Resume a run of two steps that saves each step and keeps one checkpoint; return the step that it resumed from."""
     checkpoint = checkpoints.find(folder, "auto")
     start = checkpoints.read_state(checkpoint)["step"] if checkpoint else 0
     log = log_in(folder, start, timeline_freq=0)
@@ -317,7 +317,7 @@ async def go_on(folder):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*skipping the last row")
-async def test_a_run_killed_at_any_moment_continues_with_every_row_once(sink, tmp_path, monkeypatch):
+async def test_run_killed_at_any_moment_resumes_with_every_row_once(sink, tmp_path, monkeypatch):
     started, killed, at = set(), True, 0
     while killed:
         at += 1
@@ -325,11 +325,11 @@ async def test_a_run_killed_at_any_moment_continues_with_every_row_once(sink, tm
         with monkeypatch.context() as patch:
             kill = Kill(patch, at)
             try:
-                await go_on(folder)
+                await resume_run(folder)
                 killed = False
             except Killed:
                 assert all((path / "weights").exists() for path in checkpoints.complete(folder)), at
-        started.add(await go_on(folder))
+        started.add(await resume_run(folder))
         assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == [1, 2], at
         ids = [f"{step}/{number}/0" for step in (1, 2) for number in (0, 1)]
         assert [row["id"] for row in read_metrics(folder / "samples.jsonl")] == ids, at
@@ -337,11 +337,11 @@ async def test_a_run_killed_at_any_moment_continues_with_every_row_once(sink, tm
     assert kill.effects >= 10 and started == {0, 1, 2}
 
 
-async def test_rows_are_on_the_disk_before_a_checkpoint_counts(sink, tmp_path, monkeypatch):
-    """What a power loss leaves is what was synced: at the renaming, every row of the step."""
+async def test_rows_are_synced_before_a_checkpoint_is_published(sink, tmp_path, monkeypatch):
+    """Check at the rename that every row of the step was synced, as only synced data survives a power loss."""
     synced, fsync, rename = {}, os.fsync, checkpoints.Path.rename
 
-    def note(descriptor):
+    def record_size(descriptor):
         fsync(descriptor)
         synced[os.readlink(f"/proc/self/fd/{descriptor}")] = os.fstat(descriptor).st_size
 
@@ -350,12 +350,12 @@ async def test_rows_are_on_the_disk_before_a_checkpoint_counts(sink, tmp_path, m
             assert synced[f"{tmp_path}/{name}.jsonl"] == (tmp_path / f"{name}.jsonl").stat().st_size > 0
         return rename(path, target)
 
-    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(os, "fsync", record_size)
     monkeypatch.setattr(checkpoints.Path, "rename", check)
-    assert await go_on(tmp_path) == 0 and checkpoints.complete(tmp_path)
+    assert await resume_run(tmp_path) == 0 and checkpoints.complete(tmp_path)
 
 
-async def test_failures_are_reported_once_and_of_their_step(sink, tmp_path):
+async def test_failures_are_reported_once_with_their_step(sink, tmp_path):
     log = log_in(tmp_path)
     board = board_of([finished(4, 0, Reward(1.0)), finished(4, 1, RewardFailure("judge", "timed out"))])
     board.purpose = "training"
@@ -378,26 +378,26 @@ async def test_tables_of_failures_are_logged_at_an_interval(sink, tmp_path):
     assert len(read_metrics(tmp_path / "reward_failures.jsonl")) == 5
 
 
-async def test_a_reward_that_raises_is_reported_once_whether_the_run_continues_or_stops(sink, tmp_path, monkeypatch):
-    said = []
-    monkeypatch.setattr(Loggers, "say", lambda _, text: said.append(text))
+async def test_exception_of_a_reward_is_reported_once_whether_the_run_continues_or_stops(sink, tmp_path, monkeypatch):
+    messages = []
+    monkeypatch.setattr(Loggers, "say", lambda _, text: messages.append(text))
     failed = RewardFailure("f", "ValueError: boom", "Traceback (most recent call last):\n  x.py\nValueError: boom")
-    log = log_in(tmp_path)  # of whose samples half may fail
+    log = log_in(tmp_path)  # up to half of the samples may fail
     some, all_of_them = (
         board_of([finished(1, 0, Reward(1.0)), finished(1, 1, failed)]),
         board_of([finished(2, 0, failed)]),
     )
     some.purpose = all_of_them.purpose = "training"
     log.failures.check(1, some)
-    assert "".join(said).count("ValueError: boom") == 1
-    said.clear()
+    assert "".join(messages).count("ValueError: boom") == 1
+    messages.clear()
     with pytest.raises(RewardError) as error:
         log.failures.check(2, all_of_them)
     log.close()
-    assert said == [] and str(error.value).count("ValueError: boom") == 1 and "max_failure_rate" in str(error.value)
+    assert messages == [] and str(error.value).count("ValueError: boom") == 1 and "max_failure_rate" in str(error.value)
 
 
-async def test_every_sink_is_closed_where_the_disk_is_full(sink, tmp_path, monkeypatch):
+async def test_every_sink_is_closed_on_a_full_disk(sink, tmp_path, monkeypatch):
     log = log_in(tmp_path)
     log.journal.recorder.add(Span("gen", "driver", 0, 1))
     full = NotWritten("events.jsonl: 9 bytes could not be added")
@@ -411,9 +411,9 @@ async def test_every_sink_is_closed_where_the_disk_is_full(sink, tmp_path, monke
     assert sink.calls[-1] == ("close", 0)
 
 
-async def test_a_sink_whose_process_ended_costs_the_run_nothing(sink, tmp_path, monkeypatch):
-    said = []
-    monkeypatch.setattr(Loggers, "say", lambda _, text: said.append(text))
+async def test_failing_sink_is_disabled_and_the_run_continues(sink, tmp_path, monkeypatch):
+    messages = []
+    monkeypatch.setattr(Loggers, "say", lambda _, text: messages.append(text))
     log = log_in(tmp_path, timeline_freq=0)
     lost = SimpleNamespace(log=lambda *_: (_ for _ in ()).throw(ConnectionResetError("Connection lost")))
     log.loggers._sinks.insert(0, lost)
@@ -421,11 +421,11 @@ async def test_a_sink_whose_process_ended_costs_the_run_nothing(sink, tmp_path, 
         await run_step(log, step, [Reward(1.0)])
     log.close()
     assert [step for step, _ in sink.of("log")] == [1, 2] and len(read_metrics(tmp_path / "metrics.jsonl")) == 2
-    (left_out,) = (text for text in said if "Connection lost" in text)
+    (left_out,) = (text for text in messages if "Connection lost" in text)
     assert left_out.startswith("SimpleNamespace disabled after ConnectionResetError")
 
 
-def test_tensorboard_shows_scalars_samples_pictures_and_alerts(tmp_path):
+def test_tensorboard_logs_scalars_samples_images_and_alerts(tmp_path):
     pytest.importorskip("tensorboard")
     from matplotlib.figure import Figure
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -453,7 +453,7 @@ def test_tensorboard_shows_scalars_samples_pictures_and_alerts(tmp_path):
 
 
 @pytest.mark.slow
-def test_mlflow_shows_settings_scalars_samples_pictures_and_alerts(tmp_path, monkeypatch):
+def test_mlflow_logs_settings_scalars_samples_images_and_alerts(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     from matplotlib.figure import Figure
@@ -502,7 +502,7 @@ def test_mlflow_shows_settings_scalars_samples_pictures_and_alerts(tmp_path, mon
 
 
 @pytest.mark.slow
-def test_an_mlflow_server_out_of_reach_is_one_message(tmp_path, monkeypatch):
+def test_unreachable_mlflow_server_gives_one_message(tmp_path, monkeypatch):
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     from rlfuse.observe.mlflow_sink import MLflow

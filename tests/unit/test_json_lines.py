@@ -1,4 +1,4 @@
-"""Files of JSON lines: read back as far as they are whole, gone on with, and never left half written."""
+"""JSON-lines files: complete rows are read and appended to; no row is left half written."""
 
 import json
 import resource
@@ -20,7 +20,7 @@ LINES = [json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS]
 
 
 TAILS = st.one_of(
-    st.integers(0, 60).map(lambda size: LINES[2].encode()[: min(size, len(LINES[2].encode()) - 1)]),  # also inside é
+    st.integers(0, 60).map(lambda size: LINES[2].encode()[: min(size, len(LINES[2].encode()) - 1)]),  # also cuts é
     st.sampled_from([b"\0\0\0", b"12\n", b"\xff\n", b"{\n"]),
 )
 
@@ -28,10 +28,10 @@ TAILS = st.one_of(
 @pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(whole=st.integers(0, 2), tail=TAILS)
-def test_whatever_a_file_ends_with_its_whole_rows_are_read_and_gone_on_with(tmp_path_factory, whole, tail):
+def test_complete_rows_are_read_and_appended_to_after_any_file_end(tmp_path_factory, whole, tail):
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     before = "".join(LINES[:whole]).encode()
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for keep in (None, lambda row: True):
             path.write_bytes(before + tail)
@@ -40,25 +40,25 @@ def test_whatever_a_file_ends_with_its_whole_rows_are_read_and_gone_on_with(tmp_
                 file.append([{"step": 9}])
             assert list(read_rows(path)) == [*ROWS[:whole], {"step": 9}]
     words = f"{path}: skipping the last row (from byte {len(before)})"
-    assert sum(words in str(each.message) for each in told) == 4 * bool(tail)  # objects of other tests warn as they go
+    assert sum(words in str(each.message) for each in caught) == 4 * bool(tail)  # others may warn
 
 
 @pytest.mark.parametrize("line", [b"\n", b"{\n", b"\0\0\n", b"[1]\n", b"\xc3\n", b'{"a":' + b"[" * 100_000 + b"\n"])
-def test_damage_before_the_last_row_names_file_and_line(tmp_path, line):
+def test_invalid_row_before_the_last_is_reported_with_file_and_line(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(LINES[0].encode() + line + LINES[1].encode())
     for read in (lambda: list(read_rows(path)), lambda: StepFile(path, after=2)):
         with pytest.raises(RunError, match=rf"{path}, line 2: .*; remove that line"):
             read()
-    assert path.read_bytes().endswith(LINES[1].encode()), "nothing is cut that may be worth something"
+    assert path.read_bytes().endswith(LINES[1].encode()), "rows after the invalid one were removed"
 
 
-def test_a_last_row_whose_writer_goes_on_meanwhile_is_no_damage(tmp_path, monkeypatch):
+def test_last_row_that_is_being_written_is_not_an_error(tmp_path, monkeypatch):
     path, decoded = tmp_path / "events.jsonl", files._decoded
     path.write_text(LINES[0] + LINES[1][:7])
 
     def slow(line, wanted):
-        if not line.endswith(b"\n"):  # it was read to the file's end
+        if not line.endswith(b"\n"):  # the incomplete last row
             with path.open("a") as writer:
                 writer.write(LINES[1][7:] + LINES[2])
         return decoded(line, wanted)
@@ -70,14 +70,14 @@ def test_a_last_row_whose_writer_goes_on_meanwhile_is_no_damage(tmp_path, monkey
 
 
 @pytest.mark.parametrize("line", ['{"x": 1}\n', '{"step": "2"}\n'])
-def test_a_row_without_a_step_is_told_where_steps_are_gone_on_with(tmp_path, line):
+def test_row_without_a_step_is_reported_on_resume(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     path.write_text(LINES[0] + line + LINES[1])
     with pytest.raises(RunError, match=rf"{path}, the row at byte {len(LINES[0].encode())}: .*remove that line"):
         StepFile(path, after=2)
 
 
-def test_rows_are_kept_up_to_the_first_of_a_step_that_runs_again(tmp_path):
+def test_rows_of_repeated_steps_are_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(LINES))
     with closing(StepFile(path, after=1)) as file:
@@ -86,8 +86,8 @@ def test_rows_are_kept_up_to_the_first_of_a_step_that_runs_again(tmp_path):
     assert list(read_rows(tmp_path / "absent.jsonl")) == []
 
 
-def test_rows_that_find_no_room_leave_the_file_whole_and_are_told(tmp_path, capsys):
-    """The limit on a file's size stands for a full disk: the system writes as much as fits, then refuses."""
+def test_full_disk_leaves_complete_rows_and_is_reported(tmp_path, capsys):
+    """Simulate a full disk by a limit on the file size: the system writes what fits, then fails."""
     path = tmp_path / "samples.jsonl"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with closing(RowFile(path)) as file:
@@ -96,7 +96,7 @@ def test_rows_that_find_no_room_leave_the_file_whole_and_are_told(tmp_path, caps
         try:
             with pytest.raises(
                 NotWritten, match=rf"{path}: 48 bytes could not be added .*{tmp_path} has .* MiB free"
-            ) as no:
+            ) as caught:
                 file.append([{"step": 2, "text": "more than twenty bytes here"}])
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -104,7 +104,7 @@ def test_rows_that_find_no_room_leave_the_file_whole_and_are_told(tmp_path, caps
     assert [len(row) for row in read_rows(path)] == [1, 1]
 
     def fail():
-        raise no.value
+        raise caught.value
 
     assert run_command(fail) == FAILED
     assert "Traceback" not in capsys.readouterr().err

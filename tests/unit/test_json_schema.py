@@ -1,4 +1,4 @@
-"""JSON schemas: what answers fit, which schemas are none, and what bounds the time of patterns."""
+"""JSON-schema verifier: scores of responses, invalid schemas, and time limits of validation."""
 
 import json
 
@@ -50,7 +50,7 @@ NESTED = {"type": "array", "items": {"$ref": "#"}}
     ],
     ids=["pattern", "recursion"],
 )
-def test_the_whole_validation_has_a_time_limit(schema, answer):
+def test_validation_has_a_time_limit(schema, answer):
     result = json_schema.score("", answer, schema, timeout_s=0.3)
     assert result["score"] == 0 and "took longer than 0.3 s" in result["reason"]
 
@@ -58,6 +58,6 @@ def test_the_whole_validation_has_a_time_limit(schema, answer):
 @pytest.mark.parametrize(
     "truth", ["{", "3", '{"type": "objct"}', {"$ref": "http://example.org/schema"}, {"a": {1}}, None, {"pattern": "("}]
 )
-def test_a_schema_that_is_none_is_an_error(truth):
+def test_invalid_schema_is_an_error(truth):
     with pytest.raises(ValueError, match=r"ground_truth: got .*must be a JSON schema"):
         json_schema.score("", '"1"', truth)

@@ -1,4 +1,4 @@
-"""conf/KEYS.md, and that a key's valid values stand in one place, from which all that names them takes them."""
+"""conf/KEYS.md is current; help texts, error messages and code use the same valid values of each key."""
 
 import dataclasses
 import re
@@ -36,20 +36,20 @@ def printed(*words):
 
 
 def rows(page):
-    """Key -> the other cells of its row."""
+    """Return {key: other cells of its row}."""
     lines = [re.split(r"(?<!\\)\|", line)[1:-1] for line in page.splitlines() if line.startswith("| `")]
     cells = [[cell.strip().replace(r"\|", "|") for cell in line] for line in lines]
     return {name.strip("`"): rest for name, *rest in cells}
 
 
 def named(words):
-    """The names in `a | b (what it means)`, in order, without the form of a custom function."""
+    """Return the names in `a | b (meaning)` in order, without the placeholder of custom functions."""
     found = re.sub(r" \([^|]*\)", "", words).replace("`", "").removeprefix("a list of ").split(" | ")
     return [name for name in found if name != CUSTOM]
 
 
 def changed(name, value):
-    """A configuration with this value, and what else a sound one needs."""
+    """Return a valid configuration with this value."""
     config = Config()
     config.data.train_files, config.model.path, config.reward.functions = ["a.parquet"], "model", ["a.py:f"]
     *path, leaf = name.split(".")
@@ -61,15 +61,15 @@ def changed(name, value):
 
 
 @pytest.mark.slow
-def test_the_reference_is_current_and_printed_at_once():
-    told = printed("--markdown")
-    assert told.stdout == (CONF / "KEYS.md").read_text(), f"conf/KEYS.md is not current; renew it: {RENEW}"
-    heavy, seconds = told.stderr.split()[-2:]
+def test_reference_is_current_and_printed_quickly():
+    page = printed("--markdown")
+    assert page.stdout == (CONF / "KEYS.md").read_text(), f"conf/KEYS.md is not current; renew it: {RENEW}"
+    heavy, seconds = page.stderr.split()[-2:]
     assert heavy == "nothing" and float(seconds) < 5
 
 
 @pytest.mark.slow
-def test_every_key_has_a_row_with_all_about_it():
+def test_every_key_has_a_complete_row():
     table = rows((CONF / "KEYS.md").read_text())
     assert set(table) == {*by_name(), *(f"reward.functions[].{name}" for name in KEYS)}
     for name, key in by_name().items():
@@ -86,7 +86,7 @@ def test_every_key_has_a_row_with_all_about_it():
 
 
 @pytest.mark.parametrize("name", [key.name for key in keys() if key.choices])
-def test_refusal_help_and_reference_name_the_values_that_are_accepted(name):
+def test_error_help_and_reference_list_the_accepted_values(name):
     wrong = ["unheard"] if by_name()[name].type.startswith("list") else "unheard"
     (problem,) = [each for each in check(changed(name, wrong), Facts()) if each.startswith(f"{name}=")]
     refused = re.search(r"is not one of ([\w, -]+)", problem)[1].split(", ")
@@ -95,12 +95,12 @@ def test_refusal_help_and_reference_name_the_values_that_are_accepted(name):
     for value in (None if word == "null" else word for word in refused):
         problems = check(changed(name, [value] if isinstance(wrong, list) else value), Facts())
         assert not any("is not one of" in each for each in problems)
-    told = " ".join(help_text([by_name()[name]]).split())
-    assert all(re.search(rf"(?<![\w-]){value}(?![\w-])", told.partition(f"{name}: ")[2]) for value in refused)
+    shown = " ".join(help_text([by_name()[name]]).split())
+    assert all(re.search(rf"(?<![\w-]){value}(?![\w-])", shown.partition(f"{name}: ")[2]) for value in refused)
 
 
 @pytest.mark.parametrize("name", [key.name for key in keys() if key.custom and key.choices])
-def test_refusal_help_and_reference_say_that_a_function_of_ones_own_is_taken(name):
+def test_error_help_and_reference_mention_custom_functions(name):
     (problem,) = [each for each in check(changed(name, "unheard"), Facts()) if each.startswith(f"{name}=")]
     assert f"or {CUSTOM} for a custom one" in problem
     assert f"| {CUSTOM} (custom)" in help_text([by_name()[name]]).replace("\n      ", " ")

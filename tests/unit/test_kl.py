@@ -1,4 +1,4 @@
-"""KL estimators against exact enumeration of a small vocabulary; the adaptive coefficient by hand."""
+"""KL estimators compared with exact enumeration of a small vocabulary; values of the adaptive coefficient."""
 
 import math
 
@@ -17,7 +17,7 @@ def expectation(kind: str) -> float:
     return sum(p * x for p, x in zip(POLICY, per_token.tolist(), strict=True))
 
 
-def test_k1_and_k3_are_unbiased_and_the_others_are_what_they_say():
+def test_k1_and_k3_are_unbiased_and_k2_and_abs_match_their_definitions():
     logs = [math.log(p / q) for p, q in zip(POLICY, REFERENCE, strict=True)]
     assert expectation("k1") == pytest.approx(EXACT, rel=1e-6)
     assert expectation("k3") == pytest.approx(EXACT, rel=1e-6)
@@ -31,7 +31,7 @@ def test_aliases(name, alias):
     assert {name, alias} <= set(kl.KL_KINDS)
 
 
-def test_values_by_hand():
+def test_example_values():
     new, ref = torch.tensor([0.0, 0.0]), torch.tensor([1.0, -2.0])
     assert kl.kl_estimate(new, ref, "k1").tolist() == [-1.0, 2.0]
     assert kl.kl_estimate(new, ref, "abs").tolist() == [1.0, 2.0]
@@ -39,7 +39,7 @@ def test_values_by_hand():
     assert kl.kl_estimate(new, ref, "k3").tolist() == pytest.approx([math.e - 2, math.exp(-2) + 1], rel=1e-6)
 
 
-def test_k3_is_never_negative_and_never_above_10():
+def test_k3_is_between_0_and_10():
     log_ratio = torch.cat([torch.linspace(-60, 60, 2001), torch.linspace(-1e-3, 1e-3, 2001)])
     k3 = kl.kl_estimate(torch.zeros_like(log_ratio), log_ratio, "k3")
     assert k3.min() >= 0 and k3.max() == 10
@@ -47,8 +47,8 @@ def test_k3_is_never_negative_and_never_above_10():
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
-def test_expected_gradients_as_a_loss_are_as_documented(kind):
-    """k2: of KL(policy || reference); k3: of KL(reference || policy); k1: none."""
+def test_expected_gradients_of_the_loss_match_the_documentation(kind):
+    """Compare with the gradient of KL(policy || reference) for k2, of KL(reference || policy) for k3, and 0 for k1."""
     logits = torch.tensor(POLICY).double().log().requires_grad_()
     reference = torch.tensor(REFERENCE).double()
     log_probs = logits.log_softmax(-1)
@@ -74,13 +74,13 @@ def test_unknown_kind_lists_the_valid_ones():
     ("measured", "factor"),
     [(6.0, 1.0), (6.6, 1.01), (5.4, 0.99), (60.0, 1.02), (0.0, 0.98)],  # n / horizon = 0.1; errors +-0.1, clipped +-0.2
 )
-def test_adaptive_coefficient_by_hand(measured, factor):
+def test_adaptive_coefficient_examples(measured, factor):
     control = kl.AdaptiveKl(0.1, target=6.0, horizon=1000)
     control.update(measured, 100)
     assert control.value == pytest.approx(0.1 * factor, rel=1e-12)
 
 
-def test_adaptive_coefficient_survives_a_checkpoint():
+def test_adaptive_coefficient_is_restored_from_a_checkpoint():
     control = kl.AdaptiveKl(0.1, target=6.0, horizon=1000)
     control.update(9.0, 100)
     resumed = kl.AdaptiveKl(0.1, target=6.0, horizon=1000)
@@ -91,8 +91,8 @@ def test_adaptive_coefficient_survives_a_checkpoint():
 
 
 @pytest.mark.parametrize(("start", "target", "expected"), [(0.2, 6.0, 0.2), (0.1, None, 0.1), (0.1, 3.0, None)])
-def test_a_coefficient_that_was_changed_since_the_checkpoint_counts(start, target, expected):
-    """None: what was steered so far, to another target from now on."""
+def test_changed_coefficient_setting_overrides_the_checkpoint(start, target, expected):
+    """Load a checkpoint under new settings; `expected` None means that the adapted value is kept."""
     control = kl.AdaptiveKl(0.1, target=6.0, horizon=1000)
     control.update(9.0, 100)
     resumed = kl.AdaptiveKl(start, target=target, horizon=1000)
@@ -100,7 +100,7 @@ def test_a_coefficient_that_was_changed_since_the_checkpoint_counts(start, targe
     assert resumed.value == (expected or control.value)
 
 
-def test_adaptive_coefficient_refuses_what_it_cannot_steer():
+def test_adaptive_coefficient_rejects_nan():
     control = kl.AdaptiveKl(0.1, target=1.0, horizon=100)
     with pytest.raises(ValueError, match=r"nan"):
         control.update(math.nan, 10)

@@ -1,6 +1,6 @@
-"""One dtype, one first update and one memory plan, however models are laid out over two ranks.
+"""Dtypes, first updates and planned memory agree for all layouts of models over two ranks.
 
-Two processes load one layout after the other and train in it; the tests read what they found.
+Two processes load and train one layout after the other; the tests check the results.
 """
 
 import json
@@ -60,7 +60,7 @@ LAYOUTS |= {f"reward model, ZeRO {stage}": Layout(stage, reward_model=True) for 
 
 
 def in_all_layouts(device, folder, out):
-    """{layout: what this rank found}."""
+    """Return {layout: results of this rank}."""
     import deepspeed
 
     from rlfuse.engines.deepspeed import optimizer
@@ -74,7 +74,7 @@ def in_all_layouts(device, folder, out):
 
 
 def in_layout(layout, config, out):
-    """Load all models, update each that trains by the same rows, save them."""
+    """Load all models, update the trained ones with the same rows, and save them."""
     rank = started(layout, config)
     trained = [name for name in rank.engines if name != "ref"]
     modules = {name: getattr(engine, "module", engine) for name, engine in rank.engines.items()}
@@ -98,7 +98,7 @@ def in_layout(layout, config, out):
 
 
 ROLES = {"actor": "actor", "critic": "critic", "ref": "reference"}
-"""Ours: the plan's."""
+"""Names of models -> roles in the memory plan."""
 
 
 def started(layout, config):
@@ -120,7 +120,7 @@ def started(layout, config):
 
 
 def accumulate(rank, layout, trained):
-    """The gradients of this rank's part of the rows, in micro-batches of two."""
+    """Accumulate gradients of this rank's share of the rows, in micro-batches of two."""
     sharers = layout.tensor * layout.stages
     share = ROWS // (RANKS // sharers)
     rows = make_rows()[rank.rank // sharers * share :][:share]
@@ -134,7 +134,7 @@ def accumulate(rank, layout, trained):
 
 
 def make_rows():
-    """Responses that all gain: gradients are sums of much the same, and well above what bfloat16 rounds off."""
+    """Return rows with equal advantages: their gradients add up and are far above bfloat16 rounding."""
     rng = np.random.default_rng(3)
     ids = [rng.integers(3, 64, 12).astype(np.int32) for _ in range(ROWS)]
     fill = {"old_log_probs": -4.0, "ref_log_probs": -4.0, "advantages": 1.0, "values": 0.0, "returns": 1.0}
@@ -144,7 +144,7 @@ def make_rows():
 
 
 def weights(rank, name):
-    """{parameter: float32 values} of those on this rank, whole; every rank calls."""
+    """Return {name: float32 values} of this rank's parameters, gathered; every rank must call it."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     engine, found = rank.engines[name].engine, {}
@@ -153,12 +153,12 @@ def weights(rank, name):
         value = masters[i] if engine.zero_optimization_stage() == 0 else safe_get_full_fp32_param(parameter)
         if rank.tensor and hasattr(parameter, "partition_dim"):
             value = rank.tensor.gather_whole(value, parameter.partition_dim)
-        found[key.split(".", 1)[1] if key[0].isdigit() else key] = value.detach().clone().numpy()  # else of a stage
+        found[key.split(".", 1)[1] if key[0].isdigit() else key] = value.detach().clone().numpy()  # of a stage
     return found
 
 
 def bytes_of_optimizer(model):
-    """Masters and moments."""
+    """Return the size of master weights and moments in bytes."""
     from rlfuse.engines.trainer.offloading import _of_optimizer, _storages
 
     late = _of_optimizer(model)
@@ -166,7 +166,7 @@ def bytes_of_optimizer(model):
 
 
 def save(rank, trained, out):
-    """`huggingface/` of each model, by those ranks that write."""
+    """Write `huggingface/` of each model."""
     import torch.distributed as dist
 
     from rlfuse.engines.trainer.trainer_rank import TrainerRank
@@ -183,18 +183,18 @@ def save(rank, trained, out):
     dist.barrier()
 
 
-# What they found ------------------------------------------------------------------------------------------------------
+# Results --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A random Llama, of two stages that are as large as each other."""
+    """Write a random Llama that splits into two stages of equal size."""
     torch.manual_seed(0)
-    made = tmp_path_factory.mktemp("llama")
+    path = tmp_path_factory.mktemp("llama")
     sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
     more = dict(num_key_value_heads=2, initializer_range=0.005, tie_word_embeddings=False, pad_token_id=0)
-    LlamaForCausalLM(LlamaConfig(**sizes, **more)).save_pretrained(made)
-    return str(made)
+    LlamaForCausalLM(LlamaConfig(**sizes, **more)).save_pretrained(path)
+    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +204,7 @@ def ran(folder, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_parameters_checkpoints_and_their_configs_have_the_dtype_of_the_job(ran, name):
+def test_parameters_checkpoints_and_model_configs_have_the_configured_dtype(ran, name):
     (out, ranks), dtype = ran, LAYOUTS[name].dtype
     assert [rank[name]["dtypes"] for rank in ranks] == [{getattr(torch, dtype)}] * RANKS
     configs = sorted((out / name).glob("*/huggingface/config.json"))
@@ -217,8 +217,8 @@ def test_parameters_checkpoints_and_their_configs_have_the_dtype_of_the_job(ran,
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_buffers_are_not_rounded_to_the_dtype_of_the_job(ran, name):
-    """Rotary frequencies in bfloat16 would turn far positions by whole radians."""
+def test_buffers_stay_in_float32(ran, name):
+    """Compare rotary frequencies, which in bfloat16 would be off by whole radians at distant positions."""
     expected = ran[1][0]["ZeRO 0"]["buffers"]
     found = ran[1][0][name]["buffers"]
     assert found and {key.rpartition(".")[2] for key in found} == {key.rpartition(".")[2] for key in expected}
@@ -228,7 +228,7 @@ def test_buffers_are_not_rounded_to_the_dtype_of_the_job(ran, name):
 
 
 @pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.dtype == "bfloat16"])
-def test_the_first_update_is_that_of_zero_1(ran, name):
+def test_first_update_matches_zero_1(ran, name):
     base = "reward model, ZeRO 1" if LAYOUTS[name].reward_model else "ZeRO 1"
     found, expected = (
         {key: each for rank in ran[1] for key, each in rank[of]["updates"].items()} for of in (name, base)
@@ -243,7 +243,7 @@ def test_the_first_update_is_that_of_zero_1(ran, name):
 
 
 @pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if not layout.reward_model])
-def test_the_plan_has_the_bytes_that_ranks_hold(ran, folder, name):
+def test_planned_bytes_match_the_ranks(ran, folder, name):
     config = LAYOUTS[name].config(folder)
     planned = {(part.role, part.what): part.size for part in models_of(config, shapes_of(config), "cuda")}
     for role, its in ROLES.items():

@@ -1,4 +1,4 @@
-"""When a run searches its policy's settings again."""
+"""When a run repeats the search for the settings of its fusion policy."""
 
 from math import ceil
 from pathlib import Path
@@ -18,7 +18,7 @@ SEARCH_S = 0.5
 
 @pytest.fixture
 def run(monkeypatch):
-    """(what is taught, a step's spans, error of known lengths at each search for settings, which takes SEARCH_S)."""
+    """Return the tuning, the spans of a step, and the length error at each search; a search takes SEARCH_S."""
     folder, searched, now = Path(__file__).parent / "recorded_runs/video", [], [0.0]
     recording = read_run(folder)
     lengths, step = Lengths(512), recording.steps[-1]
@@ -38,32 +38,32 @@ def run(monkeypatch):
 
 
 @pytest.mark.slow
-def test_settings_are_searched_again_once_lengths_are_known_and_when_they_or_slots_are_others(run):
+def test_search_repeats_when_lengths_become_known_or_lengths_or_slot_rates_change(run):
     tuning, spans, searched = run
     step_s = next(span.seconds for span in spans if span.kind == "step")
-    paying = ceil(SEARCH_S / online_tuning.SHARE / step_s)
-    assert paying > 2, "a search costs more than the share of a step or two"
+    steps_per_search = ceil(SEARCH_S / online_tuning.SHARE / step_s)
+    assert steps_per_search > 2, "a search must exceed its time share of two steps"
 
     def steps(count):
         for _ in range(count):
             tuning.relearn(tuning, spans)
 
-    steps(1 + paying)
-    assert searched == [None], "neither lengths nor what is known of them has changed"
+    steps(1 + steps_per_search)
+    assert searched == [None], "neither lengths nor their error has changed"
     tuning.lengths.error = 0.3  # the second epoch
     steps(1)
-    assert searched == [None, 0.3], "the steps since the first have paid for it"
+    assert searched == [None, 0.3], "enough steps have passed since the first search"
     tuning.lengths.recorded = [2 * length for length in tuning.lengths.recorded]
-    steps(paying - 1)
-    assert searched == [None, 0.3], "not before as much time has passed"
+    steps(steps_per_search - 1)
+    assert searched == [None, 0.3], "searched before enough time has passed"
     steps(1)
     assert searched == [None, 0.3, 0.3]
     tuning.rates = Rates.of((1.0, 0.5))
-    steps(paying)
+    steps(steps_per_search)
     assert searched == [None, 0.3, 0.3, 0.3]
     tuning.lengths.error = 0.45
-    steps(paying)
+    steps(steps_per_search)
     assert searched == [None, 0.3, 0.3, 0.3]
     tuning.lengths.error = 0.6
     steps(1)
-    assert searched == [None, 0.3, 0.3, 0.3, 0.6], "lengths are known much worse than they were"
+    assert searched == [None, 0.3, 0.3, 0.3, 0.6], "the length error has grown considerably"

@@ -1,4 +1,4 @@
-"""What is said of models that vLLM can't serve, and that vLLM says the same."""
+"""Messages about models that vLLM can't serve, and agreement with vLLM's own tables."""
 
 import importlib.util
 import json
@@ -23,7 +23,7 @@ from rlfuse.engines.vllm.support import (
 
 @pytest.fixture
 def config(tmp_path):
-    """Of a model without weights: 8 heads of 32 numbers, 4 of keys."""
+    """Return the configuration of a model without weights: 8 attention heads of size 32, 4 key-value heads."""
     model = Qwen2Config(hidden_size=256, num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=1024)
     model.architectures = ["Qwen2ForCausalLM"]
     model.save_pretrained(tmp_path)
@@ -40,22 +40,22 @@ def change(config, **values):
         json.dump(model, file)
 
 
-def test_a_model_that_vllm_serves_is_accepted(config):
+def test_supported_model_is_accepted(config):
     assert unsupported_reasons(config) == []
     change(config, sliding_window=128, use_sliding_window=True, max_window_layers=1)
     assert unsupported_reasons(config) == []
 
 
-def test_a_head_that_vllm_has_no_kernel_for_is_told_on_cpus_alone(config):
+def test_unsupported_head_size_is_only_reported_on_cpus(config):
     change(config, hidden_size=128)
-    (told,) = unsupported_reasons(config)
-    assert told == (
+    (problem,) = unsupported_reasons(config)
+    assert problem == (
         f"model.path={config.model.path}: its attention head size is 16, but vLLM on CPUs supports "
         "32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512; choose another model, a machine with GPUs, or "
         "rollout.name=transformers"
     )
     config.reward.functions = [{"path": "judge", "kwargs": {"model": config.model.path}}]
-    judge = told.replace("model.path=", "reward.functions: model=").removesuffix(", or rollout.name=transformers")
+    judge = problem.replace("model.path=", "reward.functions: model=").removesuffix(", or rollout.name=transformers")
     assert unsupported_judge_reasons(config) == [judge]
     config.cluster.device = "cuda"
     assert unsupported_reasons(config) == []
@@ -96,28 +96,28 @@ def test_settings_that_vllm_cannot_honour_are_refused(config, monkeypatch, chang
     for key, value in changes.items():
         *groups, leaf = key.split(".")
         setattr(reduce(getattr, groups, config), leaf, value)
-    (told,) = unsupported_reasons(config)
+    (problem,) = unsupported_reasons(config)
     key, value = next(iter(changes.items()))
-    assert told.startswith(f"{key}={value}: {words}") and "set " in told
-    assert unplannable_reasons(config, device) == ([] if "not installed" in told else [told]), (
-        "a plan's machine has its own"
+    assert problem.startswith(f"{key}={value}: {words}") and "set " in problem
+    assert unplannable_reasons(config, device) == ([] if "not installed" in problem else [problem]), (
+        "a planned machine may have other packages"
     )
 
 
 def test_latent_attention_needs_gpus(config):
     change(config, kv_lora_rank=32)
-    (told,) = unsupported_reasons(config)
-    assert "compute latent attention differently from transformers" in told
+    (problem,) = unsupported_reasons(config)
+    assert "compute latent attention differently from transformers" in problem
     config.cluster.device = "cuda"
     assert unsupported_reasons(config) == []
 
 
-def test_models_of_rewards_are_not_served_on_cpus_of_machines_with_gpus(config):
+def test_reward_models_are_not_served_on_cpus_of_gpu_machines(config):
     config.reward.model_path, config.reward.model_backend, config.reward.device = "m", "vllm", "cpu"
     assert unsupported_judge_reasons(config) == []
     config.cluster.device = "cuda"
-    (told,) = unsupported_judge_reasons(config)
-    assert told.startswith("reward.device=cpu: in this job vLLM serves judges and reward models on GPUs")
+    (problem,) = unsupported_judge_reasons(config)
+    assert problem.startswith("reward.device=cpu: in this job vLLM serves judges and reward models on GPUs")
 
 
 @pytest.mark.parametrize(
@@ -127,33 +127,35 @@ def test_models_of_rewards_are_not_served_on_cpus_of_machines_with_gpus(config):
         ("gpt_oss", "vLLM would keep some initial weights of a gpt_oss"),
     ],
 )
-def test_models_whose_new_weights_vllm_does_not_compute_with_are_not_trained(config, kind, words):
+def test_models_whose_weight_updates_vllm_ignores_are_not_trained(config, kind, words):
     AutoConfig.for_model(kind).save_pretrained(config.model.path)
     config.cluster.device = "cuda"
-    (told,) = set(unsupported_reasons(config)) - set(unsupported_reasons(config, trains=False))
-    assert told.startswith(f"model.path={config.model.path}: {words}") and "choose another model" in told
-    assert unplannable_reasons(config, "cpu") == unplannable_reasons(config, "cuda") == [told]
+    (problem,) = set(unsupported_reasons(config)) - set(unsupported_reasons(config, trains=False))
+    assert problem.startswith(f"model.path={config.model.path}: {words}") and "choose another model" in problem
+    assert unplannable_reasons(config, "cpu") == unplannable_reasons(config, "cuda") == [problem]
     config.rollout.on_mismatch = "alert"
-    assert (told in unsupported_reasons(config)) == (kind == "gpt_oss")
+    assert (problem in unsupported_reasons(config)) == (kind == "gpt_oss")
 
 
-def test_an_architecture_that_vllm_has_not_is_told_unless_it_runs_transformers_own(config):
+def test_unknown_architecture_is_reported_unless_the_transformers_backend_runs_it(config):
     change(config, architectures=["XLNetLMHeadModel"])
-    (told,) = unsupported_reasons(config)
-    assert "vLLM has no architecture XLNetLMHeadModel, and can't run it with its transformers" in told
+    (problem,) = unsupported_reasons(config)
+    assert "vLLM has no architecture XLNetLMHeadModel, and can't run it with its transformers" in problem
     change(config, architectures=["HeliumForCausalLM"])
     assert "HeliumForCausalLM" not in architectures() and unsupported_reasons(config) == []
 
 
 @pytest.mark.parametrize(("width", "fits", "instead"), [(2, True, 0), (8, True, 0), (3, False, 2), (6, False, 4)])
-def test_key_value_heads_are_shared_out_or_repeated(config, width, fits, instead):
+def test_key_value_heads_are_partitioned_or_replicated(config, width, fits, instead):
     config.rollout.tensor_model_parallel_size = width
-    told = unsupported_reasons(config)
-    assert fits or f"must divide the 4 key-value heads of {config.model.path}" in told[0]
-    assert bool(told) != fits and (fits or told[0].endswith(f"set rollout.tensor_model_parallel_size={instead}"))
+    problems = unsupported_reasons(config)
+    assert fits or f"must divide the 4 key-value heads of {config.model.path}" in problems[0]
+    assert bool(problems) != fits and (
+        fits or problems[0].endswith(f"set rollout.tensor_model_parallel_size={instead}")
+    )
 
 
-def test_what_goes_to_vllm_as_it_is_has_limits_too(config):
+def test_engine_kwargs_are_checked_against_limits(config):
     config.rollout.engine_kwargs = {"block_size": 48, "max_model_len": 2048}
     length, block = unsupported_reasons(config)
     assert "max_model_len=2048: must be at most 1024, the context of" in length
@@ -163,7 +165,7 @@ def test_what_goes_to_vllm_as_it_is_has_limits_too(config):
     assert unsupported_reasons(config) == []
 
 
-def test_what_vllm_would_serve_by_another_key_is_not_refused(config, monkeypatch):
+def test_longer_max_model_len_is_accepted_if_another_key_allows_it(config, monkeypatch):
     config.rollout.engine_kwargs = {"max_model_len": 2048}
     ropes = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}}
     change(config, rope_parameters=ropes)
@@ -180,7 +182,7 @@ def test_what_vllm_would_serve_by_another_key_is_not_refused(config, monkeypatch
     assert unsupported_reasons(config) == []
 
 
-def test_odd_configurations_are_told_or_left_to_vllm(config):
+def test_unusual_configurations_are_reported_or_left_to_vllm(config):
     change(config, num_attention_heads=0)
     assert unsupported_reasons(config) == []
     change(config, num_attention_heads=8, architectures=["AutoModelForCausalLM"])
@@ -190,7 +192,7 @@ def test_odd_configurations_are_told_or_left_to_vllm(config):
 
 
 @pytest.mark.slow
-def test_vllm_s_own_tables_say_the_same():
+def test_limits_match_vllm_tables():
     from vllm.model_executor.models.registry import ModelRegistry
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.attention.backend import MultipleOf
@@ -205,11 +207,11 @@ def test_vllm_s_own_tables_say_the_same():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_vllm_s_kernel_takes_just_the_heads_that_are_listed(dtype):
+def test_vllm_kernel_accepts_exactly_the_listed_head_sizes(dtype):
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    taken = set()
+    accepted = set()
     for size in range(4, 768, 4):
         with suppress(RuntimeError):
             ops.cpu_attn_get_scheduler_metadata(
@@ -225,5 +227,5 @@ def test_vllm_s_kernel_takes_just_the_heads_that_are_listed(dtype):
                 isa=_get_attn_isa(dtype, CPU_BLOCK, size),
                 enable_kv_split=False,
             )
-            taken.add(size)
-    assert taken == {*CPU_HEAD_SIZES}
+            accepted.add(size)
+    assert accepted == {*CPU_HEAD_SIZES}

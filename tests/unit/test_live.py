@@ -1,4 +1,4 @@
-"""The live view: what it tells of a step under way, how it is drawn, and that it keeps quiet where nobody looks on."""
+"""Live view: the state of a running step, its rendering, and plain log lines outside of interactive terminals."""
 
 import io
 import re
@@ -50,7 +50,7 @@ def board():
     )
 
 
-def test_a_step_under_way(board):
+def test_state_of_a_running_step(board):
     recorder = Recorder("driver")
     assert read_board(board, recorder.open.values()) == ("between steps", [], [], 0)
     with recorder.span("step"), recorder.span("gen", attributes={"slot": 0}), ExitStack() as others:
@@ -63,7 +63,7 @@ def test_a_step_under_way(board):
     ]  # fmt: skip
     assert slots == [("generate", 3), ("old_log_prob", 0), ("switch", 0), ("lost", 0), ("idle", 0)]
     with recorder.span("step"), recorder.span("update_actor"):
-        assert read_board(board, recorder.open.values())[2][4] == ("train actor", 0), "all ranks together"
+        assert read_board(board, recorder.open.values())[2][4] == ("train actor", 0), "an update runs on all ranks"
     assert not recorder.open
 
 
@@ -73,7 +73,7 @@ def drawn(view, width=100):
     return console.file.getvalue()
 
 
-def test_everything_is_drawn_in_a_narrow_terminal_too():
+def test_view_fits_a_narrow_terminal():
     stages = [Stage("generate", 96, 128), Stage("train actor", 0, 2)]
     slots = [("generate", 20), ("old_log_prob", 0)]
     figures = {"reward": "0.812", "speed": "980"}
@@ -97,15 +97,15 @@ def test_clock_and_sparkline():
 def terminal(monkeypatch, tmp_path):
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    made = []
+    terminals = []
 
     def make(tty):
         console = Console(file=io.StringIO(), force_terminal=tty, width=100)
-        made.append(Terminal(Config(), 4, 0, Recorder("driver"), tmp_path, console))
-        return made[-1]
+        terminals.append(Terminal(Config(), 4, 0, Recorder("driver"), tmp_path, console))
+        return terminals[-1]
 
     yield make
-    for each in made:
+    for each in terminals:
         each.close()
 
 
@@ -119,7 +119,7 @@ LINE = (
 )
 
 
-def test_where_nobody_looks_on_there_is_one_line_a_step(terminal):
+def test_non_interactive_output_is_one_line_per_step(terminal):
     quiet = terminal(False)
     quiet.log(1, ROW)
     quiet.say("a line")
@@ -130,7 +130,7 @@ def test_where_nobody_looks_on_there_is_one_line_a_step(terminal):
     )
 
 
-def test_at_a_terminal_the_view_is_drawn_and_lines_stand_above(terminal, board):
+def test_terminal_shows_the_view_below_printed_lines(terminal, board):
     watched = terminal(True)
     watched.board = board
     with watched._recorder.span("step"):
@@ -144,17 +144,17 @@ def test_at_a_terminal_the_view_is_drawn_and_lines_stand_above(terminal, board):
     assert text.index(LINE.strip()[:60]) < text.index("a line") < text.rindex("step 1/4") and "generate" in text
 
 
-def test_a_long_silence_is_broken_in_logs(terminal, monkeypatch, board):
+def test_logs_report_progress_during_long_operations(terminal, monkeypatch, board):
     monkeypatch.setattr("rlfuse.observe.terminal.SILENT_S", 0.0)
     monkeypatch.setattr("rlfuse.observe.terminal.REFRESH_S", 0.01)
     monkeypatch.setattr("rlfuse.observe.terminal.MAX_CPU_SHARE", 1.0)
     quiet = terminal(False)
-    said = quiet.console.file.getvalue
+    output = quiet.console.file.getvalue
     with quiet._recorder.span("start", cause="run"), quiet._recorder.span("start", cause="engine 1 of 2"):
-        assert soon(lambda: re.search(r"… starting, 0:\d\d elapsed: engine 1 of 2 \d+ s\n", said()))
+        assert soon(lambda: re.search(r"… starting, 0:\d\d elapsed: engine 1 of 2 \d+ s\n", output()))
     quiet.board = board
     with quiet._recorder.span("step"):
-        assert soon(lambda: re.search(r"… training step, 0:\d\d elapsed: generate 5/6, reward 5/6, ", said()))
+        assert soon(lambda: re.search(r"… training step, 0:\d\d elapsed: generate 5/6, reward 5/6, ", output()))
 
 
 def soon(condition):
@@ -164,7 +164,7 @@ def soon(condition):
     return holds
 
 
-def test_whoever_looks_on_from_elsewhere_reads_the_view(terminal, tmp_path, board):
+def test_other_processes_can_read_the_view(terminal, tmp_path, board):
     quiet = terminal(False)
     quiet.board = board
     with quiet._recorder.span("step"), quiet._recorder.span("start", cause="an engine"):
@@ -177,14 +177,14 @@ def test_whoever_looks_on_from_elsewhere_reads_the_view(terminal, tmp_path, boar
 
 
 @pytest.mark.parametrize(("tty", "term", "ci"), [(True, "xterm", "true"), (True, "dumb", None), (False, "xterm", None)])
-def test_nothing_is_drawn_where_nobody_looks_on(terminal, monkeypatch, tty, term, ci):
+def test_view_is_only_drawn_in_interactive_terminals(terminal, monkeypatch, tty, term, ci):
     monkeypatch.setenv("TERM", term)
     if ci:
         monkeypatch.setenv("CI", ci)
     assert terminal(tty)._live is None
 
 
-def test_parts_are_ticked_off(monkeypatch, capsys):
+def test_progress_of_parts_is_printed(monkeypatch, capsys):
     monkeypatch.setattr("rlfuse.progress.SILENT_S", 0.01)
     shown = []
     with part("rows"):
@@ -196,7 +196,7 @@ def test_parts_are_ticked_off(monkeypatch, capsys):
     assert "✓" not in capsys.readouterr().out
 
 
-def test_figures_of_any_number_type_are_written_for_those_who_look_on(tmp_path):
+def test_numpy_numbers_are_written_to_the_view_file(tmp_path):
     terminal = Terminal(Config(), 4, 0, Recorder("driver"), tmp_path, Console(quiet=True))
     terminal.log(1, {"reward_model/acc": np.float32(0.5)})
     terminal.close()

@@ -1,4 +1,4 @@
-"""Losses against scalar loops and hand-worked cases; aggregation exact under any split into micro-batches."""
+"""Losses compared with scalar loops and example cases; aggregation is exact for any split into micro-batches."""
 
 import math
 
@@ -24,7 +24,7 @@ def one(x: float) -> torch.Tensor:
     return torch.tensor([[x]])
 
 
-def mean_loss_by_hand(matrix: list[list[float]], mode: str) -> float:
+def reference_mean_loss(matrix: list[list[float]], mode: str) -> float:
     rows = [row[:n] for row, n in zip(matrix, LENGTHS, strict=True)]
     if mode == "token-mean":
         return sum(sum(row) for row in rows) / sum(LENGTHS)
@@ -40,14 +40,14 @@ def mean_loss_by_hand(matrix: list[list[float]], mode: str) -> float:
 def test_aggregation_against_loops(mode):
     matrix = randn(0, 6, 5)
     got = losses.loss_sum(matrix, MASK, mode, MAX_TOKENS) / losses.loss_divisor(LENGTHS, mode, MAX_TOKENS)
-    assert got.item() == pytest.approx(mean_loss_by_hand(matrix.tolist(), mode), rel=1e-12)
+    assert got.item() == pytest.approx(reference_mean_loss(matrix.tolist(), mode), rel=1e-12)
 
 
 @pytest.mark.parametrize("loss_mode", losses.LOSS_MODES)
 @pytest.mark.parametrize("mode", losses.AGG_MODES)
 @pytest.mark.parametrize("split", [[[0, 1, 2, 3, 4, 5]], [[0], [1], [2], [3], [4], [5]], [[4, 1], [0, 5, 2], [3]]])
 def test_any_split_gives_the_same_loss_and_gradient(split, mode, loss_mode):
-    """Micro-batches are padded to their own width, with a row of pure padding added, as ranks do."""
+    """Pad micro-batches to their longest row and add a row of padding, as ranks do."""
     weight, inputs, old = randn(1, 7), randn(2, 6, 5, 7), randn(3, 6, 5)
     advantages = randn(4, 6, 5)
     count = losses.loss_divisor([*LENGTHS, 0, 0], mode, MAX_TOKENS)
@@ -85,7 +85,7 @@ def test_loss_count():
         losses.loss_divisor([0], "token-mean")
 
 
-def test_wrong_modes_say_what_to_use():
+def test_invalid_modes_are_reported_with_the_valid_ones():
     with pytest.raises(ValueError, match=r"actor\.loss_agg_mode='mean'.*token-mean"):
         losses.loss_sum(one(1.0), one(1.0), "mean")
     with pytest.raises(ValueError, match=r"received None: pass data\.max_response_length"):
@@ -98,16 +98,16 @@ def test_wrong_modes_say_what_to_use():
 CASES = [
     (1.1, 2.0, -2.2, -2.2, 0, 0),  # inside
     (1.5, 2.0, -2.6, 0.0, 1, 0),  # gain beyond the upper range
-    (0.5, 2.0, -1.0, -1.0, 0, 0),  # good token made less likely: pulled back
+    (0.5, 2.0, -1.0, -1.0, 0, 0),  # good token less likely: gradient pulls it back
     (0.5, -2.0, 1.6, 0.0, 1, 0),  # gain beyond the lower range
-    (1.5, -2.0, 3.0, 3.0, 0, 0),  # bad token made more likely: pulled back
+    (1.5, -2.0, 3.0, 3.0, 0, 0),  # bad token more likely: gradient pulls it back
     (5.0, -2.0, 6.0, 0.0, 0, 1),  # the same, beyond the dual clip
-    (5.0, 2.0, -2.6, 0.0, 1, 0),  # the dual clip leaves positive advantages alone
+    (5.0, 2.0, -2.6, 0.0, 1, 0),  # the dual clip does not apply to positive advantages
 ]
 
 
 @pytest.mark.parametrize(("ratio", "advantage", "loss", "gradient", "clipped", "lower"), CASES)
-def test_vanilla_cases_by_hand(ratio, advantage, loss, gradient, clipped, lower):
+def test_vanilla_loss_cases(ratio, advantage, loss, gradient, clipped, lower):
     new = one(math.log(ratio)).requires_grad_()
     matrix, diagnostics = losses.policy_loss(new, one(0.0), one(advantage), one(1.0), 0.2, 0.3, 3.0)
     matrix.sum().backward()
@@ -153,7 +153,7 @@ def test_policy_loss_ignores_padding(mode):
 
 @pytest.mark.parametrize("spread", [0.05, 1.0])
 def test_gspo_is_the_clipped_objective_of_sequence_ratios(spread):
-    """Value and gradient against autograd through the paper's equation 5, one response at a time."""
+    """Compare value and gradient with autograd through equation 5 of the paper, one response at a time."""
     start, old, scores = spread * randn(12, 6, 5), spread * randn(13, 6, 5), randn(14, 6)
     direct = start.clone().requires_grad_()
     objective, clipped_tokens = 0.0, 0
@@ -181,14 +181,14 @@ def test_gspo_is_the_clipped_objective_of_sequence_ratios(spread):
         assert clipped_tokens > 0
 
 
-def test_gspo_keeps_token_advantages_apart():
+def test_gspo_supports_different_token_advantages():
     new, advantages = torch.tensor([[0.1, -0.1]]).requires_grad_(), torch.tensor([[1.0, -3.0]])
     matrix, _ = losses.policy_loss(new, torch.zeros(1, 2), advantages, torch.ones(1, 2), 0.2, 0.2, None, "gspo")
     matrix.sum().backward()
     assert matrix.tolist() == [[-1.0, 3.0]] and new.grad.tolist() == [[-1.0, 3.0]]
 
 
-def by_hand(mode: str, new: torch.Tensor, old: float, a: float, selected: float) -> torch.Tensor:
+def reference_loss(mode: str, new: torch.Tensor, old: float, a: float, selected: float) -> torch.Tensor:
     """Return the loss of one token as in the papers; clip range [0.8, 1.3]."""
     ratio = torch.exp(new - old)
     bounded = min(max(ratio.item(), 0.8), 1.3)
@@ -216,7 +216,7 @@ def test_loss_and_gradient_per_token_against_the_papers(mode):
     for i, n in enumerate(LENGTHS):
         for t in range(n):
             of_token = (float(each[i, t]) for each in (old, advantages, SELECTED))
-            loss = by_hand(mode, expected[i, t], *of_token)
+            loss = reference_loss(mode, expected[i, t], *of_token)
             assert matrix[i, t].item() == pytest.approx(loss.item(), rel=1e-12)
             outside += not 0.8 <= math.exp(start[i, t] - old[i, t]) <= 1.3
             total = total + loss
@@ -229,13 +229,13 @@ def test_loss_and_gradient_per_token_against_the_papers(mode):
 # new, old, return -> loss, clipped, gradient; clip 0.5
 VALUE_CASES = [
     (1.2, 1.0, 2.0, 0.5 * 0.64, 0, -0.8),  # inside the range
-    (2.0, 1.0, 2.0, 0.5 * 0.25, 1, 0.0),  # moved too far towards the return: the clip decides
-    (0.0, 1.0, 2.0, 0.5 * 4.0, 0, -2.0),  # moved too far away: the free error is larger
+    (2.0, 1.0, 2.0, 0.5 * 0.25, 1, 0.0),  # too far towards the return: clipped
+    (0.0, 1.0, 2.0, 0.5 * 4.0, 0, -2.0),  # too far from the return: the unclipped error is larger
 ]
 
 
 @pytest.mark.parametrize(("new", "old", "target", "loss", "clipped", "gradient"), VALUE_CASES)
-def test_value_loss_by_hand(new, old, target, loss, clipped, gradient):
+def test_value_loss_cases(new, old, target, loss, clipped, gradient):
     values = one(new).requires_grad_()
     matrix, count = losses.value_loss(values, one(old), one(target), one(1.0), 0.5)
     matrix.sum().backward()
@@ -251,7 +251,7 @@ def test_value_loss_ignores_padding():
     assert torch.equal(clean, dirty) and clean_count == count
 
 
-def softmax_by_hand(row: list[float]) -> list[float]:
+def reference_softmax(row: list[float]) -> list[float]:
     top = max(row)
     weights = [math.exp(x - top) for x in row]
     return [w / sum(weights) for w in weights]
@@ -265,7 +265,7 @@ def test_log_probs_and_entropy_against_loops_and_autograd(chunk, monkeypatch):
     log_probs, entropy = losses.log_probs_from_logits(logits, targets), losses.entropy_from_logits(logits)
     for b in range(2):
         for t in range(3):
-            probs = softmax_by_hand(logits[b, t].tolist())
+            probs = reference_softmax(logits[b, t].tolist())
             assert log_probs[b, t].item() == pytest.approx(math.log(probs[targets[b, t]]), rel=1e-12)
             assert entropy[b, t].item() == pytest.approx(-sum(p * math.log(p) for p in probs), rel=1e-12)
     assert torch.autograd.gradcheck(lambda x: losses.log_probs_from_logits(x, targets), logits)
@@ -288,7 +288,7 @@ def test_bfloat16_logits_are_computed_in_float32_and_kept_in_bfloat16():
 
 
 @pytest.mark.parametrize("temperature, entropy_coeff, copied", [(1.0, 0.0, False), (0.7, 0.0, True), (1.0, 0.1, True)])
-def test_logits_are_copied_only_where_that_changes_a_number(monkeypatch, temperature, entropy_coeff, copied):
+def test_logits_are_only_copied_if_temperature_or_entropy_require_it(monkeypatch, temperature, entropy_coeff, copied):
     monkeypatch.setattr(losses, "_CHUNK_ELEMENTS", 100)
     config, targets = Config(), torch.tensor([0, 7, 49, 3])
     config.rollout.temperature, config.actor.entropy_coeff = temperature, entropy_coeff
@@ -301,7 +301,7 @@ def test_logits_are_copied_only_where_that_changes_a_number(monkeypatch, tempera
     assert torch.equal(found, expected) and torch.equal(ours.grad, theirs.grad) and ours.grad.any()
 
 
-def test_forbidden_tokens_do_not_spoil_entropy():
+def test_entropy_ignores_masked_tokens():
     logits = torch.tensor([[0.0, 0.0, -math.inf]]).requires_grad_()
     entropy = losses.entropy_from_logits(logits)
     (entropy.sum() + losses.log_probs_from_logits(logits, torch.tensor([1])).sum()).backward()
@@ -311,8 +311,8 @@ def test_forbidden_tokens_do_not_spoil_entropy():
 
 @pytest.mark.parametrize("chunk", [1, 22, 1 << 24])
 @pytest.mark.parametrize("shares", [1, 2, 4])
-def test_shares_of_the_vocabulary_give_what_whole_rows_give(shares, chunk, monkeypatch):
-    """Each with its own part of the gradient, tokens of -inf among them."""
+def test_vocabulary_shards_match_whole_rows(shares, chunk, monkeypatch):
+    """Compare log-probs, entropy and the gradient of each shard, with logits of -inf among them."""
     monkeypatch.setattr(losses, "_CHUNK_ELEMENTS", chunk)
     whole, targets = 3 * randn(20, 6, 12), torch.tensor([0, 3, 5, 6, 11, 8])
     whole[:, [1, 4]] = -math.inf
@@ -322,43 +322,43 @@ def test_shares_of_the_vocabulary_give_what_whole_rows_give(shares, chunk, monke
     sum((weight * each).sum() for weight, each in zip(weights, expected, strict=True)).backward()
     parts = whole.detach().chunk(shares, -1)
     firsts = range(0, 12, 12 // shares)
-    told = torch.stack(
+    statistics = torch.stack(
         [losses.vocab_shard_statistics(*each) for each in zip(parts, [targets] * shares, firsts, strict=True)]
     )
     for part, first in zip(parts, firsts, strict=True):
-        own = part.clone().requires_grad_()
-        found = losses.vocab_parallel_log_probs(own, targets, first, lambda _: told)
+        shard = part.clone().requires_grad_()
+        found = losses.vocab_parallel_log_probs(shard, targets, first, lambda _: statistics)
         for have, want in zip(found, expected, strict=True):
             torch.testing.assert_close(have, want, rtol=1e-12, atol=1e-12)
         sum((weight * each).sum() for weight, each in zip(weights, found, strict=True)).backward()
-        torch.testing.assert_close(own.grad, whole.grad[:, first : first + 12 // shares], rtol=1e-12, atol=1e-12)
-        found = losses.vocab_parallel_log_probs(own, targets, first, lambda _: told)[0]
-        (alone,) = torch.autograd.grad(found.sum(), own)
-        assert alone.isfinite().all()  # entropy is told, and not learned from
+        torch.testing.assert_close(shard.grad, whole.grad[:, first : first + 12 // shares], rtol=1e-12, atol=1e-12)
+        found = losses.vocab_parallel_log_probs(shard, targets, first, lambda _: statistics)[0]
+        (alone,) = torch.autograd.grad(found.sum(), shard)
+        assert alone.isfinite().all()  # also if entropy is only logged
 
 
-def test_a_share_without_a_token_that_may_be_said_counts_for_nothing():
+def test_fully_masked_shard_does_not_contribute():
     whole, targets = torch.tensor([[0.0, 1.0, -math.inf, -math.inf]]), torch.tensor([1])
     parts = zip(whole.chunk(2, -1), (0, 2), strict=True)
-    told = torch.stack([losses.vocab_shard_statistics(part, targets, first) for part, first in parts])
-    log_probs, entropy = losses.vocab_parallel_log_probs(whole[:, 2:], targets, 2, lambda _: told)
-    assert log_probs.item() == pytest.approx(math.log(softmax_by_hand([0.0, 1.0])[1]))
+    statistics = torch.stack([losses.vocab_shard_statistics(part, targets, first) for part, first in parts])
+    log_probs, entropy = losses.vocab_parallel_log_probs(whole[:, 2:], targets, 2, lambda _: statistics)
+    assert log_probs.item() == pytest.approx(math.log(reference_softmax([0.0, 1.0])[1]))
     assert entropy.item() == pytest.approx(losses.entropy_from_logits(whole[:, :2]).item())
 
 
 @pytest.mark.parametrize("offset", [0.0, 1000.0])
-def test_entropy_of_shares_is_as_exact_as_of_whole_rows_however_large_logits_are(offset):
-    """A low temperature makes them so; all of them moved by as much are the same distribution."""
+def test_entropy_of_shards_is_accurate_for_large_logits(offset):
+    """Shift all logits, which does not change the distribution; low temperatures give large logits."""
     whole, targets = 3 * randn(22, 6, 400).float() + offset, torch.arange(0, 360, 60)
     exact = whole.double().requires_grad_()
     losses.entropy_from_logits(exact).sum().backward()
     parts, firsts = whole.chunk(4, -1), range(0, 400, 100)
-    told = torch.stack(
+    statistics = torch.stack(
         [losses.vocab_shard_statistics(*each) for each in zip(parts, [targets] * 4, firsts, strict=True)]
     )
     for part, first in zip(parts, firsts, strict=True):
-        own = part.clone().requires_grad_()
-        _, entropy = losses.vocab_parallel_log_probs(own, targets, first, lambda _: told)
+        shard = part.clone().requires_grad_()
+        _, entropy = losses.vocab_parallel_log_probs(shard, targets, first, lambda _: statistics)
         torch.testing.assert_close(entropy, losses.entropy_from_logits(whole), rtol=1e-6, atol=2e-6)
         entropy.sum().backward()
-        torch.testing.assert_close(own.grad.double(), exact.grad[:, first : first + 100], rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(shard.grad.double(), exact.grad[:, first : first + 100], rtol=1e-4, atol=1e-7)

@@ -1,4 +1,4 @@
-"""Files of measured links between nodes: valid contents, rounds of pairs, and their use in cluster files."""
+"""Files of measured links between nodes: validation, rounds of pairs, and use in cluster files."""
 
 from collections import Counter
 from itertools import chain, combinations
@@ -17,19 +17,19 @@ THREE = MeasuredLinks(
 
 
 @pytest.mark.parametrize("count", range(2, 10))
-def test_every_two_nodes_meet_once_and_none_is_in_two_pairs_of_a_round(count):
+def test_rounds_contain_every_pair_once_and_no_node_twice_per_round(count):
     rounds = rounds_of(count)
     assert sorted(chain(*rounds)) == list(combinations(range(count), 2))
     assert len(rounds) == count - 1 + count % 2
     assert all(max(Counter(chain(*pairs)).values()) == 1 for pairs in rounds)
 
 
-def test_latency_and_rate_come_out_of_messages_of_several_sizes():
-    wait, rate = _fitted([2e-4 + size / 5e8 for size in SIZES])
-    assert wait == pytest.approx(2e-4) and rate == pytest.approx(5e8)
+def test_latency_and_bandwidth_are_fitted_from_several_message_sizes():
+    latency, rate = _fitted([2e-4 + size / 5e8 for size in SIZES])
+    assert latency == pytest.approx(2e-4) and rate == pytest.approx(5e8)
 
 
-def test_a_file_comes_back_and_is_scaled_to_its_fastest_pair(tmp_path):
+def test_file_round_trip_and_scaling_to_the_fastest_pair(tmp_path):
     write_links(THREE, tmp_path / "links.yaml")
     assert read_links(tmp_path / "links.yaml") == THREE
     links = THREE.scaled(100e9)
@@ -38,7 +38,7 @@ def test_a_file_comes_back_and_is_scaled_to_its_fastest_pair(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"pairs": [{"first": "a", "second": "b", "gbs": 1, "us": 1}]}, "a-c, b-c are missing"),
         ({"nodes": ["a", "b", "c", "a"]}, "a node is listed twice"),
@@ -47,22 +47,22 @@ def test_a_file_comes_back_and_is_scaled_to_its_fastest_pair(tmp_path):
         ({"over": 3}, "over=3"),
     ],
 )
-def test_what_is_wrong_is_told_with_file_and_field(tmp_path, change, says):
+def test_errors_are_reported_with_file_and_field(tmp_path, change, message):
     path = tmp_path / "links.yaml"
     write_links(THREE, path)
     path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | change))
     with pytest.raises(LinksError) as caught:
         read_links(path)
-    assert says in str(caught.value) and str(path) in str(caught.value)
+    assert message in str(caught.value) and str(path) in str(caught.value)
 
 
-def test_a_cluster_file_names_it_from_where_it_lies_and_plans_with_the_best_ring(tmp_path):
+def test_cluster_file_refers_to_links_by_relative_path_and_uses_the_best_ring(tmp_path):
     write_links(THREE, tmp_path / "links.yaml")
     path = tmp_path / "cluster.yaml"
     given = CLUSTER | {"nodes": 3, "links": {"measured": "links.yaml", "between_gbs": 40}}
     path.write_text(yaml.safe_dump(given))
     links = read_cluster(path).hardware().links
-    assert links.between_bytes_per_s == pytest.approx(8e9), "of three nodes every ring has all pairs"
+    assert links.between_bytes_per_s == pytest.approx(8e9), "with three nodes, every ring contains all pairs"
     assert links.between_s == pytest.approx(50e-6)
     path.write_text(yaml.safe_dump(given | {"nodes": 4}))
     with pytest.raises(ClusterError, match="has 3 nodes, but nodes=4; measure the nodes that you plan for"):

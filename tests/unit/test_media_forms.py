@@ -1,4 +1,4 @@
-"""Clips and images come in the forms that data sets have, several in a prompt; what can't be shown is named."""
+"""Clips and images in the formats of common data sets, several per prompt; unusable ones are reported."""
 
 import base64
 import io
@@ -43,7 +43,7 @@ def clip(**keys):
 
 
 def rows_of(folder, *rows):
-    """By parquet where rows hold bytes, which JSON does not have."""
+    """Write rows as JSON lines, or as Parquet if they contain bytes; return the file."""
     file = folder / "rows.parquet"
     try:
         text = "\n".join(map(json.dumps, rows))
@@ -63,7 +63,7 @@ FORMS = [  # (row, sources of its clips, with paths below the folder of the data
     ({"prompt": "what?", "videos": ["a.mp4"]}, ["a.mp4"], "<video>what?"),
     ({"prompt": "?", "videos": ["file:///a%20b/c%25.mp4"]}, ["/a b/c%.mp4"], "<video>?"),
     ({"prompt": "?", "videos": ["file://localhost/a.mp4"]}, ["/a.mp4"], "<video>?"),
-    # Further ones.
+    # More cases.
     ({"prompt": "?", "videos": ["a.mp4", "b.mp4", "a.mp4"]}, ["a.mp4", "b.mp4", "a.mp4"], "<video><video><video>?"),
     ({"prompt": "?", "videos": [TEXT]}, [MP4], "<video>?"),
     ({"prompt": "?", "videos": [{"bytes": TEXT}]}, [MP4], "<video>?"),
@@ -91,7 +91,7 @@ FORMS = [  # (row, sources of its clips, with paths below the folder of the data
 
 
 @pytest.mark.parametrize(("row", "sources", "content"), FORMS)
-def test_clips_come_in_every_form(tmp_path, row, sources, content):
+def test_clips_are_accepted_in_every_form(tmp_path, row, sources, content):
     def absolute(source):
         if isinstance(source, tuple):
             return tuple(map(absolute, source))
@@ -157,7 +157,7 @@ REFUSED = [
         {"prompt": "?", "videos": ["a.mp4"], "extra_info": {"task": "counting"}},
         r"extra_info\.task: 'counting' is not a valid task",
     ),
-    # Further ones.
+    # More cases.
     ({"videos": ["gs://bucket/a.mp4"]}, "gs:// URLs are not supported"),
     ({"videos": [["0.png", "hdfs://x/1.png"]]}, "hdfs:// URLs are not supported"),
     ({"images": ["S3://bucket/a.png"]}, "images: .* S3:// URLs are not supported"),
@@ -189,7 +189,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("row", "words"), REFUSED)
-def test_what_can_not_be_shown_is_named_with_file_row_and_field(tmp_path, row, words):
+def test_invalid_media_are_reported_with_file_row_and_field(tmp_path, row, words):
     with pytest.raises(DataError, match=rf"rows\.jsonl, line 1, field .*{words}"):
         read_rows(str(rows_of(tmp_path, {"prompt": "?"} | row)), "prompt")
 
@@ -228,7 +228,7 @@ HOLDERS = [
 
 @pytest.fixture
 def rooted(tmp_path):
-    """A media root with links that stay in it and links that lead out of it, next to files that no row may name."""
+    """Create a media root with links into it and out of it, next to files that no row may name."""
     for name in ("root/in", "root2", "data"):
         (tmp_path / name).mkdir(parents=True)
     links = {"inner.mp4": "a.mp4", "outer.mp4": "../secret.mp4", "folder": "..", "loop.mp4": "loop.mp4"}
@@ -239,7 +239,7 @@ def rooted(tmp_path):
 
 @pytest.mark.parametrize("path", [*ROOTED, *FRAMES])
 @pytest.mark.parametrize(("kind", "row"), HOLDERS)
-def test_no_row_names_a_file_outside_of_the_media_root(rooted, kind, row, path):
+def test_rows_cannot_name_files_outside_of_the_media_root(rooted, kind, row, path):
     file = rows_of(rooted / "data", row(path.format(rooted)))
     if found := ROOTED.get(path):
         [read] = read_rows(str(file), "prompt", media_root=str(rooted / "root"))
@@ -252,7 +252,7 @@ def test_no_row_names_a_file_outside_of_the_media_root(rooted, kind, row, path):
     assert words in str(refused.value)
 
 
-def test_a_media_root_is_checked_before_the_run_starts_and_reaches_it(rooted, monkeypatch):
+def test_media_root_is_checked_at_startup_and_applied_to_rows(rooted, monkeypatch):
     config = Config()
     config.model.path, config.data.train_files = str(rooted), [str(rows_of(rooted / "data", HOLDERS[0][1]("../x")))]
     for root in ("", str(rooted / "absent")):
@@ -265,7 +265,7 @@ def test_a_media_root_is_checked_before_the_run_starts_and_reaches_it(rooted, mo
         load_prompts(config.data.train_files, None, config.data)
 
 
-def test_a_task_is_only_read_of_rows_with_clips(tmp_path):
+def test_task_is_only_read_from_rows_with_clips(tmp_path):
     rows = [{"prompt": "2 + 2", "extra_info": {"task": "sum"}}, {"prompt": "?", "videos": ["a"], "extra_info": "none"}]
     rows += [{"prompt": "?", "videos": ["a"], "extra_info": {"task": each}} for each in (None, "motion")]
     assert [row.task for row in read_rows(str(rows_of(tmp_path, *rows)), "prompt")] == [None, None, None, "motion"]
@@ -276,7 +276,7 @@ def test_a_task_is_only_read_of_rows_with_clips(tmp_path):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A video model, a clip of 60 numbered frames, ten a second, and numbered images."""
+    """Write a video model, a clip of 60 numbered frames at 10 fps, and numbered images."""
     folder = tmp_path_factory.mktemp("forms")
     write_small_video_llama3(folder / "model", SmallModel(heads=2, layers=1, tower_heads=1, tower_layers=1))
     write_video(folder / "a b.mp4", steady(60))
@@ -295,12 +295,12 @@ def load(folder, *rows):
 
 
 def shown(visual):
-    """Numbers of the frames that a plan takes of its clip."""
+    """Return the numbers of the frames that the plan samples from its clip."""
     return numbers(decode(visual.path, plan_of(visual.plan.times)))
 
 
 @pytest.mark.slow
-def test_prompts_show_what_their_rows_ask_for(folder):
+def test_prompts_contain_the_requested_frames(folder):
     video, some = (folder / "a b.mp4").read_bytes(), {"video_start": 2.0, "video_end": 4.0}
     url = f"data:video/mp4;base64,{base64.b64encode(video).decode()}"
     frames = [f"{number}.png" for number in range(8)]
@@ -319,13 +319,13 @@ def test_prompts_show_what_their_rows_ask_for(folder):
     for prompt, (_, expected) in zip(prompts, rows, strict=True):
         assert [shown(each) for each in prompt.visual] == expected
         assert [len(each.positions) for each in prompt.visual] == [each.plan.tokens for each in prompt.visual]
-        assert str(prompt.columns).find("b'") < 0 and len(str(prompt.columns)) < 1500, "files in the place of bytes"
+        assert str(prompt.columns).find("b'") < 0 and len(str(prompt.columns)) < 1500, "paths instead of bytes"
     assert prompts[0].columns["videos"] == [{"video": "a b.mp4", "video_start": 2.0, "video_end": 4.0}]
     assert prompts[4].visual[0].plan.times[:3] == (0.0, 0.5, 1.0)
 
 
 def json_of(row):
-    """JSON has no bytes: objects hold them as base64."""
+    """Encode bytes as base64, as JSON has no bytes."""
 
     def convert(value):
         if isinstance(value, dict):
@@ -338,7 +338,7 @@ def json_of(row):
 
 
 @pytest.mark.slow
-def test_a_clip_or_frame_that_cant_be_used_costs_its_row_and_is_named(folder):
+def test_unusable_clips_and_frames_skip_their_row_and_are_reported(folder):
     rows = [
         ({"prompt": "?", "videos": [["0.png", "gone.png"]]}, r"its frame .*gone\.png: does not exist"),
         (
@@ -361,7 +361,7 @@ def test_a_clip_or_frame_that_cant_be_used_costs_its_row_and_is_named(folder):
         assert re.search(words, line), line
 
 
-def test_lists_of_frames_are_known_by_what_their_frames_hold(folder, tmp_path):
+def test_frame_lists_are_hashed_by_the_content_of_their_frames(folder, tmp_path):
     Image.fromarray(numbered(1, 32, 128)).save(tmp_path / "copy.png")
     hashes = []
     for name, frames in (
@@ -374,7 +374,9 @@ def test_lists_of_frames_are_known_by_what_their_frames_hold(folder, tmp_path):
         hashes.append(content_hash(path))
     assert hashes[0] == hashes[1] != hashes[2]
     (tmp_path / "slow.frames").write_bytes(frame_list_bytes([str(folder / frame) for frame in ("0.png", "1.png")], 2.0))
-    assert content_hash(tmp_path / "slow.frames") not in hashes, "the same times are other frames"
+    assert content_hash(tmp_path / "slow.frames") not in hashes, (
+        "at another frame rate, the same times select other frames"
+    )
     facts = probe(str(tmp_path / "x.frames"))
     assert (facts.frames, facts.fps, facts.duration_s, facts.height, facts.width) == (2, 4.0, 0.5, 32, 128)
     buffer = io.BytesIO()

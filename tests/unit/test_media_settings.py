@@ -1,4 +1,4 @@
-"""Settings of a row's clip or image: frames and sizes are those of qwen-vl-utils."""
+"""Settings of a row's clip or image: frames and sizes equal those of qwen-vl-utils."""
 
 import pytest
 
@@ -32,7 +32,7 @@ OF_QWEN_VL_UTILS = [
     ({"min_pixels": 400 * CELL}, (8, 2.0, 240, 320), [0, 1, 2, 3, 4, 5, 6, 7], (504, 672)),
     ({"max_pixels": 200 * CELL}, FEW, [0, 1, 2, 3, 4, 5, 6, 7], (280, 504)),
     ({"resized_height": 100, "resized_width": 300}, FEW, [0, 1, 2, 3, 4, 5, 6, 7], (112, 308)),
-    # Further ones: odd counts, bounds beyond the clip, several at a time, extremes.
+    # More cases: odd counts, bounds beyond the clip, several settings at once, extreme values.
     ({"nframes": 7}, TEN, [0, 14, 28, 42, 57, 71, 85, 99], USUAL),
     ({"min_pixels": 16 * CELL, "max_pixels": 64 * CELL}, FEW, [0, 1, 2, 3, 4, 5, 6, 7], (168, 280)),
     ({"video_start": -1.0, "video_end": 0.5}, TEN, [0, 2, 3, 5], USUAL),
@@ -58,36 +58,36 @@ def plan_of(settings, clip, family=Qwen25VL, sampling=None, patch=14):
 
 
 @pytest.mark.parametrize(("settings", "clip", "frames", "size"), OF_QWEN_VL_UTILS)
-def test_frames_and_sizes_are_those_of_qwen_vl_utils(settings, clip, frames, size):
+def test_frames_and_sizes_match_qwen_vl_utils(settings, clip, frames, size):
     plan = plan_of(settings, clip)
     assert plan.times == tuple(frame / clip[1] for frame in frames) and (plan.height, plan.width) == size
     assert plan.fps == pytest.approx(len(frames) / (frames[-1] - frames[0] + 1) * clip[1])
 
 
 def test_other_models_and_samplings_apply_the_same_settings():
-    odd = plan_of({"nframes": 5}, TEN, VideoLlama3)  # whose tokens span one frame
+    odd = plan_of({"nframes": 5}, TEN, VideoLlama3)  # one frame per temporal patch
     assert odd.times == (0.0, 2.5, 5.0, 7.4, 9.9)
     part = plan_of({"video_start": 2.0, "video_end": 4.0, "max_pixels": 64 * 32**2}, TEN, Qwen3VL, patch=16)
     assert part.times == (2.0, 2.7, 3.3, 4.0) and 50 < part.tokens_per_frame <= 64
-    assert part.pieces[0].text.startswith("<2.4 seconds>"), "times are those of the file"
+    assert part.pieces[0].text.startswith("<2.4 seconds>"), "timestamps are relative to the file"
     seed = SeedSampling(budget=640, levels=(64, 32))
     assert plan_of({}, TEN, VideoLlama3, seed).times == tuple(range(10))
     assert plan_of({"video_start": 2, "video_end": 4}, TEN, VideoLlama3, seed).times == (2.0, 3.0, 4.0)
     assert plan_of({"fps": 2}, TEN, VideoLlama3, seed).frames == 20
     assert plan_of({"fps": 5, "max_frames": 12}, TEN, VideoLlama3, seed).frames == 12
-    assert plan_of({"fps": 10}, TEN, VideoLlama3, seed).frames == 20, "as many as the budget allows"
+    assert plan_of({"fps": 10}, TEN, VideoLlama3, seed).frames == 20, "limited by the budget"
     assert plan_of({"max_pixels": 9 * CELL}, TEN, VideoLlama3, seed).tokens_per_frame <= 9
     fixed = FixedSampling(8, 16)
     assert plan_of({"video_start": 5.0}, TEN, VideoLlama3, fixed).times[0] == 5.0
     assert plan_of({"nframes": 3, "resized_height": 56, "resized_width": 84}, TEN, VideoLlama3, fixed).grid == (3, 4, 6)
 
 
-def test_parts_of_clips_of_varying_rate_begin_where_their_row_says():
+def test_sections_of_variable_rate_clips_start_at_video_start():
     slides = ClipMetadata(60.0, 0.05, 56, 56, 3, ((0.0, 5.0), (5.0, 40.0), (40.0, 60.0)))
     settings = ClipSettings(video_start=10.0, video_end=50.0)
     found = plan_video(slides, SeedSampling(), timestamps=VideoLlama3.timestamps, settings=settings)
     assert found.times == (10.0, 40.0)
-    fast = ClipMetadata(60.0, 0.7, 56, 56, 42, ((0.0, 20.0),))  # then 41 pictures that change at a rate of their own
+    fast = ClipMetadata(60.0, 0.7, 56, 56, 42, ((0.0, 20.0),))  # then 41 frames at a varying rate
     seconds = ClipSettings(video_start=30.5, video_end=40.5, nframes=2)
     assert plan_video(fast, VideoLlama3.sampling, settings=seconds).times[0] == pytest.approx(30.5)
     even = plan_video(
@@ -96,7 +96,7 @@ def test_parts_of_clips_of_varying_rate_begin_where_their_row_says():
     assert (even.times[0], even.times[-1]) == (10.0, 50.0)
 
 
-def test_a_list_of_frames_is_shown_whole_unless_its_row_says_otherwise():
+def test_all_frames_of_a_list_are_used_unless_settings_select_some():
     frames = ClipMetadata(2.5, 2.0, 56, 56, 5, is_list=True)
     for family, sampling in (
         (Qwen25VL, Qwen25VL.sampling),
@@ -132,7 +132,7 @@ def test_a_list_of_frames_is_shown_whole_unless_its_row_says_otherwise():
         ({"video_start": 4, "video_end": 2}, "video_start=4 is not before video_end=2"),
     ],
 )
-def test_values_that_mean_nothing_are_named(settings, words):
+def test_invalid_settings_are_reported(settings, words):
     with pytest.raises(ValueError, match=words):
         ClipSettings.of(settings)
 
@@ -150,7 +150,7 @@ def test_values_that_mean_nothing_are_named(settings, words):
         ({"min_pixels": 99 * CELL}, SeedSampling(budget=64, levels=(16,)), "video.max_tokens is 64"),
     ],
 )
-def test_what_a_clip_can_not_give_is_named(settings, sampling, words):
+def test_settings_that_a_clip_cannot_satisfy_are_reported(settings, sampling, words):
     with pytest.raises(VideoError, match=words):
         plan_of(settings, TEN, sampling=sampling)
 
@@ -166,7 +166,7 @@ def test_what_a_clip_can_not_give_is_named(settings, sampling, words):
         ({"resized_height": 100, "resized_width": 300}, 20, None),
     ],
 )
-def test_images_have_the_size_that_their_row_sets(settings, most, size):
+def test_images_have_the_size_of_their_settings(settings, most, size):
     bounds = PixelBounds(min_pixels=4 * CELL, max_pixels=(most or 100) * CELL)
 
     def plan():

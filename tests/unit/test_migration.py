@@ -1,4 +1,4 @@
-"""KV caches out of one engine's blocks and into another's, in every layout that vLLM gives them on CPUs and GPUs."""
+"""KV-cache transfer between the blocks of two engines, in every cache layout of vLLM on CPUs and GPUs."""
 
 import shutil
 from pathlib import Path
@@ -9,14 +9,14 @@ import torch
 from rlfuse.engines.vllm.kv_transfer.store import KVCacheStore
 from rlfuse.engines.vllm.setup import resolve_kv_transfer
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # importing it takes long: by one process
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # one process, as importing vLLM is slow
 
 LAYERS, BLOCK, BLOCKS = ["layer.0", "layer.1", "layer.2"], 32, 12
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    """Makes one of a layout's name, its attention's block and a seed. A rank writes its part under its number."""
+    """Return the class `Engine`, within an initialized distributed environment."""
     from vllm.distributed import parallel_state
 
     store = tmp_path_factory.mktemp("store") / "world"
@@ -26,7 +26,7 @@ def engine(tmp_path_factory):
 
 
 class Engine:
-    """A rank's KV cache as the engine lays it out, and the connector beside it."""
+    """A rank's KV cache in the engine's layout, with its connector."""
 
     def __init__(self, name: str, kernel_block: int, seed: int):
         from vllm.config import CacheConfig, KVTransferConfig, ParallelConfig, SchedulerConfig, VllmConfig
@@ -64,17 +64,17 @@ class Engine:
         self.connector.start_load_kv(None)
 
     def block(self, layer: str, index: int) -> torch.Tensor:
-        """A block's keys and values, whichever way they lie."""
+        """Return the keys and values of a block, in any layout."""
         rows = self.caches[layer].shape[0] // BLOCKS
         return self.caches[layer][index * rows : (index + 1) * rows]
 
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 SMALLER = ("LBHNC", "LBNHC")
-"""Attention may have smaller blocks than the scheduler where nothing lies between two of those."""
+"""Layouts with contiguous blocks: attention may use smaller blocks than the scheduler."""
 
 
-def test_these_are_all_layouts():
+def test_all_layouts_are_covered():
     from vllm.v1.kv_cache_interface import KVCacheLayout
 
     assert tuple(layout.name for layout in KVCacheLayout) == LAYOUTS
@@ -84,29 +84,29 @@ def test_these_are_all_layouts():
 @pytest.mark.parametrize(
     "layout, kernel", [*((name, BLOCK) for name in LAYOUTS), *((name, BLOCK // 2) for name in SMALLER)]
 )
-def test_blocks_arrive_where_they_should_and_no_other_changes(tmp_path: Path, engine, layout, kernel):
+def test_blocks_are_copied_to_their_targets_and_no_other_block_changes(tmp_path: Path, engine, layout, kernel):
     source, target = engine(layout, kernel, 1), engine(layout, kernel, 2)
     before = {layer: cache.clone() for layer, cache in target.caches.items()}
     base = str(tmp_path / "7")
     source.step(saves=[("request", base, [3, 9, 4])])
     assert source.connector.get_finished([]) == ({"request"}, None)
-    target.step(loads=[(base, [11, 2], 1)])  # its own prefix cache has the first
+    target.step(loads=[(base, [11, 2], 1)])  # the first is in the target's prefix cache
     assert not target.connector.get_block_ids_with_load_errors()
     for layer in LAYERS:
-        for here, there in ((11, 9), (2, 4)):
-            assert torch.equal(target.block(layer, here), source.block(layer, there))
+        for loaded, original in ((11, 9), (2, 4)):
+            assert torch.equal(target.block(layer, loaded), source.block(layer, original))
         changed = (target.caches[layer] != before[layer]).flatten(1).any(1).unflatten(0, (BLOCKS, -1)).any(1)
         assert changed.nonzero().flatten().tolist() == [2, 11]
     assert not list(tmp_path.iterdir())
 
 
-def test_room_is_asked_for_what_the_blocks_take(tmp_path: Path, engine):
+def test_required_disk_space_is_that_of_the_blocks(tmp_path: Path, engine):
     one, free = engine(LAYOUTS[0], BLOCK, 0), shutil.disk_usage(tmp_path).free
     assert one.connector._has_space(free // one.block_bytes // 4, tmp_path) is True
     assert one.connector._has_space(free // one.block_bytes, tmp_path) is False
 
 
-def test_nixl_is_refused_where_engines_sleep():
+def test_nixl_is_refused_if_engines_sleep():
     assert resolve_kv_transfer("auto", "cuda") == resolve_kv_transfer("auto", "cpu") == "shm"
     with pytest.raises(
         ValueError,
@@ -115,17 +115,17 @@ def test_nixl_is_refused_where_engines_sleep():
         resolve_kv_transfer("nixl", "cuda")
 
 
-async def test_a_kv_cache_is_kept_where_it_is_wanted_until_weights_change():
+async def test_requested_kv_cache_is_kept_until_weights_change():
     store = KVCacheStore()
     try:
         base = store.parameters("1/0/0", None, 3)["save"]
         store.request_save("1/0/0")
         store.request_save("not begun")
-        Path(f"{base}.wanted").rename(f"{base}.tokens")  # as ranks leave it
+        Path(f"{base}.wanted").rename(f"{base}.tokens")  # as the ranks do after saving
         key = await store.wait_saved("1/0/0", 3)
         assert key == f"3@{base}" and store.is_save_requested("1/0/0") and not store.is_save_requested("not begun")
         store.forget("1/0/0", None)
-        assert "load" not in store.parameters("1/0/0", key, 4), "other weights computed it"
+        assert "load" not in store.parameters("1/0/0", key, 4), "computed with other weights"
         assert store.parameters("1/0/0", key, 3)["load"] == base and not store.is_save_requested("1/0/0")
         await store.invalidate()
         assert not list(store.folder.glob("*.tokens"))

@@ -1,4 +1,4 @@
-"""Packed, padded and one-by-one forward passes give the same numbers."""
+"""Packed, padded and single-sequence forward passes give the same results."""
 
 import copy
 from dataclasses import dataclass, replace
@@ -49,7 +49,7 @@ def rows(seed=0, n=5):
     "model_class, config_class",
     [(Qwen2ForCausalLM, Qwen2Config), (LlamaForCausalLM, LlamaConfig), (Qwen3ForCausalLM, Qwen3Config)],
 )
-def test_packed_and_padded_logits_equal_each_sequence_alone(model_class, config_class):
+def test_packed_and_padded_logits_equal_single_sequences(model_class, config_class):
     torch.manual_seed(0)
     model = model_class(config_class(**SMALL)).eval()
     assert packs_exactly(model, 64, torch.float32, "cpu")
@@ -74,7 +74,7 @@ def test_values_packed_equal_padded():
 
 def test_packing_is_refused_for_a_model_that_ignores_position_restarts():
     class Leaky(torch.nn.Module):
-        """Mixes all earlier tokens of a row, whatever their positions say."""
+        """Mix all earlier tokens of a row, regardless of their positions."""
 
         def forward(self, input_ids, logits_to_keep, attention_mask=None, **_):
             seen = (input_ids if attention_mask is None else input_ids * attention_mask).cumsum(-1).float()
@@ -94,22 +94,22 @@ def test_matrix_and_split_follow_rows():
     )
 
 
-def siblings(seed=1):
-    """Groups of 3, 1 and 2 answers to a prompt each."""
+def grouped_rows(seed=1):
+    """Return groups of 3, 1 and 2 responses to one prompt each."""
     rng = np.random.default_rng(seed)
     ids = lambda most: rng.integers(3, 64, rng.integers(1, most)).astype(np.int32)  # noqa: E731
     return [Row(prompt, ids(20), {}) for n in (3, 1, 2) for prompt in [ids(30)] for _ in range(n)]
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_one_prompt_serves_all_its_answers(window):
-    """Logits and gradients, also where layers see no more than a window."""
+def test_shared_prompt_gives_the_same_logits_and_gradients(window):
+    """Compare full and sliding-window attention."""
     torch.manual_seed(0)
     sliding = {} if window is None else dict(use_sliding_window=True, sliding_window=window, max_window_layers=1)
     plain = Qwen2ForCausalLM(Qwen2Config(**SMALL, **sliding))
     model = attend_by_layout(copy.deepcopy(plain))
     assert attends_by_layout(model) and not attends_by_layout(plain)
-    batch = siblings()
+    batch = grouped_rows()
     alone = []
     for row in batch:
         ids = torch.tensor(np.concatenate([row.prompt_ids, row.response_ids]).astype(np.int64))[None]
@@ -141,11 +141,11 @@ class Clip:
 
 
 @pytest.mark.parametrize("way", [dict(packed=True), dict(packed=False), dict(packed=True, shared=True)])
-def test_embeddings_of_the_model_itself_give_what_its_tokens_give(way):
-    """Placeholders keep their positions; other embeddings give other logits, and only prompts of one clip are one."""
+def test_visual_embeddings_equal_to_token_embeddings_give_the_same_logits(way):
+    """Check also that other embeddings give other logits, and that only prompts with the same clip are shared."""
     torch.manual_seed(0)
     model = attend_by_layout(Qwen2ForCausalLM(Qwen2Config(**SMALL)).eval())
-    table, batch, at = model.get_input_embeddings().weight.detach(), siblings(), np.array([1, 2, 3, 5])
+    table, batch, at = model.get_input_embeddings().weight.detach(), grouped_rows(), np.array([1, 2, 3, 5])
     batch = [row for row in batch if len(row.prompt_ids) > 6]
 
     def shown(row, change=0.0):
@@ -169,7 +169,7 @@ def test_embeddings_of_the_model_itself_give_what_its_tokens_give(way):
 
 @dataclass
 class Read(Clip):
-    """Return also which of them each rank read."""
+    """Clip that records the span of each read."""
 
     spans: list
 
@@ -179,17 +179,17 @@ class Read(Clip):
 
 
 @pytest.mark.parametrize("way", [dict(packed=True), dict(packed=False), dict(packed=True, shared=True)])
-def test_a_rank_reads_the_embeddings_of_its_own_slice_and_no_others(way):
-    """Of three clips in two prompts; what all ranks read together is every row once for each copy of its prompt."""
-    rng, asked, clips = np.random.default_rng(0), [], []
+def test_ranks_read_only_the_embeddings_of_their_slice(way):
+    """Check with three clips in two prompts: together, the ranks read each row once per copy of its prompt."""
+    rng, batch_rows, clips = np.random.default_rng(0), [], []
     for tokens, starts in ((60, (5, 40)), (30, (2,))):
         found = [Read(f"{tokens}/{at}", torch.zeros(16, 8), []) for at in starts]
         visual = tuple(Visual(np.arange(at, at + 16, dtype=np.int32), c) for at, c in zip(starts, found, strict=True))
         prompt = rng.integers(3, 50, tokens).astype(np.int32)
-        asked += [Row(prompt, rng.integers(3, 50, size).astype(np.int32), visual=visual) for size in (4, 9)]
+        batch_rows += [Row(prompt, rng.integers(3, 50, size).astype(np.int32), visual=visual) for size in (4, 9)]
         clips += found
     for index in range(4):
-        batch = collate(asked, **way, part=SimpleNamespace(degree=4, index=index, attend=None))
+        batch = collate(batch_rows, **way, part=SimpleNamespace(degree=4, index=index, attend=None))
         for at, embeddings in batch.visual:
             assert 0 < len(at) == len(embeddings) and at.max() < batch.inputs["input_ids"].numel()
     copies = 1 if way.get("shared") else 2
@@ -198,7 +198,7 @@ def test_a_rank_reads_the_embeddings_of_its_own_slice_and_no_others(way):
         assert len(clip.spans) <= 4 * copies
 
 
-def test_what_a_layout_would_not_say_is_refused():
+def test_inputs_that_a_layout_cannot_express_are_refused():
     model = attend_by_layout(Qwen2ForCausalLM(Qwen2Config(**SMALL)))
     ids = torch.ones(1, 3, dtype=torch.int64)
     with pytest.raises(ValueError, match="Positions restart within a row, but no `layout`"):
@@ -216,9 +216,9 @@ def test_what_a_layout_would_not_say_is_refused():
         (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 8, "num_experts_per_tok": 2}),
     ],
 )
-def test_tokens_are_multiplied_by_so_many_parameters(family, config, changes):
+def test_matmul_parameters_match_counted_flops(family, config, changes):
     model, tokens = family(config(**SMALL | {"hidden_size": 128} | changes)), 16
-    model.set_experts_implementation("eager")  # whose products are counted
+    model.set_experts_implementation("eager")  # the FLOP counter only supports this implementation
     sizes = {name: each.numel() for name, each in model.named_parameters()}
     head = HEAD if HEAD in sizes else EMBEDDING if hasattr(model, "lm_head") else None
     counted = matmul_parameters(sizes, [EMBEDDING], head, model.config)

@@ -1,6 +1,6 @@
-"""Models that leave their device and come back, optimizers that resume, and sums of bfloat16 gradients, in one process.
+"""Offloading and loading of models, resumed optimizers, and sums of bfloat16 gradients, in one process.
 
-Both ends of a move are this process's memory here; what is moved, what is empty meanwhile and what comes back is real.
+Source and target of a move are both host memory; storages are moved, emptied and restored as on a GPU.
 """
 
 import gc
@@ -40,7 +40,7 @@ PAIRS = [(0, "float32"), (1, "bfloat16"), (2, "float32"), (3, "bfloat16"), (3, "
 
 @pytest.fixture(scope="module", autouse=True)
 def group():
-    """A process group of this process alone, for DeepSpeed; buckets that some parameters fit into and some do not."""
+    """Initialize DeepSpeed with one process, and buckets that are smaller than some parameters."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimizer, "REDUCE_BUCKET_ELEMENTS", 300)
         for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
@@ -58,7 +58,7 @@ def engine(stage, dtype, **actor):
 
 
 def movable(engine):
-    """An engine that moves as the `DeepSpeedModel` around it does."""
+    """Add the methods by which a `DeepSpeedModel` is offloaded to an engine."""
     model = DeepSpeedModel(engine, 1)
     engine.tensors, engine.step_tensors = model.tensors, model.step_tensors
     return engine
@@ -70,7 +70,7 @@ def accumulate(engine, seeds):
 
 
 def saved(engine, folder: Path):
-    """{name: tensor} of what a rank saves of an engine."""
+    """Return {name: tensor} that a rank saves for an engine."""
     return {name: tensor for name, tensor in states_of(engine, folder).items() if name != "parts"}
 
 
@@ -83,21 +83,21 @@ def assert_same(ours, theirs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "dtype"), PAIRS)
-def test_neither_states_nor_training_notice_a_move(tmp_path, stage, dtype):
+def test_moves_change_neither_states_nor_training(tmp_path, stage, dtype):
     mover, twin = engine(stage, dtype), engine(stage, dtype)
     for each in (mover, twin):
         accumulate(each, range(2))
         take_step(each, 2.0, 1)
-    there = saved(mover, tmp_path / "there")
+    before = saved(mover, tmp_path / "there")
     to_host(mover)
-    to_host(mover)  # for nothing
-    assert_same(saved(mover, tmp_path / "away"), there)
+    to_host(mover)  # no-op
+    assert_same(saved(mover, tmp_path / "offloaded"), before)
     assert not next(iter(mover.module.buffers())).untyped_storage().nbytes()
     for _ in range(2):
         to_device(mover)
-    assert_same(saved(mover, tmp_path / "back"), there)
+    assert_same(saved(mover, tmp_path / "loaded"), before)
     accumulate(mover, range(2, 4))
-    to_host(mover)  # with gradients that wait for their step
+    to_host(mover)  # with accumulated gradients
     to_device(mover)
     accumulate(mover, range(4, 6))
     accumulate(twin, range(2, 6))
@@ -108,8 +108,8 @@ def test_neither_states_nor_training_notice_a_move(tmp_path, stage, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("before", PAIRS)
 @pytest.mark.parametrize("after", PAIRS)
-def test_a_state_is_continued_under_every_zero_stage(tmp_path, before, after):
-    """With one rank; stages of a dtype step alike, so the continued training is that of the saved one."""
+def test_state_is_resumed_under_every_zero_stage(tmp_path, before, after):
+    """Compare resumed and continued training on one rank, where all stages of a dtype take the same steps."""
     if before[1] != after[1]:
         return
     trained, resumed = engine(*before), engine(*after)
@@ -118,7 +118,7 @@ def test_a_state_is_continued_under_every_zero_stage(tmp_path, before, after):
         take_step(trained, 1.0, 1)
     states_of(trained, tmp_path / "before")
     accumulate(resumed, [7])
-    take_step(resumed, 1.0, 1)  # what it has now is replaced
+    take_step(resumed, 1.0, 1)  # replaced by the loaded state
     resume(resumed, tmp_path / "before")
     assert same(states_of(resumed, tmp_path / "after"), states_of(trained, tmp_path / "again"))
     norms = []
@@ -134,7 +134,7 @@ def test_a_state_is_continued_under_every_zero_stage(tmp_path, before, after):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "dtype"), PAIRS)
-def test_a_state_from_before_the_first_step_has_no_moments(tmp_path, stage, dtype):
+def test_state_saved_before_the_first_step_has_no_moments(tmp_path, stage, dtype):
     stepped, fresh = engine(stage, dtype), engine(stage, dtype)
     states_of(stepped, tmp_path / "start")
     accumulate(stepped, [7])
@@ -147,32 +147,32 @@ def test_a_state_from_before_the_first_step_has_no_moments(tmp_path, stage, dtyp
 
 
 def of_optimizer(engine):
-    """The storages of masters and moments, without those of weights."""
+    """Return the storages of master weights and moments, without those of the model weights."""
     inner = engine.basic_optimizer
     found = [*(each for group in inner.param_groups for each in group["params"]), *inner.state]
     found += [value for state in inner.state.values() for value in state.values()]
     weights = [getattr(each, "ds_tensor", each) for each in engine.module.parameters()]
-    mine = {id(each): each.untyped_storage() for each in found if all(each is not weight for weight in weights)}
-    return {storage._cdata: storage for storage in mine.values()}.values()
+    storages = {id(each): each.untyped_storage() for each in found if all(each is not weight for weight in weights)}
+    return {storage._cdata: storage for storage in storages.values()}.values()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "dtype"), PAIRS)
-def test_optimizers_that_come_behind_the_weights_take_the_same_steps(tmp_path, stage, dtype):
+def test_optimizers_loaded_after_the_weights_take_the_same_steps(tmp_path, stage, dtype):
     rank, twin = TrainerRank(Config(), 0, 1, "cuda"), engine(stage, dtype)
     mover = rank.engines["actor"] = engine(stage, dtype)
     for count, residency in enumerate(("training", "forecast", "step", "forecast")):
         rank.config.actor.optimizer_residency = residency
         rank.switch("rollout")
         rank.fetch_optimizers()
-        assert all(not storage.nbytes() for storage in of_optimizer(mover)), "nothing comes to a device of others"
+        assert all(not storage.nbytes() for storage in of_optimizer(mover)), "loaded while the engine uses the device"
         seconds = rank.switch("trainer")
         states = of_optimizer(mover)
         assert bool(seconds) == (residency == "forecast")
         assert all(bool(storage.nbytes()) == (residency == "training") for storage in states)
         if count == 1:
             assert_same(saved(mover, tmp_path / f"{count}"), saved(twin, tmp_path / f"twin_{count}"))
-            assert not any(storage.nbytes() for storage in states), "as before it was saved"
+            assert not any(storage.nbytes() for storage in states), "saving must not load the optimizer"
         for each in (mover, twin):
             accumulate(each, range(2 * count, 2 * count + 2))
         if count % 2:
@@ -188,7 +188,7 @@ def test_optimizers_that_come_behind_the_weights_take_the_same_steps(tmp_path, s
 
 @pytest.fixture
 def appeared():
-    """The storages of all tensors that this process has made since the test began, gradients among them."""
+    """Return a function that lists storages of all tensors, with gradients, created since the test began."""
     gc.collect()
     gc.freeze()
 
@@ -205,20 +205,20 @@ def appeared():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "trains"), [*((stage, True) for stage in range(4)), (0, False), (3, False)])
-def test_nothing_stays_on_the_device(appeared, stage, trains):
+def test_offloading_leaves_no_tensor_on_the_device(appeared, stage, trains):
     if trains:
         model = engine(stage, "bfloat16")
-        for _ in range(2):  # a step, and sums that wait for one
+        for _ in range(2):  # a step, and accumulated gradients
             accumulate(model, range(2))
             if not model.global_steps:
                 take_step(model, 2.0, 1)
     else:
         model = movable(freeze(Network(torch.bfloat16), ActorConfig(zero_stage=stage), "cpu"))
     count = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
-    there = appeared()
-    assert sum(there.values()) >= (18 if trains else 2) * count
+    resident = appeared()
+    assert sum(resident.values()) >= (18 if trains else 2) * count
     to_host(model)
-    copies = {piece.data_ptr() for away in offloading._offloaded[model] for piece in away.copies}
+    copies = {piece.data_ptr() for each in offloading._offloaded[model] for piece in each.copies}
     assert [size for at, size in appeared().items() if at not in copies and size > 64] == []
     to_device(model)
     with torch.no_grad():
@@ -226,16 +226,16 @@ def test_nothing_stays_on_the_device(appeared, stage, trains):
 
 
 def stages(dtype="float32", **actor):
-    """What a pipeline rank trains: a stage under its number, with linear layers that can put their gradients off."""
+    """Return the engine and network of a pipeline stage, whose linear layers can defer weight gradients."""
     network = Network(DTYPES[dtype])
     tape = Tape()
     split_linears(network, tape)
-    settings, device = ActorConfig(zero_stage=1, **actor), "cuda"  # fused AdamW, as on a GPU; it runs on CPUs too
+    settings, device = ActorConfig(zero_stage=1, **actor), "cuda"  # fused AdamW as on a GPU; it also runs on CPUs
     return movable(trainable(DeviceStages({"3": network}), settings, OptimConfig(lr=1e-2), device)), network
 
 
 def run(network, seeds):
-    """As an executor does: without DeepSpeed's part in a backward."""
+    """Run forward and backward passes as an executor does, without DeepSpeed's backward."""
     for seed in seeds:
         x = torch.randn(8, 6, generator=torch.Generator().manual_seed(seed)).to(network.dtype)
         network(x.requires_grad_()).float().square().sum().backward()
@@ -262,22 +262,22 @@ def same(ours, theirs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_states_of_pipelines_are_saved_from_anywhere_and_continued(tmp_path, dtype):
+def test_states_of_pipelines_are_saved_from_host_or_device_and_resumed(tmp_path, dtype):
     (trained, network), (twin, other) = stages(dtype), stages(dtype)
     for engine_, module in ((trained, network), (twin, other)):
         run(module, range(2))
         take_step(engine_, 2.0, 1)
-    there = states_of(trained, tmp_path / "there")
-    assert all(tensor.any() for name, tensor in there.items() if "weight" in name)
+    before = states_of(trained, tmp_path / "there")
+    assert all(tensor.any() for name, tensor in before.items() if "weight" in name)
     to_host(trained)
-    assert same(states_of(trained, tmp_path / "away"), dict(there))
+    assert same(states_of(trained, tmp_path / "offloaded"), dict(before))
     to_device(trained)
-    assert same(states_of(trained, tmp_path / "back"), dict(there))
+    assert same(states_of(trained, tmp_path / "loaded"), dict(before))
     fresh, resumed = stages(dtype)
-    resume(fresh, tmp_path / "away")
+    resume(fresh, tmp_path / "offloaded")
     run(other, range(5, 8))
-    take_step(twin, 3.0, 1)  # and back to what was saved
-    resume(twin, tmp_path / "away")
+    take_step(twin, 3.0, 1)  # then restore the saved state
+    resume(twin, tmp_path / "offloaded")
     norms = []
     for engine_, module in ((trained, network), (fresh, resumed), (twin, other)):
         run(module, range(2, 5))
@@ -287,8 +287,8 @@ def test_states_of_pipelines_are_saved_from_anywhere_and_continued(tmp_path, dty
     assert same(states_of(fresh, tmp_path / "fresh"), dict(after)) and same(states_of(twin, tmp_path / "twin"), after)
 
 
-def test_a_resumed_optimizer_has_what_a_first_step_gives_it(tmp_path):
-    """Of the same kind and in the same place, which fused kernels insist on."""
+def test_resumed_optimizer_state_matches_that_of_a_first_step(tmp_path):
+    """Compare dtypes, devices and shapes, which fused kernels require."""
     (stepped, network), (resumed, _) = stages(), stages()
     run(network, range(2))
     take_step(stepped, 2.0, 1)
@@ -303,7 +303,7 @@ def test_a_resumed_optimizer_has_what_a_first_step_gives_it(tmp_path):
 
 
 class Placing(torch.optim.AdamW):
-    """AdamW without arithmetic: its state as torch makes it, on devices that no kernel runs on too."""
+    """AdamW without arithmetic: creates its state as torch does, even on devices without kernels."""
 
     def step(self, closure=None):
         for group in self.param_groups:
@@ -312,7 +312,7 @@ class Placing(torch.optim.AdamW):
 
 
 class Counting(torch.optim.AdamW):
-    """AdamW without arithmetic that counts as DeepSpeed's does for host memory: by a number."""
+    """AdamW without arithmetic whose step count is an int, as in DeepSpeed's CPU Adam."""
 
     def step(self, closure=None):
         for group in self.param_groups:
@@ -329,15 +329,15 @@ def resumed_at_5(flat, optimizer):
     return optimizer.state[flat]
 
 
-def test_a_resumed_count_lies_where_torch_puts_it():
-    for options, device in (({"capturable": True}, "meta"), ({}, "cpu")):  # as `fused`, which wants a GPU for that
+def test_resumed_step_count_is_on_the_device_that_torch_uses():
+    for options, device in (({"capturable": True}, "meta"), ({}, "cpu")):  # `fused` does the same, but needs a GPU
         flat = torch.nn.Parameter(torch.ones(4, device="meta"))
         state = resumed_at_5(flat, Placing([flat], **options))
         assert (state["step"].device.type, state["step"].dtype) == (device, torch.float32)
         assert state["exp_avg"].device.type == "meta" and (device == "meta" or state["step"] == 5.0)
 
 
-def test_a_count_that_is_a_number_stays_one():
+def test_integer_step_count_stays_an_integer():
     flat = torch.nn.Parameter(torch.ones(4))
     state = resumed_at_5(flat, Counting([flat]))
     assert state["step"] == 5 and type(state["step"]) is int
@@ -350,7 +350,7 @@ COUNT = 256
 
 @pytest.fixture(scope="module")
 def summed():
-    """Gradients of bfloat16 micro-batches, added up in float32, by name."""
+    """Return {name: gradients of bfloat16 micro-batches, summed in float32}."""
     network, total = Network(torch.bfloat16), {}
     for seed in range(COUNT):
         loss(network, seed).backward()
@@ -361,7 +361,7 @@ def summed():
 
 
 def stepped_by(engine):
-    """The gradient that the optimizer gets, flat."""
+    """Return the flat gradient that the optimizer receives."""
     found = []
     engine.basic_optimizer.register_step_pre_hook(
         lambda optimizer, *_: found.extend(
@@ -373,7 +373,7 @@ def stepped_by(engine):
 
 
 def error(found, summed):
-    """Relative, of the norm; zeros that fill a partition count too."""
+    """Return the relative error of the norm; the padding of a partition must be zero."""
     expected = torch.cat([gradient.flatten() for gradient in summed.values()])
     assert not found[len(expected) :].any()
     return float((found[: len(expected)] - expected).norm() / expected.norm())
@@ -381,7 +381,7 @@ def error(found, summed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_bfloat16_gradients_of_256_micro_batches_add_up(summed, stage):
+def test_bfloat16_gradients_of_256_micro_batches_are_summed_accurately(summed, stage):
     trained = engine(stage, "bfloat16", grad_clip=0.0)
     accumulate(trained, range(COUNT))
     assert error(stepped_by(trained), summed) < 1e-4
@@ -389,7 +389,7 @@ def test_bfloat16_gradients_of_256_micro_batches_add_up(summed, stage):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1])
-def test_they_do_not_in_bfloat16(summed, stage):
+def test_sums_in_bfloat16_are_inaccurate(summed, stage):
     trained = engine(stage, "bfloat16", grad_clip=0.0, grad_accum_dtype="bfloat16")
     accumulate(trained, range(COUNT))
     assert error(stepped_by(trained), summed) > 5e-3
@@ -397,7 +397,7 @@ def test_they_do_not_in_bfloat16(summed, stage):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("deferring", [False, True])
-def test_gradients_of_pipelines_add_up_too(summed, deferring):
+def test_gradients_of_pipelines_are_summed_accurately(summed, deferring):
     trained, network = stages("bfloat16", grad_clip=0.0)
     tape = network.layers[0].tape
     for seed in range(COUNT):
@@ -408,14 +408,14 @@ def test_gradients_of_pipelines_add_up_too(summed, deferring):
     assert error(stepped_by(trained), summed) < 1e-4
 
 
-def test_float32_weights_have_float32_sums():
+def test_float32_weights_accumulate_gradients_in_float32():
     for accum in DTYPES:
         trained = engine(1, "float32", grad_accum_dtype=accum)
         accumulate(trained, [0])
         assert {parameter.grad.dtype for parameter in trained.parameters()} == {torch.float32}
 
 
-def test_bytes_of_gradients():
+def test_planned_bytes_of_gradients():
     def sums(dtype, accum):
         config = Config()
         config.model.dtype, config.actor.grad_accum_dtype = dtype, accum
@@ -428,7 +428,7 @@ def test_bytes_of_gradients():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bytes_of_an_fsdp2_model(dtype):
+def test_planned_bytes_match_an_fsdp2_model(dtype):
     config = Config()
     config.model.dtype = dtype
     small = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, vocab_size=16)
@@ -451,7 +451,7 @@ def test_bytes_of_an_fsdp2_model(dtype):
 # Ranks ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_knows_where_its_models_are():
+def test_rank_refuses_calls_while_its_models_are_offloaded():
     rank = TrainerRank(Config(), 0, 1, "cuda")
     rank.engines, rank.extra_modules = {"actor": engine(1, "bfloat16")}, [Network()]
     before = float(loss(rank.engines["actor"], 0))
@@ -467,7 +467,7 @@ def test_a_rank_knows_where_its_models_are():
         rank.switch("trainer")
     assert float(loss(rank.engines["actor"], 0)) == before
     assert [span.attributes["to"] for span in rank.drain()] == ["rollout", "rollout", "trainer", "trainer"]
-    at_home = Rank(Config(), 0, 1, "cpu")
-    at_home.engines = rank.engines
-    at_home.switch("rollout")
+    on_cpu = Rank(Config(), 0, 1, "cpu")
+    on_cpu.engines = rank.engines
+    on_cpu.switch("rollout")
     assert float(loss(rank.engines["actor"], 0)) == before

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL on the trainer's side: positions on three axes, language models without tower, and whole models again."""
+"""Qwen2.5-VL in the trainer: M-RoPE positions, language models without vision tower, and joined checkpoints."""
 
 from dataclasses import replace
 from functools import partial
@@ -69,7 +69,7 @@ def plan_of(grid: tuple[int, int, int], seconds: float) -> VideoPlan:
 
 
 def rope_index(model, size: int, clips: list[Visual]) -> np.ndarray:
-    """What transformers gives the prompt, its arithmetic in float64 as vLLM's."""
+    """Return the positions of transformers, computed in float64 as in vLLM."""
     kinds = np.zeros((1, size), np.int32)
     for clip in clips:
         kinds[0, clip.positions] = 2
@@ -83,12 +83,12 @@ def rope_index(model, size: int, clips: list[Visual]) -> np.ndarray:
 
 
 SHORT, LONG = (2, 16, 8), (9, 4, 6)
-"""At a quarter of a second a patch the first is higher than long in time, the second longer than high and wide."""
+"""Grids [T, H, W]: at 0.25 s per patch, the largest position of the first is in H, that of the second in T."""
 
 
 @pytest.mark.parametrize("seconds", [0.25, 0.4, 1.0, 1.43])
 @pytest.mark.parametrize("start", [0, 3])
-def test_positions_are_transformers_up_to_where_a_long_clip_ends(whole, start, seconds):
+def test_positions_match_transformers_up_to_the_end_of_a_long_clip(whole, start, seconds):
     rope = m_rope(whole.config)
     for grid in (SHORT, LONG):
         clip = clip_at(start, grid, seconds)
@@ -104,7 +104,7 @@ def test_positions_are_transformers_up_to_where_a_long_clip_ends(whole, start, s
             assert (found[:, -5:] > expected[:, -5:]).all()
 
 
-def test_clips_follow_one_another_and_text_counts_on(whole):
+def test_positions_of_clips_and_text_are_consecutive(whole):
     clips = [clip_at(2, SHORT, 0.25), clip_at(70, SHORT, 0.25)]
     rope = m_rope(whole.config)
     np.testing.assert_array_equal(rope.positions(140, clips), rope_index(whole, 140, clips))
@@ -113,8 +113,8 @@ def test_clips_follow_one_another_and_text_counts_on(whole):
     assert example.tolist() == [[0, 1, 2, 2, 4, 4, 5], [0, 1, 2, 3, 2, 3, 5], [0, 1, 2, 2, 2, 2, 5]]
 
 
-def test_text_and_clips_behind_a_long_clip_begin_behind_its_last_second(whole):
-    """As in vLLM; transformers 5 lets them begin earlier, see `positions`."""
+def test_positions_after_a_long_clip_start_after_its_last_position(whole):
+    """Follow vLLM; in transformers 5 they start earlier, see `positions`."""
     clips, rope = [clip_at(2, LONG, 1.0), clip_at(60, SHORT, 0.25)], m_rope(whole.config)
     found = rope.positions(130, clips)
     end = found[:, clips[0].positions].max()
@@ -124,7 +124,7 @@ def test_text_and_clips_behind_a_long_clip_begin_behind_its_last_second(whole):
 
 
 def as_in_vllm(clip: Visual, offset: int) -> SimpleNamespace:
-    """A clip or image as vLLM's models get it."""
+    """Return a clip or image in the form that vLLM's models receive."""
     seconds = torch.tensor(clip.plan.seconds_per_temporal_patch, dtype=torch.float64)
     data = {f"{clip.plan.modality}_grid_thw": torch.tensor(clip.plan.grid), "second_per_grid_ts": seconds}
     data = {name: SimpleNamespace(data=each) for name, each in data.items()}
@@ -132,7 +132,7 @@ def as_in_vllm(clip: Visual, offset: int) -> SimpleNamespace:
 
 
 @pytest.mark.slow
-def test_positions_of_several_clips_are_vllms(whole):
+def test_positions_of_several_clips_match_vllm(whole):
     from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration as Served
 
     clips = [clip_at(2, LONG, 1.0), clip_at(60, SHORT, 0.25), clip_at(124, (3, 4, 6), 1.43), clip_at(150, LONG, 0.4)]
@@ -143,14 +143,14 @@ def test_positions_of_several_clips_are_vllms(whole):
     np.testing.assert_array_equal(m_rope(whole.config).positions(210, clips), expected)
 
 
-def test_only_models_of_three_axes_count_on_three():
+def test_only_mrope_models_use_three_axes():
     assert m_rope(Qwen2Config()) is m_rope(VideoLlama3Config()) is None
     assert m_rope(Qwen2_5_VLConfig()) == MRope(2, 4)
-    ours = clip_at(1, LONG, 0.4)  # without steps a second a temporal patch is a step, however long it lasts
-    assert MRope(2, None).positions(60, [ours])[0, ours.positions].max() == 1 + LONG[0] - 1
+    clip = clip_at(1, LONG, 0.4)  # without tokens per second, a temporal patch is one position
+    assert MRope(2, None).positions(60, [clip])[0, clip.positions].max() == 1 + LONG[0] - 1
 
 
-def test_a_clip_that_does_not_fit_its_grid_is_refused():
+def test_clips_that_do_not_match_their_grid_are_refused():
     clip = clip_at(1, LONG, 1.0)
     for positions in (clip.positions[:-1], np.concatenate([clip.positions[:-1], [90]])):
         with pytest.raises(ValueError, match=r"grid \(9, 4, 6\) has 54 contiguous tokens, got 5[34] at positions"):
@@ -160,8 +160,8 @@ def test_a_clip_that_does_not_fit_its_grid_is_refused():
 # Batches ---------------------------------------------------------------------------------------------------------
 
 
-def asked(model, seed=0) -> list[Row]:
-    """Three answers about a long clip, one about a short one, two to a prompt of text, two about two clips."""
+def example_rows(model, seed=0) -> list[Row]:
+    """Return 3 responses about a long clip, 1 about a short clip, 2 to a text prompt, and 2 about two clips."""
     rng, rows = np.random.default_rng(seed), []
     shown = (3, [(LONG, 0.4)]), (1, [(SHORT, 1.0)]), (2, []), (2, [((3, 4, 6), 2.0), ((2, 8, 4), 0.4)])
     for number, (count, clips) in enumerate(shown):
@@ -176,7 +176,7 @@ def asked(model, seed=0) -> list[Row]:
 
 
 def expected_logits(model, row: Row) -> torch.Tensor:
-    """[T, V] by the whole model of Hugging Face, one sequence at a time."""
+    """Return logits [T, V] of the whole Hugging Face model, one sequence at a time."""
     ids = torch.from_numpy(np.concatenate([row.prompt_ids, row.response_ids])).long()
     table = model.get_input_embeddings()(ids)
     for clip in row.visual:
@@ -187,9 +187,9 @@ def expected_logits(model, row: Row) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("way", [dict(packed=True), dict(packed=False), dict(packed=True, shared=True)])
-def test_logits_and_gradients_are_the_whole_models(whole, policy, way):
+def test_logits_and_gradients_match_the_whole_model(whole, policy, way):
     assert attends_by_layout(policy) and packs_exactly(policy, 200, torch.float32, "cpu")
-    rows, hidden = asked(whole), [whole.config.image_token_id, whole.config.video_token_id]
+    rows, hidden = example_rows(whole), [whole.config.image_token_id, whole.config.video_token_id]
     seen = torch.ones(whole.config.text_config.vocab_size, dtype=torch.bool)
     seen[hidden] = False
     expected = torch.cat([expected_logits(whole, row) for row in rows])[:, seen]
@@ -205,8 +205,8 @@ def test_logits_and_gradients_are_the_whole_models(whole, policy, way):
         assert (parameter.grad - wanted).norm() <= 1e-5 * wanted.norm()
 
 
-def test_batches_of_text_stay_on_one_axis(whole, policy):
-    rows = [row for row in asked(whole) if not row.visual]
+def test_text_batches_use_one_position_axis(whole, policy):
+    rows = [row for row in example_rows(whole) if not row.visual]
     batch, plain = (collate(rows, True, rope=rope) for rope in (m_rope(policy.config), None))
     assert torch.equal(batch.inputs["position_ids"], plain.inputs["position_ids"])
     with torch.no_grad():
@@ -216,21 +216,21 @@ def test_batches_of_text_stay_on_one_axis(whole, policy):
 
 
 @pytest.mark.parametrize("way", [dict(packed=True), dict(packed=False), dict(packed=True, shared=True)])
-def test_slices_have_the_positions_of_the_whole(whole, way):
-    rows, rope = asked(whole), m_rope(whole.config)
+def test_slices_have_the_positions_of_the_whole_batch(whole, way):
+    rows, rope = example_rows(whole), m_rope(whole.config)
     parts = [SimpleNamespace(degree=2, index=index, attend=None) for index in range(2)]
     cut = [collate(rows, **way, part=part, rope=rope).inputs["position_ids"] for part in parts]
-    together = torch.cat(cut, -1)
+    joined = torch.cat(cut, -1)
     expected = collate(rows, **way, rope=rope).inputs["position_ids"]
-    assert together.shape[-1] - expected.shape[-1] in (0, 1)
-    assert torch.equal(together[..., : expected.shape[-1]], expected)
+    assert joined.shape[-1] - expected.shape[-1] in (0, 1)
+    assert torch.equal(joined[..., : expected.shape[-1]], expected)
 
 
 # Loading and joining -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_language_models_are_loaded_without_tower_from_either_naming(folder, whole, policy, tmp_path):
+def test_language_models_load_without_tower_from_both_naming_schemes(folder, whole, policy, tmp_path):
     assert not [name for name in policy.state_dict() if "visual" in name]
     assert set(policy.state_dict()) < set(whole.state_dict())
     whole.config.save_pretrained(tmp_path)
@@ -246,18 +246,18 @@ def test_language_models_are_loaded_without_tower_from_either_naming(folder, who
 
 
 @pytest.mark.slow
-def test_a_critic_is_the_language_model_under_a_value_head(folder, whole, tmp_path):
+def test_critic_is_the_language_model_with_a_value_head(folder, whole, tmp_path):
     critic = load_critic(str(folder), SETTINGS).eval()
     assert attends_by_layout(critic) and not critic.score.weight.any()
-    rows = asked(whole)
+    rows = example_rows(whole)
     with torch.no_grad():
         critic.score.weight.normal_()
-        head, heard = whole.lm_head, []
-        hook = head.register_forward_pre_hook(lambda _, hidden: heard.append(hidden[0][0]))
+        head, inputs = whole.lm_head, []
+        hook = head.register_forward_pre_hook(lambda _, hidden: inputs.append(hidden[0][0]))
         for row in rows:
             expected_logits(whole, row)
         hook.remove()
-        hidden = [x[len(row.prompt_ids) - 1 : -1] for x, row in zip(heard, rows, strict=True)]
+        hidden = [x[len(row.prompt_ids) - 1 : -1] for x, row in zip(inputs, rows, strict=True)]
         expected = critic.score(torch.cat(hidden))[:, 0]
         for way in (dict(packed=True), dict(packed=False), dict(packed=True, shared=True)):
             found = response_values(critic, collate(rows, **way, rope=m_rope(critic.config)))
@@ -268,7 +268,7 @@ def test_a_critic_is_the_language_model_under_a_value_head(folder, whole, tmp_pa
 
 
 def trained(model, path):
-    """The model after a step of training, saved; its state."""
+    """Modify all parameters and save the model; return its state dict."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.9).add_(0.01)
@@ -277,7 +277,7 @@ def trained(model, path):
 
 
 def assert_joined(out, folder, model_class, state):
-    """Of the trained text, and of the tower as it was."""
+    """Assert that `out` has the trained language model and the original tower."""
     found, info = model_class.from_pretrained(out, output_loading_info=True)
     before = model_class.from_pretrained(folder).state_dict()
     assert not info["missing_keys"] and not info["unexpected_keys"]
@@ -293,7 +293,7 @@ def assert_joined(out, folder, model_class, state):
 
 
 @pytest.mark.slow
-def test_a_trained_language_model_becomes_a_whole_one_again(folder, tmp_path):
+def test_trained_language_model_is_joined_with_the_tower(folder, tmp_path):
     state = trained(load_policy(str(folder), SETTINGS), tmp_path / "text")
     with pytest.raises(ValueError, match=r"not the text part of .*unknown"):
         join_checkpoint(folder, tmp_path / "text", tmp_path / "out")
@@ -304,7 +304,7 @@ def test_a_trained_language_model_becomes_a_whole_one_again(folder, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_trained_text_part_of_a_videollama3_goes_back_into_the_shards_of_the_whole(tied, tmp_path):
+def test_trained_videollama3_text_part_is_joined_with_a_sharded_checkpoint(tied, tmp_path):
     folder = write_small_video_llama3(tmp_path / "whole", SmallModel(tied=tied))
     whole = VideoLlama3ForConditionalGeneration.from_pretrained(folder)
     (folder / "model.safetensors").unlink()

@@ -27,7 +27,7 @@ from rlfuse.run_folder.reader import RunError
 from rlfuse.samples import Reward
 
 RUN = Path(__file__).parents[2] / "notebooks" / "data" / "run"
-"""A run of the quickstart, as the journal wrote it."""
+"""Recorded run folder of the quickstart."""
 
 
 @pytest.fixture(scope="module")
@@ -35,28 +35,28 @@ def table():
     return nb.samples(RUN)
 
 
-def test_samples_know_their_group_and_their_parts(table):
+def test_samples_have_their_group_and_reward_parts(table):
     assert len(table) == 12 * 32 and set(table.groupby("group").size()) == {4}
     assert (table["reward"] == table["rewards/compute_score"]).all()
     assert table.loc[0, "columns"]["extra_info"]["dividend"] == 5
 
 
-def test_a_saved_sample_is_scored_like_in_the_run(table):
+def test_saved_samples_get_the_same_score_as_in_the_run(table):
     again = nb.score(table, "rlfuse.tasks.remainder:compute_score")
     assert again["reward"].equals(table["reward"])
     seen = []
 
-    def look(prompts, completions, extra_info, **columns):
+    def inspect_rows(prompts, completions, extra_info, **columns):
         seen.append((prompts[4], completions[4], extra_info[4], columns["reward_model"][4]["ground_truth"]))
         return [1.0] * len(prompts)
 
-    assert (nb.score(table, look)["reward"] == 1.0).all()
+    assert (nb.score(table, inspect_rows)["reward"] == 1.0).all()
     prompt, completion, extra, truth = seen[0]
     assert prompt == [{"role": "user", "content": "67 mod 7 ="}] and truth == "4"
     assert completion[0]["content"].startswith(" 67 - 7 = 59") and extra["divisor"] == 7
 
 
-def test_a_metric_gives_the_values_of_the_run(table, tmp_path):
+def test_metrics_reproduce_the_values_of_the_run(table, tmp_path):
     def right(samples):
         best = {}
         for each in samples:
@@ -77,15 +77,15 @@ def test_a_metric_gives_the_values_of_the_run(table, tmp_path):
         nb.measure(table, lambda samples: float("nan"))
 
 
-def test_a_metric_gets_token_counts_without_tokens(table, tmp_path):
+def test_metrics_receive_token_counts_without_tokens(table, tmp_path):
     text = (Path(__file__).parents[2] / "rlfuse/observe/README.md").read_text()
     (tmp_path / "mine.py").write_text(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1])
     measured = nb.measure(table, f"{tmp_path}/mine.py:groups")
     right = table[table["reward"] == 1].groupby("step")["response_tokens"].mean()
     assert measured["tokens_of_right"].tolist() == pytest.approx(right.tolist()) and (right > 0).all()
-    for is_requested in (list, sum, lambda ids: ids[0], lambda ids: ids[-2:], lambda ids: 3 in ids):
+    for read in (list, sum, lambda ids: ids[0], lambda ids: ids[-2:], lambda ids: 3 in ids):
         with pytest.raises(ValueError, match="response_ids: the tokens of this response were not saved"):
-            nb.measure(table, lambda samples, is_requested=is_requested: is_requested(samples[0].response_ids))
+            nb.measure(table, lambda samples, read=read: read(samples[0].response_ids))
 
 
 def test_any_reward_scores_any_table(tmp_path):
@@ -103,7 +103,7 @@ def test_any_reward_scores_any_table(tmp_path):
 
 
 def test_a_reward_cannot_modify_the_table_or_other_calls(table):
-    def takes(prompts, completions, extra_info, ground_truth, reward_model, **columns):
+    def modifies(prompts, completions, extra_info, ground_truth, reward_model, **columns):
         taken = [info.pop("dividend") for info in extra_info]
         for given in (prompts, completions, ground_truth, reward_model, *prompts, *reward_model, *columns.values()):
             given.clear() if hasattr(given, "clear") else None
@@ -113,7 +113,7 @@ def test_a_reward_cannot_modify_the_table_or_other_calls(table):
         return extra_info.pop("divisor")
 
     before = copy.deepcopy(table[:8].to_dict("records"))
-    first, again = (nb.score(table[:8], [takes, takes, pops, pops]) for _ in range(2))
+    first, again = (nb.score(table[:8], [modifies, modifies, pops, pops]) for _ in range(2))
     assert first["failure"].isna().all() and first.equals(again)
     assert table[:8].to_dict("records") == before
     info = {"divisor": 3.0}
@@ -121,7 +121,7 @@ def test_a_reward_cannot_modify_the_table_or_other_calls(table):
     assert [row["reward"] for row in score_table(pops, rows)] == [3.0, 3.0] and info == {"divisor": 3.0}
 
 
-def test_failures_stay_failures(table):
+def test_failures_are_reported_in_the_table(table):
     def picky(solution_str):
         return 1 / (len(solution_str) % 7)
 
@@ -208,7 +208,7 @@ def job(script, folder=Path("somewhere")):
     return Job(folder, [sys.executable, "-u", "-c", script], Run)
 
 
-def test_a_job_is_followed_to_its_end(monkeypatch):
+def test_follow_prints_output_until_the_job_ends(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     lines = []
     running = job("import os\nprint('one', os.environ.get('FORCE_COLOR'))\nprint(os.getcwd() + '/runs/x')")
@@ -217,14 +217,14 @@ def test_a_job_is_followed_to_its_end(monkeypatch):
     assert running.follow(30, lines.append) == Run("somewhere") and len(lines) == 2
 
 
-def test_a_failed_job_shows_the_end_of_its_output():
+def test_failed_job_reports_the_end_of_its_output():
     with pytest.raises(nb.JobError, match=r"ended with status 3:\nline 40\n(.*\n)*line 99$"):
         job("for i in range(100): print('line', i)\nraise SystemExit(3)").follow(30, lambda line: None)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ignores", [False, True])
-def test_a_job_that_takes_too_long_is_stopped(monkeypatch, ignores):
+def test_job_is_stopped_after_the_timeout(monkeypatch, ignores):
     monkeypatch.setattr(Job.stop, "__defaults__", (0.3, print))
     monkeypatch.setattr("rlfuse.api.jobs.STOPPING_S", 0.5 if ignores else 30.0)
     handler = "signal.SIG_IGN" if ignores else "signal.default_int_handler"
@@ -269,11 +269,11 @@ def test_an_interrupt_stops_the_job_after_the_step_and_a_second_one_at_once(caps
             running.follow(60, interrupt)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert not running.running and "interrupt again" in (told := capsys.readouterr().out) and end in told
+    assert not running.running and "interrupt again" in (output := capsys.readouterr().out) and end in output
 
 
 @pytest.mark.slow
-def test_a_job_is_checked_before_it_starts_and_keeps_its_name(monkeypatch, tmp_path):
+def test_job_is_checked_before_it_starts_and_its_name_is_fixed(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="did you mean"):
         nb.start("rollout.nn=2")

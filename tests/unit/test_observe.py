@@ -1,4 +1,4 @@
-"""Events, metrics and logs, from samples and spans made by hand."""
+"""Events, metrics and logs of constructed samples and spans."""
 
 import json
 from dataclasses import replace
@@ -24,17 +24,17 @@ from rlfuse.observe.tracking import failure_row, write_failures
 from rlfuse.samples import Group, Partial, Prompt, Response, Reward, RewardFailure, Sample
 
 
-def sample(index, sibling, tokens, reward, finish="stop", source="sums"):
+def sample(index, rollout_index, tokens, reward, finish="stop", source="sums"):
     prompt = Prompt(index, np.arange(4, dtype=np.int32), "p", (), source, "1")
     response = Response(np.arange(tokens, dtype=np.int32), np.zeros(tokens, np.float32), finish, 0, "r")
-    return Sample(prompt, 1, sibling, 0, response, reward)
+    return Sample(prompt, 1, rollout_index, 0, response, reward)
 
 
 def group(*samples):
     return Group(samples[0].prompt, list(samples))
 
 
-def test_sample_metrics_by_hand():
+def test_sample_metrics():
     a = sample(0, 0, 2, Reward(1.0, {"exact": 1.0}))
     b = sample(0, 1, 6, Reward(0.0, {"exact": 0.0}), finish="length")
     c = sample(1, 0, 4, Reward(0.5), finish="abort")
@@ -60,7 +60,7 @@ def test_sample_metrics_by_hand():
     assert metrics["critic/vf_explained_var"] == pytest.approx(1 - errors.var() / returns.var())
 
 
-def test_gates_and_dimensions_of_rewards_are_counted_by_hand():
+def test_metrics_of_gates_and_reward_dimensions():
     a = sample(0, 0, 2, Reward(1.0, {"gate": 1.0, "exact": 1.0}, None, {"exact": 1.0, "style": 0.5}))
     b = sample(0, 1, 2, Reward(0.0, {"gate": 0.0}, "no thought", {"exact": 0.0, "style": 0.0}, "gate"))
     c = sample(1, 0, 2, Reward(0.5, {"style": 0.5}, None, {"style": 0.5}))
@@ -86,13 +86,13 @@ def test_gates_and_dimensions_of_rewards_are_counted_by_hand():
     }
 
 
-def test_latencies_are_those_of_calls():
+def test_reward_latency_is_measured_per_call():
     calls = [Span("reward", "reward/0", t, t + s, attributes={"function": "f"}) for t, s in ((0, 1), (1, 3))]
     spans = [*calls, Span("reward", "driver", 0, 9)]
     assert latency_metrics(spans) == {"reward/latency_s/f/mean": 2.0, "reward/latency_s/f/max": 3.0}
 
 
-def test_failures_are_kept_with_their_traceback(tmp_path):
+def test_failures_are_saved_with_their_traceback(tmp_path):
     path = tmp_path / "reward_failures.jsonl"
     for message in ("first", "second"):
         write_failures(path, [failure_row(sample(3, 1, 2, None), RewardFailure("f", message, "Traceback ..."))])
@@ -101,7 +101,7 @@ def test_failures_are_kept_with_their_traceback(tmp_path):
     assert (rows[0]["sample"], rows[0]["data_source"], rows[0]["traceback"]) == ("1/3/1", "sums", "Traceback ...")
 
 
-def test_a_prompt_that_runs_for_every_answer_is_seen():
+def test_repeated_prompt_computation_is_measured():
     samples = {each.id: each for each in (sample(0, 0, 2, None), sample(0, 1, 6, None), sample(1, 0, 4, None))}
     assert repetition([Span("ref", "driver", 0, 1, samples=tuple(samples))], samples) == {}
 
@@ -116,9 +116,9 @@ def test_a_prompt_that_runs_for_every_answer_is_seen():
     assert repetition(again, samples) == {"perf/computed_over_unique_tokens": 16 / 12}
 
 
-def test_the_balance_of_passes_is_told_by_what_no_plan_undercuts():
-    def planned(**told):
-        return Span("plan", "trainer", 0, 1, attributes=told)
+def test_balance_is_relative_to_the_lower_bound():
+    def planned(**attributes):
+        return Span("plan", "trainer", 0, 1, attributes=attributes)
 
     passes = [planned(makespan=6.0, even=4.0, longest=5.0), planned(makespan=8.0, even=8.0, longest=2.0), planned()]
     assert balance_metrics(passes) == {
@@ -130,7 +130,7 @@ def test_the_balance_of_passes_is_told_by_what_no_plan_undercuts():
     assert balance_metrics(passes[2:]) == {}
 
 
-def test_validation_prefers_acc_and_keeps_sources_apart():
+def test_validation_prefers_acc_and_separates_data_sources():
     groups = [
         group(sample(0, 0, 2, Reward(1.0, {"fn/acc": 1.0, "fn/format": 1.0}))),
         group(sample(1, 0, 2, Reward(0.2, {"fn/acc": 0.0, "fn/format": 1.0}))),
@@ -156,7 +156,7 @@ FAILED = RewardFailure("fn", "timed out")
         ([Reward(1.0, {"f/acc": 1.0, "g/acc": 0.0}), NO_ACC], 0.25, 0.5),
     ],
 )
-def test_held_out_accuracy_is_over_all_answers_with_a_reward(rewards, mean, coverage):
+def test_validation_accuracy_covers_all_responses_with_a_reward(rewards, mean, coverage):
     metrics = validation_metrics([group(sample(n, 0, 2, reward)) for n, reward in enumerate(rewards)])
     assert metrics["val-core/sums/acc/mean@1"] == pytest.approx(mean)
     assert metrics["val-aux/sums/acc/coverage@1"] == coverage
@@ -172,7 +172,7 @@ def test_held_out_accuracy_is_over_all_answers_with_a_reward(rewards, mean, cove
         ([[NO_ACC], [ACC], [GATED]], {"reward": [0.0, 1.0, 0.0]}),
     ],
 )
-def test_held_out_metrics_keep_their_names_for_the_whole_run(validations, expected):
+def test_validation_metrics_keep_their_names_for_the_whole_run(validations, expected):
     rows = []
     for rewards in validations:
         groups = [group(sample(n, 0, 2, reward)) for n, reward in enumerate(rewards)]
@@ -184,7 +184,7 @@ def test_held_out_metrics_keep_their_names_for_the_whole_run(validations, expect
 
 
 @pytest.mark.parametrize("logged", [(), ("fn", "fn/acc")])
-def test_parts_of_rewards_are_0_where_a_gate_closed_and_left_out_where_a_function_does_not_apply(logged):
+def test_reward_parts_are_0_for_closed_gates_and_omitted_for_inapplicable_functions(logged):
     scored = Reward(1.0, {"gate": 1.0, "fn": 1.0, "fn/acc": 1.0}, None, {"fn": 1.0})
     other = Reward(0.5, {"gate": 1.0, "chat": 0.5}, None, {"chat": 0.5})
     groups = [group(sample(0, 0, 2, scored), sample(0, 1, 2, GATED)), group(sample(1, 0, 2, other))]
@@ -197,7 +197,7 @@ def test_parts_of_rewards_are_0_where_a_gate_closed_and_left_out_where_a_functio
     assert found == {f"rewards/{part}/{kind}": 0.0 for part in logged for kind in ("mean", "std", "coverage")}
 
 
-def test_statistics_are_of_everything_that_was_generated_and_advantages_of_what_was_trained_on():
+def test_statistics_cover_generated_samples_and_advantages_cover_trained_samples():
     right = [[1.0] * 4] * 6 + [[1.0, 1.0, 0.0, 0.0], [0.0] * 4]
     groups = [
         group(*(sample(n, k, 2 + k, Reward(value)) for k, value in enumerate(values))) for n, values in enumerate(right)
@@ -230,7 +230,7 @@ def test_entropy_is_estimated_from_all_responses():
     assert metrics["response/entropy"] == 1.0
 
 
-def test_utilisation_counts_what_was_run_and_no_more():
+def test_utilisation_counts_executed_flops():
     samples = {each.id: each for each in (sample(0, 0, 6, None), sample(0, 1, 6, None), sample(1, 0, 6, None))}
     decode = {"batch": 2, "prefill_tokens": 8}
     spans = [
@@ -254,13 +254,13 @@ def test_utilisation_counts_what_was_run_and_no_more():
     assert utilisation(spans, {"parameters": facts["parameters"]}, samples) == {}
 
 
-def test_failures_are_counted_by_function_and_never_averaged_in():
+def test_failures_are_counted_per_function_and_excluded_from_means():
     failed = sample(0, 1, 2, RewardFailure("judge", "timed out"))
     assert failure_metrics([(failed, failed.reward)]) == {"reward/failures/judge": 1.0}
     assert validation_metrics([group(sample(0, 0, 2, Reward(1.0)), failed)])["val-core/sums/reward/mean@2"] == 1.0
 
 
-def test_seconds_are_the_union_of_spans_on_the_driver():
+def test_times_are_the_union_of_driver_spans():
     spans = [
         Span("gen", "driver", 0, 4),
         Span("gen", "driver", 1, 6),
@@ -276,7 +276,7 @@ def test_seconds_are_the_union_of_spans_on_the_driver():
     assert metrics["perf/throughput"] == 50
 
 
-def test_fusion_metrics_count_what_ran_beside_generation_and_the_idle_share_of_slots():
+def test_fusion_metrics_count_overlapped_samples_and_the_idle_share():
     spans = [
         Span("step", "driver", 0, 10),
         Span("gen", "driver", 0, 6),
@@ -285,11 +285,11 @@ def test_fusion_metrics_count_what_ran_beside_generation_and_the_idle_share_of_s
         Span("reward", "driver", 6.5, 7.5, samples=("c",)),
         Span("update_actor", "driver", 5, 6, samples=("a",)),
         Span("move", "driver", 3, 3.5, samples=("b", "c")),
-        Span("decode", "rollout/0", 0, 6),  # slot 0: 6 s, then ranks 0 and 1 of it for 2 s at the same time
+        Span("decode", "rollout/0", 0, 6),  # slot 0: 6 s, then its ranks 0 and 1 concurrently for 2 s
         Span("backward", "trainer/0", 6, 8),
         Span("backward", "trainer/1", 6, 8),
         Span("decode", "rollout/1", 0, 4, attributes={"drafted": 8, "accepted": 6}),  # slot 1: 4 s
-        Span("decode", "rollout/1", 12, 14),  # not of this step
+        Span("decode", "rollout/1", 12, 14),  # after this step
     ]
     assert fusion_metrics(spans, slots=2, width=2) == {
         "fusion/samples_overlapped": 2.0,
@@ -298,10 +298,10 @@ def test_fusion_metrics_count_what_ran_beside_generation_and_the_idle_share_of_s
         "fusion/draft_acceptance": 0.75,
         "fusion/idle_share": pytest.approx(1 - 12 / 20),
     }
-    assert fusion_metrics(spans[:1], slots=2) == {}, "a step that generated nothing"
+    assert fusion_metrics(spans[:1], slots=2) == {}, "a step without generation"
 
 
-def test_events_survive_the_file_and_errors_are_recorded(tmp_path):
+def test_events_round_trip_through_the_file_and_record_errors(tmp_path):
     recorder = Recorder("driver")
     with recorder.span("gen", samples=("1/2/3",), tokens=7, cause="test"):
         pass

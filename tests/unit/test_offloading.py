@@ -1,4 +1,4 @@
-"""Moves that fail, that take little host memory, and that wait for device memory; on this process's memory."""
+"""Offloading: failed moves, pinned host memory, and waiting for device memory; host memory replaces the device."""
 
 import os
 import threading
@@ -20,7 +20,7 @@ from rlfuse.errors import EngineError
 from rlfuse.protocols import DeviceSharing
 
 
-def test_a_move_that_fails_can_be_made_again(monkeypatch):
+def test_failed_move_can_be_repeated(monkeypatch):
     network = Network()
     with torch.no_grad():
         before = float(loss(network, 0))
@@ -37,49 +37,49 @@ def test_a_move_that_fails_can_be_made_again(monkeypatch):
 
 
 def trained():
-    """A network with its optimizer, the optimizer's moments, and what they hold."""
+    """Return a network with an optimizer, its moments, and copies of the moments."""
     network = Network()
     optimizer = torch.optim.AdamW(network.parameters())
     loss(network, 0).backward()
     optimizer.step()
     moments = [state["exp_avg"] for state in optimizer.state.values()]
     network.step_tensors = lambda: [value for state in optimizer.state.values() for value in state.values()]
-    network.tensors = lambda: [*network.parameters(), *network.buffers(), *network.step_tensors()]  # as a ShardedModel
+    network.tensors = lambda: [*network.parameters(), *network.buffers(), *network.step_tensors()]  # as in ShardedModel
     return network, moments, [moment.clone() for moment in moments]
 
 
 @pytest.fixture
-def away():
-    """The same, with the optimizer on the host."""
+def offloaded():
+    """Return `trained()` with the optimizer offloaded to the host."""
     network, moments, held = trained()
     to_host(network)
     to_device(network, optimizer=False)
     return network, moments, held
 
 
-def there(moments, held):
+def are_resident(moments, held):
     pairs = zip(moments, held, strict=True)
     return all(moment.untyped_storage().nbytes() and torch.equal(moment, has) for moment, has in pairs)
 
 
-def test_a_fetch_runs_beside_and_is_waited_for(away, monkeypatch):
-    network, moments, held = away
+def test_fetch_runs_in_the_background_and_is_awaited(offloaded, monkeypatch):
+    network, moments, held = offloaded
     begin, copied = threading.Event(), offloading._copy_back
     monkeypatch.setattr(offloading, "_copy_back", lambda each: (begin.wait(60), copied(each)))
     size = offloaded_bytes(network)
     assert size >= 2 * sum(moment.nbytes for moment in moments) and float(loss(network, 1)), "weights are loaded"
-    for _ in range(2):  # once is enough
+    for _ in range(2):  # the second is a no-op
         fetch_optimizer(network, 60.0)
     assert offloaded_bytes(network) == size and len(offloading._fetches) == 1
     begin.set()
     to_device(network)
-    assert there(moments, held) and not offloaded_bytes(network) and network not in offloading._fetches
+    assert are_resident(moments, held) and not offloaded_bytes(network) and network not in offloading._fetches
     fetch_optimizer(network, 60.0)
-    assert network not in offloading._fetches, "there is nothing to fetch"
+    assert network not in offloading._fetches, "nothing to fetch"
 
 
-def test_a_fetch_that_does_not_end_is_told_with_what_it_was(away, monkeypatch):
-    network, *_ = away
+def test_fetch_timeout_is_reported_with_its_size(offloaded, monkeypatch):
+    network, *_ = offloaded
     begin, copied = threading.Event(), offloading._copy_back
     monkeypatch.setattr(offloading, "_copy_back", lambda each: (begin.wait(60), copied(each)))
     size = offloaded_bytes(network)
@@ -91,11 +91,11 @@ def test_a_fetch_that_does_not_end_is_told_with_what_it_was(away, monkeypatch):
             to_device(network)
     finally:
         begin.set()
-        offloading._fetching.submit(int).result(60.0)  # what moves it has ended: the next test patches it
+        offloading._fetching.submit(int).result(60.0)  # wait for the thread, as the next test patches it
 
 
-def test_a_fetch_without_room_is_made_up_for_when_there_is_some(away, monkeypatch):
-    network, moments, held = away
+def test_fetch_without_device_memory_is_repeated_by_the_move(offloaded, monkeypatch):
+    network, moments, held = offloaded
     copied, failures = offloading._copy_back, iter([False, True])
 
     def full(each):
@@ -110,40 +110,40 @@ def test_a_fetch_without_room_is_made_up_for_when_there_is_some(away, monkeypatc
         offloading._fetches[network].done.result(60.0)
     assert offloaded_bytes(network) == size and not any(moment.untyped_storage().nbytes() for moment in moments)
     to_device(network)
-    assert there(moments, held)
+    assert are_resident(moments, held)
 
 
-def test_nothing_is_fetched_to_a_device_of_others_or_while_something_moves(away):
-    network, moments, held = away
-    with ThreadPoolExecutor(1) as another, offloading._moving:
-        another.submit(fetch_optimizer, network, 60.0).result(60.0)
+def test_no_fetch_while_the_engine_uses_the_device_or_during_a_move(offloaded):
+    network, moments, held = offloaded
+    with ThreadPoolExecutor(1) as executor, offloading._moving:
+        executor.submit(fetch_optimizer, network, 60.0).result(60.0)
     assert network not in offloading._fetches
     to_host(network)
     fetch_optimizer(network, 60.0)
     assert network not in offloading._fetches
     to_device(network)
-    assert there(moments, held)
+    assert are_resident(moments, held)
     to_host(network, optimizer_alone=True)
     assert not any(moment.untyped_storage().nbytes() for moment in moments) and float(loss(network, 1))
 
 
-def test_a_bucket_of_a_pipelines_checkpoint_leaves_its_optimizer_where_it_is(away, tmp_path):
-    network, moments, _ = away
+def test_saving_a_pipeline_bucket_leaves_the_optimizer_offloaded(offloaded, tmp_path):
+    network, moments, _ = offloaded
     rank, before, seen = PipelineRank(Config(), 0, 1, "cuda"), float(loss(network, 1)), []
 
     def write(*_):
         seen.append((float(loss(network, 1)), [moment.untyped_storage().nbytes() for moment in moments]))
 
     rank.engines, rank._exporter = {"actor": network}, lambda *_: SimpleNamespace(write=write)
-    for move in (offloaded_bytes, to_host):  # weights there, and away too
+    for move in (offloaded_bytes, to_host):  # with weights loaded, then offloaded
         move(network)
         size = offloaded_bytes(network)
         assert rank.save_bucket("actor", 3, [], tmp_path) == (None, None) and offloaded_bytes(network) == size
     assert seen == [(before, [0] * len(moments))] * 2
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="here memory can be pinned")
-def test_host_memory_that_can_not_be_pinned_is_told_with_what_to_change():
+@pytest.mark.skipif(torch.cuda.is_available(), reason="memory can be pinned with CUDA")
+def test_failure_to_pin_host_memory_is_reported_with_remedies():
     with pytest.raises(
         EngineError, match=r"4096 bytes of host memory could not be pinned.*MiB free.*--mem.*n_gpus_per_node"
     ):
@@ -151,7 +151,7 @@ def test_host_memory_that_can_not_be_pinned_is_told_with_what_to_change():
 
 
 def test_storages_share_pieces_of_pinned_memory(monkeypatch):
-    """torch rounds each piece up to a power of two: one for each tensor would take up to twice the bytes."""
+    """Check the pieces: torch rounds each up to a power of two, so one per tensor would use up to twice the bytes."""
     monkeypatch.setattr(offloading, "_PIECE", 1024)
     taken, pinned = [], offloading.pinned
     monkeypatch.setattr(offloading, "pinned", lambda size, pin: (taken.append(size), pinned(size, False))[1])
@@ -164,7 +164,7 @@ def test_storages_share_pieces_of_pinned_memory(monkeypatch):
     assert set(taken[:-1]) == {1024} and taken[-1] <= 1024 and total <= sum(taken) < total + 1024
 
 
-def test_a_rank_waits_for_the_memory_of_an_engine_that_was_killed(monkeypatch):
+def test_rank_waits_for_the_memory_of_a_killed_engine(monkeypatch):
     rank, tries = Rank(Config(), 0, 1, "cuda"), []
     rank.engines = {"actor": Network()}
 
@@ -187,7 +187,7 @@ def test_a_rank_waits_for_the_memory_of_an_engine_that_was_killed(monkeypatch):
     assert len(tries) == 1 and rank.is_offloaded
 
 
-def test_what_a_rank_writes_of_a_checkpoint_is_handed_to_the_disk(tmp_path, monkeypatch):
+def test_checkpoint_files_of_a_rank_are_synced(tmp_path, monkeypatch):
     synced, fsync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: (fsync(file), synced.append(os.readlink(f"/proc/self/fd/{file}"))))
     with checkpoint_writer() as files:
@@ -197,11 +197,11 @@ def test_what_a_rank_writes_of_a_checkpoint_is_handed_to_the_disk(tmp_path, monk
     assert {str(tmp_path), str(tmp_path / "config.json")} <= set(synced) and files.problem is None
 
 
-# Memory that a rank keeps for itself
+# Memory limits of a rank
 
 
 @pytest.mark.parametrize("cached, emptied", [(5, []), (6, ["emptied"])])
-def test_cached_memory_is_released_where_it_is_more_than_the_plan_leaves(cached, emptied, monkeypatch):
+def test_cached_memory_is_released_if_it_exceeds_the_limit(cached, emptied, monkeypatch):
     done = []
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 100 + cached)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 100)
@@ -224,33 +224,33 @@ def test_host_memory_is_pinned_once_in_the_background(monkeypatch):
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(offloading.start_pinning, 2 * [2 * offloading._PIECE + 1]))
     offloading.start_pinning(5)
-    assert not pieces, "the rank's call has returned"
+    assert not pieces, "the call returned before pinning"
     begin.set()
     offloading._pinning.join(60)
-    time.sleep(0.01)  # for a second thread
+    time.sleep(0.01)  # time for a second thread
     assert pieces == 3 * [(offloading._PIECE, True)]
 
 
-def test_a_rank_keeps_to_what_the_plan_shares(monkeypatch):
-    told = []
+def test_rank_applies_the_planned_device_sharing(monkeypatch):
+    calls = []
     for name in ("release_cached", "start_pinning"):
-        monkeypatch.setattr(base_rank, name, lambda size, name=name: told.append((name, size)))
+        monkeypatch.setattr(base_rank, name, lambda size, name=name: calls.append((name, size)))
     fraction = "set_per_process_memory_fraction"
-    monkeypatch.setattr(torch.cuda, fraction, lambda share: told.append((fraction, share)))
+    monkeypatch.setattr(torch.cuda, fraction, lambda share: calls.append((fraction, share)))
     monkeypatch.setattr(Rank, "device_bytes", lambda self: 1000)
     rank, network = Rank(Config(), 0, 1, "cuda"), Network()
     rank.extra_modules = [network]
     rank.share(DeviceSharing(max_cached_bytes=7, max_cached_bytes_in_push=3, pinned_host_bytes=100_000))
     rank.switch("rollout")
-    assert told == [("release_cached", 7), ("start_pinning", 100_000 - offloaded_bytes(network))]
+    assert calls == [("release_cached", 7), ("start_pinning", 100_000 - offloaded_bytes(network))]
     rank.switch("trainer")
     rank.make_room()
-    assert told[2:] == [("release_cached", 3)]
+    assert calls[2:] == [("release_cached", 3)]
     rank.share(DeviceSharing(alternates=False, max_rank_bytes=250))
-    assert told[3:] == [(fraction, 0.25)]
+    assert calls[3:] == [(fraction, 0.25)]
 
 
-def test_an_optimizer_for_steps_alone_leaves_where_the_models_stay():
+def test_step_residency_offloads_the_optimizer_of_resident_models():
     config, (network, moments, held) = Config(), trained()
     config.actor.optimizer_residency = "step"
     rank = Rank(config, 0, 1, "cuda")
@@ -259,5 +259,5 @@ def test_an_optimizer_for_steps_alone_leaves_where_the_models_stay():
     assert not any(moment.untyped_storage().nbytes() for moment in moments)
     before = offloaded_bytes(network)
     with rank.stepping("actor"):
-        assert there(moments, held)
+        assert are_resident(moments, held)
     assert offloaded_bytes(network) == before > 0

@@ -1,4 +1,4 @@
-"""A user's own estimator, loss and KL: the page's example by hand, and what is told of files that can't be used."""
+"""Custom estimators, losses and KL functions: the README's example, checks of files, and trial calls."""
 
 import math
 import pickle
@@ -53,15 +53,15 @@ def block(language):
 
 
 def config(*settings):
-    made = OmegaConf.structured(Config)
+    node = OmegaConf.structured(Config)
     wanted = {"model.path": "m", "data.train_files": ["a"], "reward.functions": ["a.py:f"], "rollout.n": 2}
     for key, value in [*wanted.items(), *(each.split("=") for each in settings)]:
-        OmegaConf.update(made, key, yaml.safe_load(value) if "kwargs" in key else value, force_add=True)
-    return OmegaConf.to_object(made)
+        OmegaConf.update(node, key, yaml.safe_load(value) if "kwargs" in key else value, force_add=True)
+    return OmegaConf.to_object(node)
 
 
-def told(*settings):
-    """What the checks say of the keys that may name functions, and of `rollout.n`."""
+def reported(*settings):
+    """Return the problems that the checks report for keys of custom functions and for `rollout.n`."""
     found = config(*settings)
     problems = check(found, read_facts(found))
     return [
@@ -71,12 +71,12 @@ def told(*settings):
 
 @pytest.fixture
 def example(tmp_path, monkeypatch):
-    """The page's job, in a folder where its file is; nothing is wrong with it."""
+    """Return the settings of the README's valid job, with its file in the working folder."""
     (tmp_path / "mine.py").write_text(block("python"))
     monkeypatch.chdir(tmp_path)
-    named_there = yaml.safe_load(block("yaml"))
-    settings = [f"{group}.{key}={value}" for group, keys in named_there.items() for key, value in keys.items()]
-    assert not told(*settings)
+    named_in_job = yaml.safe_load(block("yaml"))
+    settings = [f"{group}.{key}={value}" for group, keys in named_in_job.items() for key, value in keys.items()]
+    assert not reported(*settings)
     return settings
 
 
@@ -86,12 +86,12 @@ def write(tmp_path, monkeypatch):
     return lambda text: Path("mine.py").write_text(text)
 
 
-def test_the_pages_estimator_and_kl_by_hand(example):
+def test_readme_estimator_and_kl_match_manual_values(example):
     experience = Experience(config(*example, "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.2"))
     batch = groups([[1.0, 0.0], [0.5, 2.0]], [[3, 2], [1, 4]])
     assert not experience.can_train_before_batch_completes("actor"), "the first batch is verified first"
     experience.prepare(batch)
-    # The reference is 0.5 nats away from the policy on each token: 0.5^2 / 2 of KL, 0.025 of the reward.
+    # Reference and policy differ by 0.5 nats per token: a KL of 0.5^2 / 2, which takes 0.025 off the reward.
     scores = [[1.0 - 3 * 0.025, -2 * 0.025], [0.5 - 0.025, 2.0 - 4 * 0.025]]
     found = [[sample.tensors["advantages"] for sample in group.samples] for group in batch]
     for (first, second), (one, other) in zip(found, scores, strict=True):
@@ -102,11 +102,11 @@ def test_the_pages_estimator_and_kl_by_hand(example):
     assert [len(each) for pair in found for each in pair] == [3, 2, 1, 4]
 
 
-def test_the_pages_check_shows_what_it_says(example):
+def test_readme_check_prints_the_documented_advantages(example):
     code = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
     exec(code, names := {})
-    said = re.search(r"print\(advantages\)  # (.*)", code)[1]
-    assert names["advantages"].tolist() == yaml.safe_load(said)
+    documented = re.search(r"print\(advantages\)  # (.*)", code)[1]
+    assert names["advantages"].tolist() == yaml.safe_load(documented)
 
 
 @pytest.fixture(scope="module")
@@ -117,8 +117,8 @@ def model():
 
 
 def rows(model, settings):
-    """Two, on which the policy has moved by up to 0.6 since; the reference is 0.3, 1.3 or 2.3 away."""
-    ids, rng, made = np.arange(3, 20, dtype=np.int32), np.random.default_rng(0), []
+    """Return two rows whose old log-probs differ by up to 0.6, and whose reference log-probs differ by 0.3 to 2.3."""
+    ids, rng, batch = np.arange(3, 20, dtype=np.int32), np.random.default_rng(0), []
     for prompt, response in ((9, 3), (4, 5)):
         row = Row(ids[:prompt], ids[:response], {})
         with torch.no_grad():
@@ -127,11 +127,11 @@ def rows(model, settings):
         row.tensors["ref_log_probs"] = (now + 0.3 + np.arange(response) % 3).astype("f4")
         row.tensors["advantages"] = rng.normal(size=response).astype("f4")
         row.tensors["now"] = now
-        made.append(row)
-    return made
+        batch.append(row)
+    return batch
 
 
-def test_the_pages_loss_and_kl_by_hand_through_the_trainers_pass(example, model):
+def test_readme_loss_and_kl_match_manual_values_in_the_trainer(example, model):
     settings = config(*example, "actor.use_kl_loss=true", "actor.kl_loss_coef=0.1", "actor.clip_ratio=0.3")
     batch = collate(rows(model, settings), True)
     loss, sums = actor_loss(settings, model, batch)
@@ -142,11 +142,11 @@ def test_the_pages_loss_and_kl_by_hand_through_the_trainers_pass(example, model)
             *(row.tensors[name].tolist() for name in ("now", "old_log_probs", "ref_log_probs", "advantages")),
             strict=True,
         ):
-            ratio, apart = math.exp(now - old), abs(now - ref)
+            ratio, difference = math.exp(now - old), abs(now - ref)
             stops = advantage > 0 and ratio > 1.3
             stopped, ppo_kl = stopped + stops, ppo_kl + old - now
             wanted += 0.0 if stops else -advantage * ratio
-            kl += apart**2 / 2 if apart < 1 else apart - 0.5
+            kl += difference**2 / 2 if difference < 1 else difference - 0.5
     assert 0 < stopped < 8
     assert sums["stopped"].item() == stopped and sums["ppo_kl"].item() == pytest.approx(ppo_kl, abs=1e-5)
     assert sums["pg_loss"].item() == pytest.approx(wanted, rel=1e-5) and sums["kl_loss"].item() == pytest.approx(
@@ -156,10 +156,11 @@ def test_the_pages_loss_and_kl_by_hand_through_the_trainers_pass(example, model)
     assert all(each.grad is not None and each.grad.isfinite().all() for each in model.parameters())
 
 
-def test_traits_decide_about_critic_groups_and_whitening(write):
+def test_traits_determine_critic_groups_and_whitening(write):
     write(CRITIC)
     found = config(f"{ESTIMATOR}=mine.py:above_value")
-    assert found.uses_critic and not told(f"{ESTIMATOR}=mine.py:above_value", "trainer.critic_warmup=3", "rollout.n=1")
+    assert found.uses_critic
+    assert not reported(f"{ESTIMATOR}=mine.py:above_value", "trainer.critic_warmup=3", "rollout.n=1")
     experience, batch = Experience(found), groups([[1.0], [0.0]], [[3], [2]])
     assert "values" in experience.kinds and not experience.can_train_before_batch_completes("critic")
     assert "adv_estimator=mine.py:above_value normalises" in experience.overlap_blocker()
@@ -199,14 +200,14 @@ def each(dimensions, weights, groups, mask):
 
 
 def advantages_of(experience, batch, order):
-    """Of each sample's first token, groups prepared one after the other in this order."""
+    """Prepare the groups in this order; return the advantage of each sample's first token."""
     for number in order:
         experience.prepare([batch[number]])
     experience.complete(batch)
     return [float(sample.tensors["advantages"][0]) for group in batch for sample in group.samples]
 
 
-def test_a_custom_estimator_gets_the_whole_batch_in_one_call_unless_it_states_otherwise(write):
+def test_custom_estimator_receives_the_whole_batch_by_default(write):
     write(ACROSS)
     for order in ([0, 1, 2], [2, 0, 1]):
         experience = Experience(config(f"{ESTIMATOR}=mine.py:batch_mean"))
@@ -216,29 +217,29 @@ def test_a_custom_estimator_gets_the_whole_batch_in_one_call_unless_it_states_ot
         assert "mine.py:batch_mean reads the whole batch" in experience.overlap_blocker()
         batch = groups([[1.0, 0.0], [0.5, 2.0], [4.0, 0.0]], [[3, 2], [1, 4], [2, 2]])
         assert advantages_of(experience, batch, order) == [-0.25, -1.25, -0.75, 0.75, 2.75, -1.25]
-        assert not experience.can_train_before_batch_completes("actor"), "nor in any later step"
+        assert not experience.can_train_before_batch_completes("actor"), "also in later steps"
         assert set(ESTIMATORS.find("mine.py:batch_mean").__globals__["calls"]) == {6}
 
 
 @pytest.mark.parametrize("name", ["claims_its_group", "claims_its_row", "claims_it_in_small_numbers"])
-def test_an_estimator_that_reads_other_groups_than_it_states_ends_the_run_before_the_first_update(write, name):
+def test_estimator_that_violates_needs_batch_ends_the_run_before_the_first_update(write, name):
     write(ACROSS)
     experience = Experience(config(f"{ESTIMATOR}=mine.py:{name}"))
     batch = groups([[1.0, 0.0], [0.5, 2.0]], [[3, 2], [1, 4]])
     assert not experience.can_train_before_batch_completes("actor")
-    says = r"declares needs_batch=False, but advantages of sample 1/\d/0, token 0, are \S+ from its group and \S+ from"
-    with pytest.raises(ConfigError, match=f"mine.py:{name}: {says}"):
+    words = r"declares needs_batch=False, but advantages of sample 1/\d/0, token 0, are \S+ from its group and \S+ from"
+    with pytest.raises(ConfigError, match=f"mine.py:{name}: {words}"):
         advantages_of(experience, batch, [0, 1])
 
 
 @pytest.mark.parametrize("name", ["group_mean", "each"])
-def test_one_that_states_its_group_gets_one_per_call_and_trains_early_once_a_batch_has_shown_it(write, name):
+def test_group_estimator_is_called_per_group_and_trains_early_after_verification(write, name):
     write(ACROSS)
     experience = Experience(config(f"{ESTIMATOR}=mine.py:{name}"))
     assert experience.overlap_blocker() == ""
     flat = groups([[1.0, 1.0], [1.0, 1.0]], [[3, 2], [1, 4]])
     advantages_of(experience, flat, [1, 0])
-    assert not experience.can_train_before_batch_completes("actor"), "equal rewards show nothing"
+    assert not experience.can_train_before_batch_completes("actor"), "equal rewards verify nothing"
     batch = groups([[1.0, 0.0], [0.5, 2.0]], [[3, 2], [1, 4]])
     wanted = [0.5, -0.5, -0.75, 0.75] if name == "group_mean" else [1.0, 0.0, 0.5, 2.0]
     assert advantages_of(experience, batch, [0, 1]) == wanted
@@ -250,14 +251,14 @@ def test_one_that_states_its_group_gets_one_per_call_and_trains_early_once_a_bat
         assert ESTIMATORS.find("mine.py:group_mean").__globals__["calls"] == [2, 2, 4, 2, 2, 4, 2, 2]
 
 
-def test_an_estimator_that_compares_needs_groups_and_one_without_critic_no_warm_up(example):
-    (first, second) = told(*example, "rollout.n=1", "trainer.critic_warmup=2")
+def test_group_estimator_needs_n_above_1_and_no_critic_warmup(example):
+    (first, second) = reported(*example, "rollout.n=1", "trainer.critic_warmup=2")
     assert first.startswith("rollout.n=1: must be 2 or more with algorithm.adv_estimator=mine.py:best_of_others")
     assert second.startswith("trainer.critic_warmup=2: must be 0 with algorithm.adv_estimator=mine.py:best_of_others")
 
 
 @pytest.mark.parametrize(
-    ("setting", "says"),
+    ("setting", "message"),
     [
         (f"{ESTIMATOR}=other.py:f", "the file .*other.py does not exist; correct the path"),
         (f"{ESTIMATOR}=mine.py:best", "has no function `best`; its functions: f, g, k; name one"),
@@ -281,7 +282,7 @@ def test_an_estimator_that_compares_needs_groups_and_one_without_critic_no_warm_
         (f"{ESTIMATOR}=traits.py:bare", r"pass traits by name, as in @advantage_estimator\(needs_groups=True\)"),
     ],
 )
-def test_what_cannot_be_used_is_told_before_anything_starts(write, setting, says):
+def test_invalid_custom_functions_are_reported_before_the_run_starts(write, setting, message):
     write("print('never run')\ndef f(scores, mask): ...\ndef g(log_probs, mask): ...\ndef k(values, mask): ...\n")
     Path("broken.py").write_text("def f(\n  x y): pass\n")
     Path("lacking.py").write_text("import math, unheard_of\nimport broken\ndef f(log_probs): ...\n")
@@ -293,8 +294,8 @@ def test_what_cannot_be_used_is_told_before_anything_starts(write, setting, says
         "bare": "",
     }
     Path("traits.py").write_text("".join(f"@advantage_estimator{t}\ndef {n}(scores): ...\n" for n, t in stated.items()))
-    (problem,) = told(setting)
-    assert problem.startswith(f"{setting}: ") and re.search(says, problem), problem
+    (problem,) = reported(setting)
+    assert problem.startswith(f"{setting}: ") and re.search(message, problem), problem
 
 
 ARGUMENTS = """
@@ -334,14 +335,14 @@ def with_metric(found, name, **kwargs):
 
 
 def try_out(found):
-    """Check the job and call its functions, as a run does before it starts anything."""
+    """Check the job and call its functions, as a run does at startup."""
     assert not [each for each in check(found, read_facts(found)) if "mine.py" in each or "kwargs" in each]
     load_policy(found.fusion.policy, kwargs=found.fusion.policy_kwargs)
     prompts = [Prompt(0, np.array([1], np.int32), "p", (), "s", None)]
     call_custom_functions(found, [RewardEntry("mine.py:reward", name="reward", weight=1.0)], prompts)
 
 
-def test_arguments_reach_the_functions(write):
+def test_kwargs_are_passed_to_custom_functions(write):
     write(ARGUMENTS)
     try_out(found := with_metric(config(*PASSED), "count", least=3))
     batch = groups([[1.0], [0.5]], [[3], [2]])
@@ -354,11 +355,11 @@ def test_arguments_reach_the_functions(write):
     wanted = 2 * -math.exp(-0.5) + found.actor.kl_loss_coef * 2 * 3
     assert loss.item() == pytest.approx(wanted, rel=1e-6)
     penalised = Experience(config("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=1", *PASSED[8:10]))
-    penalised.prepare(batch)  # the reference is 0.5 nats away
+    penalised.prepare(batch)  # the reference differs by 0.5 nats
     np.testing.assert_allclose(batch[0].samples[0].tensors["token_rewards"], [-1.0, -1.0, 0.0], atol=1e-6)
-    said = []
-    assert CustomMetrics(found, said.append).of([group.samples[0] for group in batch]) == {"custom/count": 1}
-    assert not said
+    messages = []
+    assert CustomMetrics(found, messages.append).of([group.samples[0] for group in batch]) == {"custom/count": 1}
+    assert not messages
 
 
 def assert_accepted(found):
@@ -381,13 +382,13 @@ def test_a_custom_loss_is_called_with_any_estimator(write, estimator):
     ],
     ids=str,
 )
-def test_dummy_groups_are_as_those_of_the_job(write, settings):
+def test_dummy_groups_match_those_of_the_job(write, settings):
     write(ARGUMENTS)
     assert_accepted(with_metric(config(*settings), "of_extras"))
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         ([f"{ESTIMATOR}=mine.py:scaled"], "parameter `scale` .* or set algorithm.adv_estimator_kwargs.scale"),
         (["fusion.policy=mine.py:later"], r"takes \(view, patience\) instead of .* or set fusion.policy_kwargs"),
@@ -397,14 +398,14 @@ def test_dummy_groups_are_as_those_of_the_job(write, settings):
         (["trainer.metrics_kwargs.count.least=1"], "metrics_kwargs.count: trainer.metrics has no function"),
     ],
 )  # fmt: skip
-def test_arguments_that_do_not_fit_are_refused(write, settings, says):
+def test_invalid_kwargs_are_refused(write, settings, message):
     write(ARGUMENTS)
     found = config(*settings)
-    assert len([each for each in check(found, read_facts(found)) if re.search(says, each)]) == 1
+    assert len([each for each in check(found, read_facts(found)) if re.search(message, each)]) == 1
 
 
 @pytest.mark.parametrize(
-    ("setting", "says"),
+    ("setting", "message"),
     [
         (f"{ESTIMATOR}=mine.py:failing", r"adv_estimator=mine.py:failing raised KeyError: 'score'"),
         (f"{ESTIMATOR}=mine.py:undefined", "for dummy data it returned advantages that are not finite"),
@@ -413,46 +414,46 @@ def test_arguments_that_do_not_fit_are_refused(write, settings, says):
         ("metric=missing", "mine.py:missing: raised KeyError: 'no_such_column'. It was called with dummy"),
     ],
 )  # fmt: skip
-def test_a_function_that_fails_on_dummy_data_ends_the_job_with_its_own_frames(write, setting, says):
+def test_failure_on_dummy_data_ends_the_job_with_the_frames_of_the_function(write, setting, message):
     write(ARGUMENTS)
     metric = setting.startswith("metric")
     found = with_metric(config(), "missing") if metric else config(setting)
-    with pytest.raises((FunctionError, ConfigError), match=says) as raised:
+    with pytest.raises((FunctionError, ConfigError), match=message) as raised:
         try_out(found)
     frames = re.findall(r'File "(.*?)", line \d+, in (\w+)', str(raised.value))
-    if "raised" in says:
+    if "raised" in message:
         assert [(Path(file).name, name) for file, name in frames] == [
-            ("mine.py", re.search(r"failing|outside|missing", says)[0])
+            ("mine.py", re.search(r"failing|outside|missing", message)[0])
         ]
     assert pickle.loads(pickle.dumps(raised.value)).args == raised.value.args
 
 
-def told_of_policy(value):
+def policy_problems(value):
     found = config(f"fusion.policy={value}")
     return [each for each in check(found, read_facts(found)) if each.startswith("fusion.policy=")]
 
 
-def test_a_policy_may_be_made_as_the_file_is_executed(write):
+def test_policy_may_be_a_partial_or_an_imported_name(write):
     write("import functools\nfrom functools import partial as other\ndef f(t, view): ...\n"
           "made = functools.partial(f, 1)\ndef g(view, t=2): ...\n")  # fmt: skip
-    assert not [problem for name in ("made", "other", "g") for problem in told_of_policy(f"mine.py:{name}")]
+    assert not [problem for name in ("made", "other", "g") for problem in policy_problems(f"mine.py:{name}")]
 
 
-def test_what_is_wrong_in_several_files_is_told_at_once_and_nothing_is_run(write, capsys):
+def test_all_problems_are_reported_at_once_without_running_the_files(write, capsys):
     write("print('run')\ndef f(): ...\n")
-    assert len(told(f"{ESTIMATOR}=mine.py:a", f"{LOSS}=mine.py:b", "actor.kl_loss_type=mine.py:c")) == 3
+    assert len(reported(f"{ESTIMATOR}=mine.py:a", f"{LOSS}=mine.py:b", "actor.kl_loss_type=mine.py:c")) == 3
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("returned", ["scores", "[1.0]", "(mask, None)"])
-def test_what_is_no_matrix_is_told_with_key_and_shape(write, returned):
+def test_results_that_are_no_matrix_are_reported_with_key_and_shape(write, returned):
     write(f"def f(scores, mask): return {returned}")
     Experience(config(f"{ESTIMATOR}=grpo")).prepare(prepared := groups([[1.0], [0.0]], [[3], [2]]))
     with pytest.raises(ConfigError, match=r"adv_estimator=mine.py:f: returned a .*it must return .*\[2, 3\]"):
         Experience(config(f"{ESTIMATOR}=mine.py:f")).complete(prepared)
 
 
-def test_a_run_keeps_its_functions_when_the_file_is_edited(write):
+def test_running_job_keeps_its_functions_when_the_file_is_edited(write):
     write("def f(mask): return 1.0 * mask")
     batch, running = groups([[1.0]], [[3]]), Experience(config(f"{ESTIMATOR}=mine.py:f"))
     advantages_of(running, batch, [0])
@@ -462,7 +463,7 @@ def test_a_run_keeps_its_functions_when_the_file_is_edited(write):
     assert batch[0].samples[0].tensors["advantages"].tolist() == [2.0] * 3
 
 
-def test_workers_with_another_working_directory_find_the_files(example, tmp_path_factory, monkeypatch):
+def test_workers_find_the_files_from_another_working_directory(example, tmp_path_factory, monkeypatch):
     local = with_local_paths(config(*example, "trainer.resume_mode=disable"))
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
     assert all(Path(value_of(local, key).partition(":")[0]).is_absolute() for key in PARAMETERS)
@@ -471,7 +472,7 @@ def test_workers_with_another_working_directory_find_the_files(example, tmp_path
     assert re.fullmatch(r"run-best_of_others-[\d-]+", with_run_name(local).trainer.experiment_name)
 
 
-def test_a_change_from_or_to_an_estimator_with_a_critic_is_fixed(write):
+def test_changing_to_or_from_an_estimator_with_critic_is_refused_on_resume(write):
     write(CRITIC + "def plain(mask): ...\n")
     effects = {}
     for was, now in (("gae", "mine.py:above_value"), ("gae", "mine.py:plain"), ("grpo", "mine.py:plain"),
@@ -481,7 +482,7 @@ def test_a_change_from_or_to_an_estimator_with_a_critic_is_fixed(write):
     assert list(effects.values()) == [Effect.EXPERIMENT, Effect.FIXED, Effect.EXPERIMENT, Effect.FIXED]
 
 
-def test_every_parameter_that_the_checks_accept_is_given(write):
+def test_every_accepted_parameter_is_passed(write):
     lines = ["from rlfuse.algorithms.registry import advantage_estimator"]
     for name, key, result in (
         ("e", ESTIMATOR, "0.0 * mask"),
@@ -492,9 +493,9 @@ def test_every_parameter_that_the_checks_accept_is_given(write):
         decorator = f"@advantage_estimator({traits})\n" * (key == ESTIMATOR)
         lines.append(f"{decorator}def {name}({', '.join(PARAMETERS[key])}): return {result}")
     write("\n".join(lines))
-    named_there = (f"{ESTIMATOR}=mine.py:e", f"{LOSS}=mine.py:p", "actor.kl_loss_type=mine.py:k")
-    assert not told(*named_there)
-    advantages_of(Experience(config(*named_there)), groups([[1.0], [0.0]], [[3], [2]]), [0, 1])
+    named_in_job = (f"{ESTIMATOR}=mine.py:e", f"{LOSS}=mine.py:p", "actor.kl_loss_type=mine.py:k")
+    assert not reported(*named_in_job)
+    advantages_of(Experience(config(*named_in_job)), groups([[1.0], [0.0]], [[3], [2]]), [0, 1])
     one, mask = torch.ones(1, 2), torch.tensor([[True, False]])
     options = {"tau_pos": 1.0, "tau_neg": 1.0, "ppo_kl_coef": 1.0}
     assert policy_loss(2 * one, one, one, mask, 0.2, 0.2, None, "mine.py:p", **options)[0].tolist() == [[2.0, 0.0]]
@@ -502,15 +503,15 @@ def test_every_parameter_that_the_checks_accept_is_given(write):
 
 
 @pytest.mark.parametrize("registry", [ESTIMATORS, LOSS_MODES, KL_KINDS], ids=lambda registry: registry.key)
-def test_built_in_functions_ask_for_what_a_users_own_may_ask_for(registry: Registry):
+def test_built_in_functions_use_the_parameters_of_custom_functions(registry: Registry):
     for name, function in registry.items():
-        assert set(parameters(function)) - {"selected"} <= set(PARAMETERS[registry.key]), name  # of two losses
+        assert set(parameters(function)) - {"selected"} <= set(PARAMETERS[registry.key]), name  # only two losses
     if registry is ESTIMATORS:
         assert ESTIMATORS.keys() == estimators.ESTIMATORS.keys()
         for name, traits in estimators.ESTIMATORS.items():
-            asked = set(parameters(ESTIMATORS[name]))
-            assert (traits.needs_critic, traits.needs_groups) == ("values" in asked, "groups" in asked), name
-            assert (traits.each_reward, traits.needs_reference) == ("dimensions" in asked, "ref_log_probs" in asked)
-            assert traits.needs_baseline == ("baselines" in asked), name
-            read = {"scores", "token_rewards", "dimensions"} & asked
+            used = set(parameters(ESTIMATORS[name]))
+            assert (traits.needs_critic, traits.needs_groups) == ("values" in used, "groups" in used), name
+            assert (traits.each_reward, traits.needs_reference) == ("dimensions" in used, "ref_log_probs" in used)
+            assert traits.needs_baseline == ("baselines" in used), name
+            read = {"scores", "token_rewards", "dimensions"} & used
             assert traits.needs_rewards == bool(read), name

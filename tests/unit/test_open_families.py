@@ -36,21 +36,21 @@ PIXELS = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "rescale_factor": 1 /
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
-    """What a test registers is forgotten."""
+    """Undo registrations after each test."""
     base.known_families()
     monkeypatch.setattr(base, "FAMILIES", dict(base.FAMILIES))
 
 
 @pytest.fixture
-def own(tmp_path):
-    """The README's family, by the name that a user gives."""
+def custom_family(tmp_path):
+    """Return the name of the README's family, as given by a user."""
     (tmp_path / "mine.py").write_text(re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[1])
     return f"{tmp_path / 'mine.py'}:Qwen2VL"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A small Qwen2-VL."""
+    """Return the folder of a small Qwen2-VL."""
     folder, tokenizer = tmp_path_factory.mktemp("models") / "qwen2_vl", byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<start>", "<stop>"]})
     text = dict(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, num_hidden_layers=1)
@@ -69,21 +69,21 @@ def folder(tmp_path_factory):
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_the_example_has_the_models_own_features(own, folder):
+def test_readme_example_has_the_features_of_the_model(custom_family, folder):
     with pytest.raises(ValueError, match="qwen2_vl model; supported vision towers: qwen2_5_vl, qwen3_vl"):
         Tower(folder)
-    register_custom_family(own)
+    register_custom_family(custom_family)
     model = Qwen2VLForConditionalGeneration.from_pretrained(folder).eval()
     tower, frames = Tower(folder), torch.randint(0, 256, (5, 56, 84, 3), dtype=torch.uint8)
     assert tower.shape.cost.unit(24) == 2 * 12 * 64 * 64 * 24 + 2 * 2 * 64 * 24 * 24
-    filled = torch.cat([frames, frames[-1:]])  # to whole units of two frames
+    filled = torch.cat([frames, frames[-1:]])  # padded to pairs of frames
     patches, grid = tower._patches(tower.pixels.normalise(filled), 2)
     expected = model.get_video_features(patches, grid).pooler_output[0]
     torch.testing.assert_close(tower.encode(frames), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_the_pages_check_of_positions_tells_a_wrong_rope(own, folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, "mine", load_module(Path(own.rpartition(":")[0])))
+def test_readme_position_check_detects_a_wrong_rope(custom_family, folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mine", load_module(Path(custom_family.rpartition(":")[0])))
     check = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[1]
     check = check.replace("Qwen/Qwen2-VL-2B-Instruct", str(folder))
     exec(check, names := {})
@@ -94,9 +94,9 @@ def test_the_pages_check_of_positions_tells_a_wrong_rope(own, folder, monkeypatc
 
 
 @pytest.mark.slow
-def test_the_example_goes_through_driver_engine_trainer_and_plan(own, folder, tmp_path):
+def test_readme_example_works_in_driver_engine_trainer_and_plan(custom_family, folder, tmp_path):
     config = Config()
-    config.model = ModelConfig(path=str(folder), dtype="float32", video_family=own)
+    config.model = ModelConfig(path=str(folder), dtype="float32", video_family=custom_family)
     assert training_problems(config) == []
     whole = AutoModelForImageTextToText.from_pretrained(folder)
     assert select_route(whole.config) is Route.VIDEO_EMBEDS and prompt_arguments(whole.config, 4096)["enable_mm_embeds"]
@@ -127,17 +127,17 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("given", "text", "told"), WRONG)
-def test_what_is_wrong_with_the_file_is_told_before_anything_starts(given, text, told, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("given", "text", "message"), WRONG)
+def test_invalid_files_are_reported_at_startup(given, text, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(text)
     config = Config()
     config.model.video_family = given
     problems = [each for each in check(config, read_facts(config)) if each.startswith("model.video_family")]
-    assert len(problems) == 1 and re.search(f"model.video_family={given}: .*{told}", problems[0])
+    assert len(problems) == 1 and re.search(f"model.video_family={given}: .*{message}", problems[0])
 
 
-def test_a_users_own_comes_in_place_of_a_built_in_one(tmp_path):
+def test_custom_family_overrides_a_built_in_one(tmp_path):
     text = "from rlfuse.video.models.qwen2_5_vl import Qwen25VL\nfrom rlfuse.video.models.base import video_family\n"
     text += '@video_family("qwen2_5_vl")\nclass Mine(Qwen25VL): merge = 4\n'
     (tmp_path / "mine.py").write_text(text)
@@ -145,11 +145,11 @@ def test_a_users_own_comes_in_place_of_a_built_in_one(tmp_path):
     assert base.FAMILIES["qwen2_5_vl"].merge == 4
 
 
-def test_the_file_travels_with_the_job_and_is_known_by_its_text(own, folder, tmp_path, monkeypatch):
+def test_family_file_is_packed_with_the_job_and_its_content_is_recorded(custom_family, folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = Config()
     config.model = ModelConfig(path=str(folder), video_family="mine.py:Qwen2VL")
-    assert with_local_paths(config).model.video_family == own
+    assert with_local_paths(config).model.video_family == custom_family
     assert "mine.py" in input_digests(config)
     pack(replace(config), tmp_path / "sent", tmp_path)
     assert (tmp_path / "sent/job/mine.py").read_text() == (tmp_path / "mine.py").read_text()
@@ -157,9 +157,14 @@ def test_the_file_travels_with_the_job_and_is_known_by_its_text(own, folder, tmp
 
 
 @pytest.mark.slow
-def test_the_plan_of_a_job_knows_it(own, folder, tmp_path, monkeypatch, capsys):
+def test_plan_supports_the_custom_family(custom_family, folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    words = [f"model.path={folder}", f"model.video_family={own}", "data.train_files=[rows.parquet]", "algorithm=grpo"]
+    words = [
+        f"model.path={folder}",
+        f"model.video_family={custom_family}",
+        "data.train_files=[rows.parquet]",
+        "algorithm=grpo",
+    ]
     reward = "reward.functions=[rlfuse.rewards.verifiers.numeric:score]"
     assert main(["plan", *words, reward, "trainer.n_gpus_per_node=1"]) in (0, 3)
     assert "tower" in capsys.readouterr().out

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from optimum import TICKS, build, optimum
 
 ROUNDED = 30 / TICKS
-"""What rounding down to ticks may take from a step of a dozen samples."""
+"""Maximum rounding error in seconds for a step of a dozen samples."""
 
 
 def workload(lengths, slots, lanes):
@@ -34,13 +34,13 @@ def workload(lengths, slots, lanes):
 
 
 def test_optimum_of_two_samples_on_one_slot():
-    # One slot: 99 + 49 steps, then a switch, both passes, both mini-batches, and the switch back.
+    # 99 + 49 decode steps, then a switch, both scoring passes, both mini-batches, and the switch back.
     solved = optimum(workload([99, 49], 1, 1), 10, workers=1)
     assert solved.least == solved.found == pytest.approx(148 * 0.02 + 0.2 + 1.5 + 3.0 + 0.2)
 
 
-def test_optimum_scores_on_the_slot_that_is_free_first():
-    # The short sample is trained on meanwhile; the long one is scored and trained on when it is finished.
+def test_optimum_scores_on_the_first_free_slot():
+    # The short sample is trained on during generation; the long one is scored and trained on when it is finished.
     solved = optimum(workload([49, 199], 2, 1), 10, workers=1)
     assert solved.least == solved.found == pytest.approx(199 * 0.02 + 2.0 + 4.0 + 0.2)
 

@@ -1,4 +1,4 @@
-"""data.truncation and data.filter_overlong_prompts do the same with every model; clips and images are never cut."""
+"""data.truncation and data.filter_overlong_prompts act equally on all models; clips and images are never cut."""
 
 import json
 
@@ -33,7 +33,7 @@ IMAGE_LAST, IMAGE_AND_CLIP = {"prompt": f"{LONG}<image>"} | IMAGE, {"prompt": f"
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Clips, images, and a reader of each model; files are looked at once."""
+    """Write a clip and an image; return their folder and {model: config, tokenizer, reader}."""
     folder = tmp_path_factory.mktemp("overlong")
     write_video(folder / "a.mp4", steady(12, fps=2), size=(56, 56))
     Image.new("RGB", (64, 64), "red").save(folder / "a.png")
@@ -101,7 +101,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("model", "row", "way"), FITTED)
-def test_prompts_are_cut_as_those_of_text_models_and_clips_stay_whole(models, model, row, way):
+def test_prompts_are_truncated_like_text_and_clips_stay_whole(models, model, row, way):
     limit = 250
     [whole], _ = load(models, model, [row], 10_000)
     [cut], report = load(models, model, [row], limit, truncation=way)
@@ -117,7 +117,7 @@ def test_prompts_are_cut_as_those_of_text_models_and_clips_stay_whole(models, mo
 
 
 @pytest.mark.parametrize(("model", "row", "way", "words"), REFUSED)
-def test_what_is_not_cut_is_named_with_its_numbers(models, model, row, way, words):
+def test_prompts_that_cannot_be_truncated_are_reported_with_their_length(models, model, row, way, words):
     with pytest.raises(DataError, match=r"rows\.jsonl, row 1: the prompt has") as error:
         load(models, model, [{"prompt": "short"}, row], 250, truncation=way)
     assert all(each in str(error.value) for each in words), error.value
@@ -125,7 +125,7 @@ def test_what_is_not_cut_is_named_with_its_numbers(models, model, row, way, word
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("row", "way"), [(CLIP_LAST, "left"), (CLIP_FIRST, "right"), (IMAGE_LAST, "left")])
-def test_timestamps_and_special_tokens_of_a_clip_are_cut_no_more_than_the_clip(models, model, row, way):
+def test_timestamps_and_special_tokens_of_a_clip_are_not_truncated(models, model, row, way):
     [alone], _ = load(models, model, [row | {"prompt": row["prompt"].replace(LONG, "")}], 10_000)
     limit = len(alone.token_ids)
     [cut], _ = load(models, model, [row], limit, truncation=way)
@@ -135,8 +135,8 @@ def test_timestamps_and_special_tokens_of_a_clip_are_cut_no_more_than_the_clip(m
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_longer_rows_are_dropped_and_are_not_unusable(models, model):
-    """Nor do they count against video.max_failure_rate; what they are does not matter."""
+def test_overlong_rows_are_dropped_and_do_not_count_as_unusable(models, model):
+    """Drop text, clips and images; dropped rows do not count towards video.max_failure_rate."""
     rows = [TEXT, {"prompt": "short"}, CLIP_FIRST, IMAGE_AND_CLIP, {"prompt": "<video>"} | CLIP, CLIP_BETWEEN]
     prompts, report = load(models, model, rows, 200, filter_overlong_prompts=True, truncation="left")
     assert [len(prompt.visual) for prompt in prompts] == [0, 1] and [prompt.index for prompt in prompts] == [0, 1]

@@ -1,4 +1,4 @@
-"""READMEs of packages: the code that they show runs."""
+"""Code examples in the READMEs of packages."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ def code_of(page):
     return re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[1]
 
 
-def test_the_notebooks_page_scores_and_measures_a_run(monkeypatch):
+def test_notebook_readme_scores_and_measures_a_run(monkeypatch):
     monkeypatch.chdir(ROOT)
     names = {}
     exec(code_of(ROOT / "rlfuse/tools/notebook/README.md"), names)
@@ -25,15 +25,15 @@ def test_the_notebooks_page_scores_and_measures_a_run(monkeypatch):
     assert names["by_step"]["solved"].tolist() == best.tolist()
 
 
-def test_the_doctors_page_makes_a_finding(capsys):
+def test_doctor_readme_check_reports_a_finding(capsys):
     names = {}
     exec(code_of(ROOT / "rlfuse/tools/doctor/README.md"), names)
     show([names["check_swap"](3 << 30), names["check_swap"](1 << 20)])
-    told = capsys.readouterr().out
-    assert "3,072 MiB used" in told and "end other processes" in told and "1 MiB used" in told
+    output = capsys.readouterr().out
+    assert "3,072 MiB used" in output and "end other processes" in output and "1 MiB used" in output
 
 
-def test_a_users_figures_have_panels_in_the_report():
+def test_custom_metrics_have_panels_in_the_report():
     rows = [{"step": 1, "custom/sums/right": 0.5, "custom/count": 3.0, "val-custom/count": 2.0, "other/x": 1.0}]
     panels = curves([SimpleNamespace(rows=rows)])
     assert [(panel.title, panel.lines) for panel in panels] == [

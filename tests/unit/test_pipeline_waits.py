@@ -1,6 +1,6 @@
-"""How runs of schedules wait: over NCCL never for a peer, and not further ahead of the device than a few operations.
+"""Waits during a schedule: with NCCL the host never blocks on a peer, and runs ahead by a few operations at most.
 
-CUDA's events and NCCL's works are played here, as neither exists without a GPU; gloo's waits run in tests/end_to_end.
+CUDA events and NCCL works are fakes, as they need a GPU; gloo's waits run in tests/end_to_end.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from rlfuse.fusion.schedules.operations import Operation
 
 
 class Device:
-    """Runs what was put on it when told to; each event is one second of work after the one before."""
+    """Fake device that completes work on request; each event is one second after the previous one."""
 
     def __init__(self):
         self.recorded, self.done = 0, 0
@@ -47,12 +47,12 @@ class Event:
         self.device.done = self.place
 
     def elapsed_time(self, later):
-        assert self.timing and later.timing and later.query(), "an event is asked for its time before it was reached"
+        assert self.timing and later.timing and later.query(), "time requested before the event completed"
         return 1000.0 * (later.place - self.place)
 
 
 class Work:
-    """NCCL's: a wait with a time limit would hold the host."""
+    """Fake NCCL work, whose wait must not have a timeout, as that would block the host."""
 
     def __init__(self):
         self.completed, self.ordered = False, False
@@ -67,36 +67,36 @@ class Work:
 
 @pytest.fixture
 def device(monkeypatch):
-    played = Device()
-    monkeypatch.setattr(torch.cuda, "Event", played.event)
-    return played
+    fake = Device()
+    monkeypatch.setattr(torch.cuda, "Event", fake.event)
+    return fake
 
 
 def lost(purpose, rank, error):
     return EngineError(f"waited {purpose} on trainer/{rank}, in vain: {error}")
 
 
-def test_an_input_orders_streams_and_the_host_goes_on(device):
+def test_waiting_for_an_input_does_not_block_the_host(device):
     run, work = StreamWaits(60.0, lost), Work()
     run.wait_received(work, "for the input", 1)
     assert work.ordered and not work.completed
 
 
-def test_the_host_runs_ahead_of_the_device_by_a_few_operations_only(device):
+def test_host_runs_ahead_of_the_device_by_a_few_operations(device):
     run = StreamWaits(60.0, lost)
     for _ in range(RUN_AHEAD):
         run.mark_end(run.now(), "for the end", 0)
     assert device.done < device.recorded - 1  # none was waited for
     first = device.done + 1
-    device_goes_on = threading.Timer(0.05, lambda: setattr(device, "done", first))
-    device_goes_on.start()
+    device_continues = threading.Timer(0.05, lambda: setattr(device, "done", first))
+    device_continues.start()
     run.mark_end(run.now(), "for the end", 0)
-    assert device.done == first  # it waited for the oldest alone
+    assert device.done == first  # it only waited for the oldest
     device.done = device.recorded
     run.finish()
 
 
-def test_a_device_that_does_not_go_on_is_told_with_operation_and_peer(device):
+def test_stalled_device_is_reported_with_operation_and_peer(device):
     run = StreamWaits(0.05, lost)
     with pytest.raises(
         EngineError, match="for the end of actor B on trainer/3, in vain: the operation is not complete"
@@ -105,7 +105,7 @@ def test_a_device_that_does_not_go_on_is_told_with_operation_and_peer(device):
             run.mark_end(run.now(), "for the end of actor B", 3)
 
 
-def test_the_row_ends_when_all_has_left_and_only_then_are_there_times(device):
+def test_row_finishes_when_all_sends_are_complete_and_then_has_times(device):
     run, work = StreamWaits(0.05, lost), Work()
     moments = [run.now() for _ in range(3)]
     run.track_send(work, torch.zeros(1), "to hand over the result", 2)
@@ -119,7 +119,7 @@ def test_the_row_ends_when_all_has_left_and_only_then_are_there_times(device):
     assert [b - a for a, b in itertools.pairwise(seconds)] == pytest.approx([1.0, 1.0])
 
 
-def test_a_send_that_has_left_is_not_held(device):
+def test_completed_sends_are_released(device):
     run, first = StreamWaits(60.0, lost), Work()
     run.track_send(first, torch.zeros(1), "", 1)
     first.completed = True
@@ -127,7 +127,7 @@ def test_a_send_that_has_left_is_not_held(device):
     assert len(run._sending) == 1
 
 
-def test_a_send_over_gloo_that_fails_is_told_at_the_end_of_the_row():
+def test_failed_gloo_send_is_reported_at_the_end_of_the_row():
     class Broken:
         def wait(self, timeout):
             assert timeout.total_seconds() == 60
@@ -139,7 +139,7 @@ def test_a_send_over_gloo_that_fails_is_told_at_the_end_of_the_row():
         run.finish()
 
 
-def test_times_over_gloo_are_the_hosts(monkeypatch):
+def test_gloo_times_are_host_times(monkeypatch):
     run = HostWaits(60.0, lost)
     monkeypatch.setattr("rlfuse.clock.now", lambda: 12.5)
     assert run.seconds(run.now()) == 12.5
@@ -147,7 +147,7 @@ def test_times_over_gloo_are_the_hosts(monkeypatch):
 
 
 class Calls(TorchDispatchMode):
-    """Collectives by name, in order."""
+    """Record the names of collectives in order."""
 
     def __init__(self):
         super().__init__()
@@ -161,7 +161,7 @@ class Calls(TorchDispatchMode):
 
 @pytest.fixture
 def of_four():
-    """Makes this process one of four ranks, whose peers answer at once with nothing."""
+    """Return a function that makes this process one of four ranks with fake peers."""
 
     def join(rank):
         dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
@@ -173,11 +173,11 @@ def of_four():
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_devices_that_share_a_head_are_connected_before_a_schedule_runs(of_four, monkeypatch, rank):
-    """Over NCCL the first call of a kind holds the host until all have made theirs; and its watchdog comes last."""
+def test_head_groups_are_connected_before_the_schedule_runs(of_four, monkeypatch, rank):
+    """Run each collective once at setup, as with NCCL the first call blocks the host; check the group timeouts."""
     of_four(rank)
-    made, limits = dist.new_group, []
-    monkeypatch.setattr(dist, "new_group", lambda ranks, limit: limits.append(limit) or made(ranks, limit))
+    new_group, limits = dist.new_group, []
+    monkeypatch.setattr(dist, "new_group", lambda ranks, limit: limits.append(limit) or new_group(ranks, limit))
     with Calls() as calls:
         shares = HeadShares(Pipelines("actor", 2, direction="up", vocabulary=True), rank % 2, 60.0)
     assert calls.names == ["broadcast", "allgather", "reduce"]
@@ -185,12 +185,12 @@ def test_devices_that_share_a_head_are_connected_before_a_schedule_runs(of_four,
     assert (shares.index, shares.last) == (1 - rank % 2, rank - rank % 2)
 
 
-class Named:
-    """Waits that end at once, and tell whom they were for."""
+class RecordedWaits:
+    """Waits that return immediately and record (purpose, rank)."""
 
-    def __init__(self, told):
+    def __init__(self, recorded):
         self.now, self.seconds, self.finish = lambda: 0.0, float, lambda: None
-        self.wait_received = lambda work, purpose, rank: told.append((purpose.split(",")[0], rank))
+        self.wait_received = lambda work, purpose, rank: recorded.append((purpose.split(",")[0], rank))
         self.track_send, self.mark_end = (
             lambda *_: None,
             lambda moment, purpose, rank: self.wait_received(None, purpose, rank),
@@ -198,7 +198,7 @@ class Named:
 
 
 class Scoring:
-    """A stage of a policy that scores."""
+    """Fake stage of a policy in a scoring pass."""
 
     dtype, device = torch.float32, "cpu"
     shape = head_shape = lambda *_: (1, 1)
@@ -214,13 +214,13 @@ class Scoring:
 
 
 @pytest.mark.parametrize("rank, other", [(0, 1), (1, 0)])
-def test_who_is_awaited_at_a_head_is_another_device(of_four, monkeypatch, rank, other):
-    """The last stage's is waited for by the others, and itself waits for them."""
+def test_waits_at_a_shared_head_are_for_the_other_device(of_four, monkeypatch, rank, other):
+    """Check both directions: the other devices wait for that of the last stage, and it waits for them."""
     of_four(rank)
-    told = []
-    monkeypatch.setattr(schedule_executor, "WAITS", {"fake": lambda *_: Named(told)})
+    waits = []
+    monkeypatch.setattr(schedule_executor, "WAITS", {"fake": lambda *_: RecordedWaits(waits)})
     executor = ScheduleExecutor((Pipelines("actor", 2, vocabulary=True),), 60.0)
     rows = [tuple(Operation("actor", 0, stage, 0, kind) for kind in "FH") for stage in (0, 1)]
     executor.run(tuple(rows), {("actor", rank): Scoring()})
-    assert {peer for purpose, peer in told if "head" in purpose} == {other}
-    assert [purpose for purpose, _ in told][-1] == "for the end of actor head"
+    assert {peer for purpose, peer in waits if "head" in purpose} == {other}
+    assert [purpose for purpose, _ in waits][-1] == "for the end of actor head"

@@ -40,7 +40,7 @@ def large(tmp_path):
 
 
 @pytest.mark.slow
-def test_prompts_shorter_than_their_limit_make_micro_batches_of_responses(large):
+def test_worst_micro_batch_has_short_prompts_and_long_responses(large):
     shape = read_shape(large, "model.path")
     config = job(data__max_prompt_length=30_000, data__max_response_length=2048, actor__ppo_mini_batch_size=64)
     config.model.enable_gradient_checkpointing = True
@@ -68,7 +68,7 @@ def sizes(memory, role):
 
 
 @pytest.mark.slow
-def test_states_of_zero_stages(small):
+def test_model_states_of_each_zero_stage(small):
     shape = read_shape(small, "model.path")
     shapes, budget, n = {"actor": shape}, Budget("cuda", 80 * GIB), shape.parameters
     for stage, (weights, gradients, optimizer) in {
@@ -80,7 +80,7 @@ def test_states_of_zero_stages(small):
         assert parts["optimizer"] == pytest.approx(optimizer * n)
     offloaded = memory_of(job(actor__offload_optimizer=True), shapes, budget)
     assert "optimizer" not in sizes(offloaded, "actor") and offloaded.host == pytest.approx(12 * n / 8)
-    short = {"actor__ppo_max_token_len_per_gpu": 1024}  # float32 has no kernel for all segments: each is traced
+    short = {"actor__ppo_max_token_len_per_gpu": 1024}  # float32 has no varlen kernel, so each segment is traced
     wide = memory_of(job(model__dtype="float32", actor__zero_stage=0, **short), shapes, budget)
     assert sizes(wide, "actor")["optimizer"] == 8 * n, "fp32 without ZeRO has no second copy of the weights"
     narrow = memory_of(job(actor__grad_accum_dtype="bfloat16"), shapes, budget)
@@ -94,25 +94,26 @@ def test_phases_alternate_on_gpus_and_add_up_on_cpus(small):
     gpu = memory_of(job(rollout__free_cache_engine=True), shapes, Budget("cuda", 80 * GIB))
     assert gpu.phases == PHASES == (LOADING, GENERATING, TRAINING, SYNC, SAVING)
 
-    def there(phase):
+    def resident(phase):
         return {(part.role, part.what) for part in gpu.of(phase)}
 
     trained = {(role, what) for role in ("actor", "critic") for what in ("parameters", "optimizer")}
     trained.add(("reference", "parameters"))
     engine, always = ("engine", "parameters"), ("processes", "base memory")
     for phase in (LOADING, TRAINING, SYNC, SAVING):
-        assert there(phase) >= trained | {always}
+        assert resident(phase) >= trained | {always}
     served = {("engine", what) for what in ("parameters", "KV cache", "work space", "graphs and buffers")}
-    assert there(GENERATING) == {always, ("processes", "NCCL's buffers"), *served}
-    assert engine in there(SYNC) and ("engine", "KV cache") not in there(SYNC) and engine not in there(TRAINING)
-    assert ("actor", "gradients") in there(TRAINING) and ("actor", "gradients") not in there(SYNC)
+    assert resident(GENERATING) == {always, ("processes", "NCCL's buffers"), *served}
+    assert engine in resident(SYNC) and ("engine", "KV cache") not in resident(SYNC)
+    assert engine not in resident(TRAINING)
+    assert ("actor", "gradients") in resident(TRAINING) and ("actor", "gradients") not in resident(SYNC)
     assert gpu.total(gpu.tightest) == max(gpu.total(phase) for phase in PHASES)
     cpu = memory_of(job(actor__ppo_max_token_len_per_gpu=1024), shapes, Budget("cpu", 4 * GIB))
     assert cpu.phases == (TRAINING,) and cpu.total(TRAINING) == sum(part.size for part in cpu.parts)
 
 
 @pytest.mark.slow
-def test_a_weight_update_needs_memory_on_both_sides(small, large):
+def test_weight_updates_need_memory_in_ranks_and_engines(small, large):
     small, large = (read_shape(path, "model.path") for path in (small, large))
     for stage, times in ((1, 3), (3, 4)):
         memory = memory_of(job(actor__zero_stage=stage), {"actor": small}, Budget("cuda", 80 * GIB))
@@ -128,7 +129,7 @@ def test_reward_models_stay_on_their_slots(small):
     config = job(2, reward__model_dtype="float32")
     memory = memory_of(config, {"actor": shape}, budget, {str(i): shape for i in range(3)})
     models = sizes(memory, "reward models")
-    assert models["parameters"] == 2 * 4 * shape.parameters, "two of three are on one slot"
+    assert models["parameters"] == 2 * 4 * shape.parameters, "one slot holds two of the three models"
     assert models["work space"] > 2 * GIB
     assert {part.item for part in memory.parts if part.role == "reward models"} == {Item.RESIDENTS}
 
@@ -138,7 +139,7 @@ def test_engine_memory_follows_its_arguments(large):
     shape, budget = read_shape(large, "model.path"), Budget("cuda", 80 * GIB)
 
     def engine(shape, **changes):
-        many = {"rollout__max_num_seqs": 2048}  # which could use more cache than there is
+        many = {"rollout__max_num_seqs": 2048}  # enough to use all of the cache
         return memory_of(job(**(many | changes)), {"actor": shape}, budget)
 
     whole = engine(shape)
@@ -183,12 +184,12 @@ def test_micro_batches_hold_the_budget_or_one_long_sequence():
         return micro_batch_tokens(config), micro_batch_tokens(config, learns=True)
 
     assert tokens() == (16 * 1024, 8 * 1024), "one free slot may receive all"
-    assert tokens(actor__zero_stage=2) == (16 * 1024, 4 * 1024), "ranks in lockstep have the answers to one prompt"
+    assert tokens(actor__zero_stage=2) == (16 * 1024, 4 * 1024), "ranks in lockstep hold the responses to one prompt"
     assert tokens(actor__zero_stage=3) == (4 * 1024, 4 * 1024)
-    assert tokens(training__pipeline_parallel_size=2) == (4 * 1024, 2 * 1024), "each pipeline has its part"
-    assert tokens(rollout__tensor_model_parallel_size=4) == (4 * 1024, 4 * 1024), "a slot's ranks share"
+    assert tokens(training__pipeline_parallel_size=2) == (4 * 1024, 2 * 1024), "each pipeline has its share"
+    assert tokens(rollout__tensor_model_parallel_size=4) == (4 * 1024, 4 * 1024), "the ranks of a slot share"
     (texts, _) = worst_micro_batches(job(**few), linear=True)
-    assert texts.lengths == ((512, 512),) * 8, "so few samples are as many tokens with long prompts only"
+    assert texts.lengths == ((512, 512),) * 8, "so few samples only reach the token count with long prompts"
 
 
 @pytest.mark.parametrize(
@@ -228,7 +229,7 @@ def test_passes_without_gradients_run_over_the_whole_batch(small):
 
 
 @pytest.mark.slow
-def test_misfits_are_named_and_the_remedies_help(large):
+def test_misfits_are_reported_and_remedies_help(large):
     shapes, budget = {"actor": read_shape(large, "model.path")}, Budget("cuda", 80 * GIB)
     config = job()
     (line,) = problems(config, memory_of(config, shapes, budget))
@@ -251,7 +252,7 @@ def test_misfits_are_named_and_the_remedies_help(large):
     tight = remedies(
         job(model__enable_gradient_checkpointing=True, actor__zero_stage=3), shapes, Budget("cuda", 14 * GIB)
     )
-    assert "tensor_model_parallel_size=" in tight and "; or" not in tight, "more slots alone make no engine smaller"
+    assert "tensor_model_parallel_size=" in tight and "; or" not in tight, "more slots do not make an engine smaller"
     config = job(rollout__gpu_memory_utilization=0.1)
     assert "no room next to the engine's weights" in problems(config, memory_of(config, shapes, budget))[0]
 

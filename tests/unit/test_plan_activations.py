@@ -1,4 +1,4 @@
-"""What the plan says of activations that leave: as ranks decide, and as much memory as their passes take."""
+"""Planned activation offloading: the same decisions as on ranks, and the memory of real passes."""
 
 from itertools import accumulate
 
@@ -37,7 +37,7 @@ SAMPLES = SequenceLengths(((120, 80), (160, 40)))
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory):
-    """A model's shape, and the model."""
+    """Return the shape of a model and the model."""
     config, folder = Qwen2Config(**SIZES), tmp_path_factory.mktemp("model")
     config.save_pretrained(folder)
     settings = job(model__dtype="float32").model
@@ -47,7 +47,7 @@ def given(tmp_path_factory):
 
 
 def peak_of(config, model, offloading):
-    """Bytes alive at most in a pass with gradients, as torch's allocator counts them."""
+    """Return the peak bytes of a pass with gradients, as counted by torch's allocator."""
     batch = collate([_row(*each) for each in SAMPLES.lengths], True)
     handles = [
         p.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None)) for p in model.parameters()
@@ -65,14 +65,14 @@ def peak_of(config, model, offloading):
 @pytest.mark.slow
 @pytest.mark.parametrize("stay", [0, 2, 6])
 @pytest.mark.parametrize("disk", [0, 64])
-def test_ranks_do_what_the_plan_says_in_as_much_memory(tmp_path, given, stay, disk):
+def test_ranks_match_the_plan_in_placement_and_memory(tmp_path, given, stay, disk):
     shape, model = given
     config = job(model__dtype="float32", model__enable_activation_offload=True, model__activation_disk_mb=disk)
     layer = plan_activations(config, shape, "actor", SAMPLES, "cpu").layer
     config.model.activation_device_mb = (stay + 0.5) * layer / MIB
     planned = plan_activations(config, shape, "actor", SAMPLES, "cpu")
     offloading, _ = offloaded(model, tmp_path, device=(stay + 0.5) * layer, disk=disk * MIB)
-    peak_of(config, model, offloading)  # the first tells what a layer leaves
+    peak_of(config, model, offloading)  # the first pass measures the layers
     measured = peak_of(config, model, offloading)
     assert offloading.places.layers == planned.places.layers
     assert planned.places.layers.count(Place.DEVICE) == max(1, stay)
@@ -80,15 +80,15 @@ def test_ranks_do_what_the_plan_says_in_as_much_memory(tmp_path, given, stay, di
 
 
 @pytest.mark.slow
-def test_what_leaves_is_in_the_plan(given):
+def test_offloaded_activations_are_in_the_plan(given):
     shape, _ = given
     config = job(model__dtype="float32", model__activation_disk_mb=1, actor__ppo_max_token_len_per_gpu=4096)
-    stays = memory_of(config, {"actor": shape}, Budget("cuda", GIB))
+    on_device = memory_of(config, {"actor": shape}, Budget("cuda", GIB))
     config.model.enable_activation_offload, config.model.activation_device_mb = True, 1
-    away = memory_of(config, {"actor": shape}, Budget("cuda", GIB))
+    on_host = memory_of(config, {"actor": shape}, Budget("cuda", GIB))
     found = largest_activation_plan(config, shape, "actor", "cuda")
-    assert away.total(TRAINING) < stays.total(TRAINING) and found.places.layers[-1] is Place.DEVICE
-    assert away.host - stays.host == found.offloaded_bytes(Place.HOST) == 5 * found.layer
+    assert on_host.total(TRAINING) < on_device.total(TRAINING) and found.places.layers[-1] is Place.DEVICE
+    assert on_host.host - on_device.host == found.offloaded_bytes(Place.HOST) == 5 * found.layer
     config.model.activation_host_mb = int(2.5 * found.layer) >> 20
     lines = list(describe_activations(largest_activation_plan(config, shape, "actor", "cuda"), "actor"))
     assert "actor: activations of 6 layers in a micro-batch of 4,096 tokens" in lines[0] and "recomputed" in lines[0]
@@ -99,7 +99,7 @@ def test_what_leaves_is_in_the_plan(given):
 
 
 @pytest.mark.slow
-def test_blocks_in_the_heap_leave_holes_on_cpu_hosts_and_mapped_ones_none(given):
+def test_heap_fragmentation_is_only_planned_for_small_blocks_on_cpus(given):
     shape, _ = given
     assert int(MALLOC_SETTINGS["MALLOC_MMAP_THRESHOLD_"]) == HEAP
 
@@ -107,19 +107,19 @@ def test_blocks_in_the_heap_leave_holes_on_cpu_hosts_and_mapped_ones_none(given)
         limits = {"data__max_prompt_length": prompt, "actor__ppo_max_token_len_per_gpu": prompt}
         config = job(model__dtype="float32", model__enable_gradient_checkpointing=again, **limits)
         parts = memory_of(config, {"actor": shape}, Budget("cpu", GIB)).parts
-        told = {part.what: part.size for part in parts if part.role == "actor"}
-        return told["activations"], told["heap fragmentation"]
+        found = {part.what: part.size for part in parts if part.role == "actor"}
+        return found["activations"], found["heap fragmentation"]
 
     kept, between = sizes(1024)
     assert kept == between, "all blocks are small"
     kept, between = sizes(65536)
-    assert 0.2 * kept < between < 0.7 * kept, "those of the widest part of a layer are not"
+    assert 0.2 * kept < between < 0.7 * kept, "the largest blocks of a layer are not"
     kept_again, between_again = sizes(65536, again=True)
-    assert kept_again < kept and between_again == between, "what is run again leaves its holes, too"
+    assert kept_again < kept and between_again == between, "recomputed activations fragment the heap as well"
 
 
 @pytest.mark.slow
-def test_copies_that_nothing_hides_are_not_planned(given):
+def test_copies_that_no_computation_overlaps_are_not_planned(given):
     shape, _ = given
     config = job(model__enable_activation_offload=True, model__activation_device_mb=0)
     slow, fast = (
@@ -130,7 +130,7 @@ def test_copies_that_nothing_hides_are_not_planned(given):
 
 
 @pytest.mark.slow
-def test_the_search_tries_it_where_rows_are_long(given):
+def test_search_tries_activation_offloading_for_long_rows(given):
     shape, _ = given
     cluster = Cluster(nodes=1, devices_per_node=2, device_memory_gb=24, peak_tflops=10, memory_bandwidth_gbs=300)
     config, key = job(slots=2, model__activation_device_mb=64), "model.enable_activation_offload"
@@ -143,7 +143,7 @@ def test_the_search_tries_it_where_rows_are_long(given):
     assert {tuple(sorted(map(str, each))) for each in found} == {("1", "False"), ("1", "True"), ("2", "False")}
 
 
-def test_layers_that_are_run_again_take_time(given):
+def test_recomputed_layers_take_time(given):
     shape, _ = given
     config = job(model__activation_device_mb=0)
 
@@ -151,12 +151,16 @@ def test_layers_that_are_run_again_take_time(given):
         config.model.enable_activation_offload = "host_bytes_per_s" in changes
         return 1 / costs_of(config, {"actor": shape}, Hardware(1e9, 1e9, 1e9, 1e12, **changes), 300).train_tokens_per_s
 
-    stays, away, again = train_token_s(), train_token_s(host_bytes_per_s=1e15), train_token_s(host_bytes_per_s=1.0)
-    assert away == pytest.approx(stays) and again == pytest.approx(stays * (3 + 5 / 6) / 3, rel=0.01)
+    on_device, on_host, recomputed = (
+        train_token_s(),
+        train_token_s(host_bytes_per_s=1e15),
+        train_token_s(host_bytes_per_s=1.0),
+    )
+    assert on_host == pytest.approx(on_device) and recomputed == pytest.approx(on_device * (3 + 5 / 6) / 3, rel=0.01)
 
 
 @pytest.mark.slow
-def test_recorded_passes_are_counted_where_models_stay(given):
+def test_cuda_graphs_are_planned_if_models_stay_resident(given):
     shape, _ = given
     shapes, few = dict.fromkeys(("actor", "critic", "reference"), shape), {"actor__ppo_max_token_len_per_gpu": 1024}
 

@@ -37,15 +37,15 @@ def whole_product(config, values, refusals):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_combinations_equal_the_filtered_product(seed):
-    """Refusals may read keys through properties, and in an order that depends on values read before."""
+    """Use refusals that read keys through properties, and in an order that depends on values read before."""
     draw = Random(seed)
     names = draw.sample(list(VALUES), len(VALUES))
     values = {name: VALUES[name] for name in names}
     reads = [
-        lambda there: there.lockstep and there.actor.offload_optimizer,
-        lambda there: there.slots == 8 and there.training.pipeline_parallel_size == 2 and not there.uses_critic,
-        lambda there: there.actor.zero_stage == 0 if there.trainer.nnodes == 1 else there.lockstep_backward,
-        lambda there: there.data.train_batch_size == 0,
+        lambda config: config.lockstep and config.actor.offload_optimizer,
+        lambda config: config.slots == 8 and config.training.pipeline_parallel_size == 2 and not config.uses_critic,
+        lambda config: config.actor.zero_stage == 0 if config.trainer.nnodes == 1 else config.lockstep_backward,
+        lambda config: config.data.train_batch_size == 0,
     ]
     config, refusals = Config(), draw.sample(reads, 3)
     found = list(combinations(config, values, refusals))
@@ -62,25 +62,25 @@ def test_combinations_with_every_config_check():
     def new(lines):
         return any(line not in known for line in lines)
 
-    refusals = [lambda there, find=find: new(find(there, FACTS)) for find in checks(config)]
+    refusals = [lambda config, find=find: new(find(config, FACTS)) for find in checks(config)]
     found = list(combinations(config, few, refusals))
-    assert found == list(whole_product(config, few, [lambda there: new(check(there, FACTS))])) and found
+    assert found == list(whole_product(config, few, [lambda config: new(check(config, FACTS))])) and found
 
 
 def test_a_refusal_is_evaluated_once_per_values_read():
-    """Refused combinations are not extended."""
-    asked = []
+    """Check that refused combinations are not extended."""
+    evaluated = []
 
-    def refuses(there):
-        asked.append(zero := there.actor.zero_stage)
+    def refuses(config):
+        evaluated.append(zero := config.actor.zero_stage)
         return zero == 3
 
     found = list(combinations(Config(), VALUES, [refuses]))
-    assert sorted(asked) == [0, 1, 3] and {each["actor.zero_stage"] for each in found} == {0, 1}
+    assert sorted(evaluated) == [0, 1, 3] and {each["actor.zero_stage"] for each in found} == {0, 1}
 
 
 def test_all_or_no_combinations_are_refused():
     few = {"actor.zero_stage": (0, 1)}
-    assert list(combinations(Config(), few, [lambda there: there.actor.zero_stage < 2])) == []
+    assert list(combinations(Config(), few, [lambda config: config.actor.zero_stage < 2])) == []
     assert list(combinations(Config(), few, [])) == [{"actor.zero_stage": 0}, {"actor.zero_stage": 1}]
     assert list(combinations(Config(), {}, [])) == [{}]

@@ -58,8 +58,9 @@ def test_communication_of_each_zero_stage(shape):  # noqa: F811
 
 
 def test_local_traffic_of_a_step(shape):  # noqa: F811
-    """In float32: gradients into a bucket, divided, flat, and a quarter kept and flat; the other 68 bytes are
-    those of `optimizer_traffic`. A single rank reduces nothing. CPUs allocate square roots; GPUs do not."""
+    """Count float32 gradients: into a bucket, divided, flat, and a quarter kept and flat; the other 68 bytes are
+    those of `optimizer_traffic`. A single rank reduces nothing. CPUs allocate square roots; GPUs do not.
+    """
     config = changed(job_of(shape).config, {"model.dtype": "float32", "actor.zero_stage": 1}.items())
     parameters, device = 4 * MAX_CACHED_BYTES, Hardware(1e13, 1e13, 1e13, 1e9)
     of_four, alone = (step_traffic(config, parameters, copies) for copies in (4, 1))
@@ -75,7 +76,7 @@ def test_local_traffic_of_a_step(shape):  # noqa: F811
 
 @pytest.mark.parametrize("sums, moved", [("float32", 2 * 4 + 4 + 2), ("bfloat16", 2 * 2 + 2 + 4 + 4 + 2)])
 def test_a_step_of_16_bit_models_uses_a_float32_copy(shape, sums, moved):  # noqa: F811
-    """Under ZeRO 0; gradients are reduced, normed and clipped in the accumulation type."""
+    """Use ZeRO 0; gradients are reduced, normed and clipped in the accumulation type."""
     given = {"actor.zero_stage": 0, "actor.grad_accum_dtype": sums, "model.dtype": "bfloat16"}
     config, item = changed(job_of(shape).config, given.items()), 4 if sums == "float32" else 2
     assert step_traffic(config, 1000, 2).in_place == (11 * item + 32 + moved) * 1000
@@ -83,8 +84,10 @@ def test_a_step_of_16_bit_models_uses_a_float32_copy(shape, sums, moved):  # noq
 
 @pytest.mark.parametrize("again", [False, True])
 def test_copies_of_a_message_depend_on_its_size(shape, again):  # noqa: F811
-    """Of 60 million parameters ZeRO 3 prefetches 50 million, twice, then gathers each module, and scatters twice.
-    Recomputed layers are gathered once for recomputation and backward. gloo scatters by all-reducing a copy."""
+    """Use ZeRO 3, which prefetches 50 of 60 million parameters twice, gathers each module, and scatters twice.
+
+    Recomputed layers are gathered once for recomputation and backward. gloo scatters by all-reducing a copy.
+    """
     settings = {"model.dtype": "float32", "actor.zero_stage": 3, "model.enable_gradient_checkpointing": again}
     config = changed(job_of(shape).config, settings.items())
     large, few, small = (
@@ -110,14 +113,14 @@ def test_copies_of_a_message_depend_on_its_size(shape, again):  # noqa: F811
 
 @pytest.mark.parametrize("size, copied", [(MAX_CACHED_BYTES // 4, 0.0), (MAX_CACHED_BYTES // 4 + 1, 8.0)])
 def test_a_step_gathers_its_weights_in_one_message(shape, size, copied):  # noqa: F811
-    """Under ZeRO 1; on CPUs they are copied from a new tensor of gloo."""
+    """Use ZeRO 1; on CPUs weights are copied from a new tensor of gloo."""
     config = changed(job_of(shape).config, {"model.dtype": "float32", "actor.zero_stage": 1}.items())
     assert step_exchange(config, replace(shape, parameters=size)).copies == Traffic(host_only=copied * size)
 
 
 @pytest.mark.parametrize("again, cared_for", [(False, 2), (True, 3)])
 def test_zero_3_has_a_fixed_cost_per_module(shape, again, cared_for):  # noqa: F811
-    """In forward, recomputation and backward; or the latency of its messages, if that is longer."""
+    """Count it in forward, recomputation and backward; message latency replaces it if that is longer."""
     assert shape.modules == 8 * 9 + 3
     settings = {"actor.zero_stage": 3, "model.enable_gradient_checkpointing": again}
     config = changed(job_of(shape).config, settings.items())
@@ -138,7 +141,7 @@ def test_zero_3_has_a_fixed_cost_per_module(shape, again, cared_for):  # noqa: F
 
 
 def test_ulysses_all_to_alls_wait_for_the_link(shape):  # noqa: F811
-    """Four in each of 8 layers (queries, keys, values, outputs), and four for their gradients."""
+    """Count four in each of 8 layers (queries, keys, values, outputs), and four for their gradients."""
     settings = {"training.ulysses_sequence_parallel_size": 2, "actor.ppo_max_token_len_per_gpu": 64}
     config = changed(job_of(shape).config, settings.items())
     quick, slow = (
@@ -150,7 +153,7 @@ def test_ulysses_all_to_alls_wait_for_the_link(shape):  # noqa: F811
 
 
 def test_optimizer_transfers_follow_the_residency(shape):  # noqa: F811
-    """16 GB of 24 are optimizer state, at 10 GB/s: 1.6 s in each direction."""
+    """Transfer 16 GB of optimizer state out of 24 GB, at 10 GB/s: 1.6 s in each direction."""
     ways, moved = {}, Moved(24e9, 16e9)
     for residency in ("training", "forecast", "step"):
         keys = {"actor.optimizer_residency": residency, "data.train_batch_size": 24, "actor.zero_stage": 1}
@@ -184,14 +187,18 @@ def test_optimizer_transfers_follow_the_residency(shape):  # noqa: F811
     ],
 )
 def test_offloaded_optimizers_exchange_gradients_and_weights_with_the_device(shape, zero, dtype, sums):  # noqa: F811
-    """Per step, and per micro-batch where DeepSpeed keeps gradient sums on the host."""
+    """Count transfers per step, and per micro-batch if DeepSpeed keeps gradient sums on the host."""
     keys = {"actor.zero_stage": zero, "model.dtype": dtype, "actor.ppo_max_token_len_per_gpu": 400}
-    here = changed(job_of(shape).config, keys.items())
-    there = changed(here, {"actor.offload_optimizer": True}.items())
+    resident = changed(job_of(shape).config, keys.items())
+    offloaded = changed(resident, {"actor.offload_optimizer": True}.items())
     n, item = shape.parameters / 4, 2 if dtype == "bfloat16" else 4
-    assert offloaded_gradient_bytes(there, shape.parameters, 4) == sums * n
-    assert offloaded_step_bytes(there, shape.parameters, 4) == (4 + item) * n
-    assert offloaded_gradient_bytes(here, shape.parameters, 4) == offloaded_step_bytes(here, shape.parameters, 4) == 0
+    assert offloaded_gradient_bytes(offloaded, shape.parameters, 4) == sums * n
+    assert offloaded_step_bytes(offloaded, shape.parameters, 4) == (4 + item) * n
+    assert (
+        offloaded_gradient_bytes(resident, shape.parameters, 4)
+        == offloaded_step_bytes(resident, shape.parameters, 4)
+        == 0
+    )
     device = Hardware(1e13, 1e13, 1e13, 1e12, host_bytes_per_s=1e10)
     bus, slow, host = (
         device,
@@ -199,19 +206,20 @@ def test_offloaded_optimizers_exchange_gradients_and_weights_with_the_device(sha
         Hardware(1e13, 1e13, 1e13, 1e9, copied_bytes_per_s=1e8),
     )
     for hardware in (bus, slow, host):
-        kept, away = (costs_of(config, {"actor": shape}, hardware, 200) for config in (here, there))
-        assert away.optimizer_s > kept.optimizer_s
-        assert (away.train_tokens_per_s < kept.train_tokens_per_s) == (sums > 0)
-    fast, long = (costs_of(there, {"actor": shape}, each, 200).optimizer_s for each in (bus, slow))
+        on_device, on_host = (costs_of(config, {"actor": shape}, hardware, 200) for config in (resident, offloaded))
+        assert on_host.optimizer_s > on_device.optimizer_s
+        assert (on_host.train_tokens_per_s < on_device.train_tokens_per_s) == (sums > 0)
+    fast, long = (costs_of(offloaded, {"actor": shape}, each, 200).optimizer_s for each in (bus, slow))
     assert long - fast == pytest.approx((8 + ADAM_BYTES + 2 * (4 + item)) * n * (1e-9 - 1e-10)), (
         "on the host, and the transfer"
     )
 
 
 def test_transfer_time_of_offloaded_optimizers_is_printed(shape):  # noqa: F811
-    """Three updates of 8 prompts by 4 samples by 200 tokens on 4 ranks: 6 micro-batches, each with 8 bytes, and 6.
+    """Run three updates of 8 prompts x 4 samples x 200 tokens on 4 ranks: 6 micro-batches of 8 bytes, and a step of 6.
 
-    Packing wastes half a row on average, so 1.5 rows fill a micro-batch."""
+    Packing wastes half a row on average, so 1.5 rows fill a micro-batch.
+    """
     keys = {"actor.zero_stage": 3, "actor.offload_optimizer": True, "actor.ppo_max_token_len_per_gpu": 400}
     config = changed(job_of(shape).config, (keys | {"data.train_batch_size": 24}).items())
     size, seconds = offload_traffic(
@@ -246,17 +254,21 @@ def test_tensor_parallel_engines_read_faster_and_communicate(shape):  # noqa: F8
     assert two.step_base_s > one.step_base_s, "reading the weights of a small model is faster than the all-reduces"
 
 
-@pytest.mark.parametrize("own", [0.0, 1e-6, 1e-4])
-def test_decoding_costs_are_exact_at_both_ends_and_a_lower_bound_between(shape, own):  # noqa: F811
-    """The fixed cost per sequence is charged for actual sequences only."""
-    hardware = Hardware(1e13, 1e13, 1e13, 1e12, decode_step_s=1e-3, decode_sequence_s=own)
+@pytest.mark.parametrize("sequence_s", [0.0, 1e-6, 1e-4])
+def test_decoding_costs_are_exact_at_both_ends_and_a_lower_bound_between(shape, sequence_s):  # noqa: F811
+    """Charge the fixed cost per sequence for actual sequences only."""
+    hardware = Hardware(1e13, 1e13, 1e13, 1e12, decode_step_s=1e-3, decode_sequence_s=sequence_s)
     config = job_of(shape).config
     read = (sum(shape.layers) + shape.head) * ITEM[config.model.dtype] / 1e12
     computed = 2 * (shape.passed + shape.head) / 1e13
-    told = costs_of(config, {"actor": shape}, hardware, 200)
+    fitted = costs_of(config, {"actor": shape}, hardware, 200)
     bend = read / computed
     for batch in (1, 2, bend / 4, bend / 2, bend, 2 * bend, 8 * bend):
-        exact = 1e-3 + own * batch + max(read, computed * batch)
-        assert exact - own * bend - computed <= told.decode_step(batch, 0) <= (1 + 1e-9) * exact + computed + own
+        exact = 1e-3 + sequence_s * batch + max(read, computed * batch)
+        assert (
+            exact - sequence_s * bend - computed
+            <= fitted.decode_step(batch, 0)
+            <= (1 + 1e-9) * exact + computed + sequence_s
+        )
         if batch == 1 or batch >= bend:
-            assert told.decode_step(batch, 0) == pytest.approx(exact, abs=computed + own)
+            assert fitted.decode_step(batch, 0) == pytest.approx(exact, abs=computed + sequence_s)

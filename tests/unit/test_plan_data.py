@@ -91,13 +91,13 @@ def test_unreadable_data_is_skipped_with_a_reason(folder, model, rows, changes, 
     assert prompt_tokens(config, found) == 256
 
 
-def test_a_file_with_the_name_of_a_placeholder_is_not_read(folder, monkeypatch):
+def test_file_named_like_a_placeholder_is_not_read(folder, monkeypatch):
     monkeypatch.chdir(folder)
     (folder / "train.parquet").write_bytes(b"no parquet")
     assert read_lengths(config_of(folder, "text", ROWS, data__train_files=["train.parquet"])) == ""
 
 
-def test_a_plan_shows_tokens_per_prompt_and_per_clip_and_plans_for_their_mean(folder, capsys, tmp_path):
+def test_plan_prints_tokens_per_prompt_and_clip_and_uses_their_mean(folder, capsys, tmp_path):
     config = config_of(folder, "video", CLIPS)
     words = [
         f"model.path={config.model.path}",

@@ -21,7 +21,7 @@ def test_all_problems_of_function_files_are_reported(model, tmp_path, monkeypatc
     names |= {"model.video_family": "mine.py:Nope"}
     rewards = "reward.functions=[mine.py:none,mine.py:made,mine.py:absent,gone.py:f,no_such_package.rewards:f]"
     assert command(model, "--device-memory", "800", rewards, *(f"{key}={value}" for key, value in names.items())) == 2
-    told = capsys.readouterr().err
+    output = capsys.readouterr().err
     for wrong in (
         "fusion.policy=mine.py:nope: the file has no function `nope`",
         "trainer.metrics=mine.py:none: takes ()",
@@ -29,9 +29,9 @@ def test_all_problems_of_function_files_are_reported(model, tmp_path, monkeypatc
         "model.video_family=mine.py:Nope: the file has no class",
         "reward.functions=mine.py:absent: the file has no function `absent`",
     ):
-        assert wrong in told
-    assert "gone.py" not in told and "no_such_package" not in told, "rewards may be on another machine"
-    assert "mine.py:made" not in told and "rewards=mine.py:none" not in told and "a.parquet" not in told
+        assert wrong in output
+    assert "gone.py" not in output and "no_such_package" not in output, "rewards may be on another machine"
+    assert "mine.py:made" not in output and "rewards=mine.py:none" not in output and "a.parquet" not in output
 
 
 @pytest.mark.slow
@@ -42,9 +42,9 @@ def test_lost_overlap_of_a_batch_estimator_is_reported(model, tmp_path, capsys):
     job = ("--device-memory", "800", "--peak-tflops", "300", "data.train_batch_size=8", "actor.ppo_mini_batch_size=8")
     job += ("data.max_response_length=4096", "rollout.n=2", "trainer.n_gpus_per_node=4", "actor.zero_stage=1")
     assert command(model, *job, f"algorithm.adv_estimator={file}:of_batch") == 0
-    told = capsys.readouterr().out
-    assert f"algorithm.adv_estimator={file}:of_batch reads the whole batch" in told
-    assert float(re.search(r"lost overlap: training waits for the whole batch\W+([\d.]+)", told)[1]) > 0
+    output = capsys.readouterr().out
+    assert f"algorithm.adv_estimator={file}:of_batch reads the whole batch" in output
+    assert float(re.search(r"lost overlap: training waits for the whole batch\W+([\d.]+)", output)[1]) > 0
     assert command(model, *job, f"algorithm.adv_estimator={file}:of_group") == 0
-    told = capsys.readouterr().out
-    assert "lost overlap" not in told and "whole batch" not in told
+    output = capsys.readouterr().out
+    assert "lost overlap" not in output and "whole batch" not in output

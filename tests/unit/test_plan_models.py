@@ -1,4 +1,4 @@
-"""What `rlfuse plan` takes models for: their sizes against real ones, their passes against what torch saves."""
+"""Model sizes and activations in `rlfuse plan`, compared with real models and with the tensors that torch saves."""
 
 from itertools import accumulate
 
@@ -58,7 +58,7 @@ def job(slots=8, **changes) -> Config:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_parameters_are_those_of_the_real_model(tmp_path, family):
+def test_parameter_counts_match_the_real_model(tmp_path, family):
     config = FAMILIES[family]
     config.save_pretrained(tmp_path)
     policy, critic = (read_shape(str(tmp_path), "model.path", value=value) for value in (False, True))
@@ -74,7 +74,7 @@ def test_parameters_are_those_of_the_real_model(tmp_path, family):
 
 
 @pytest.mark.parametrize("kind", [Qwen2_5_VLConfig, Qwen3VLConfig, VideoLlama3Config])
-def test_a_video_models_text_part_and_tower_are_the_whole(tmp_path, kind):
+def test_text_part_and_tower_of_a_video_model_add_up_to_the_whole(tmp_path, kind):
     text = dict(vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
     text |= dict(num_key_value_heads=2, bos_token_id=1, eos_token_id=1)
     vision = dict(hidden_size=32, intermediate_size=64)
@@ -90,11 +90,11 @@ def test_a_video_models_text_part_and_tower_are_the_whole(tmp_path, kind):
     shape = read_shape(str(tmp_path), "model.path")
     whole = AutoModelForImageTextToText.from_config(config)
     assert shape.parameters + shape.tower == sum(p.numel() for p in whole.parameters()) and shape.tower > 0
-    assert shape.embedded == 64 * (1 + (kind is Qwen3VLConfig)), "features of a layer that is fed besides"
+    assert shape.embedded == 64 * (1 + (kind is Qwen3VLConfig)), "includes the features of a deepstack layer"
     assert read_shape(str(tmp_path), "critic.path", value=True).vocabulary == 1
 
 
-def test_a_mixture_of_experts_passes_only_some_of_its_parameters(tmp_path):
+def test_mixture_of_experts_counts_only_active_parameters(tmp_path):
     sizes = SMALL | {"num_local_experts": 4, "num_experts_per_tok": 1, "num_hidden_layers": 1}
     config = MixtralConfig(**sizes)
     config.save_pretrained(tmp_path)
@@ -125,19 +125,19 @@ TRACED = {
 
 
 def real_pass(config, model, backward):
-    """Bytes of the storages that torch saves in the trainer's own pass, or those alive at most in all of it."""
+    """Return the bytes that torch saves in the trainer's forward pass, or the peak of forward and backward."""
     batch = collate([_row(*each) for each in SAMPLES.lengths], "position_ids" in model.forward.__annotations__)
     weights = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
     found = {}
 
-    def note(tensor):
+    def record(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            found[storage.data_ptr()] = tensor, storage.nbytes()  # kept, so that no address is used twice
+            found[storage.data_ptr()] = tensor, storage.nbytes()  # a reference prevents reuse of the address
         return tensor
 
     if not backward:
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
             OBJECTIVES["actor"](config, model, batch)
         return sum(size for _, size in found.values())
     for parameter in model.parameters():
@@ -151,7 +151,7 @@ def real_pass(config, model, backward):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", TRACED)
-def test_planned_activations_are_what_torch_saves(tmp_path, family):
+def test_planned_activations_match_what_torch_saves(tmp_path, family):
     kind, sizes = TRACED[family]
     given, config = getattr(transformers, kind)(**sizes), Config()
     given.save_pretrained(tmp_path)
@@ -172,7 +172,7 @@ def test_planned_activations_are_what_torch_saves(tmp_path, family):
         )
 
 
-def test_keys_and_values_are_counted_as_vllm_keeps_them(tmp_path):
+def test_kv_cache_sizes_match_vllm(tmp_path):
     def cache(kind, **more):
         getattr(transformers, kind)(**more).save_pretrained(tmp_path)
         return read_shape(str(tmp_path), "model.path").cache
@@ -199,7 +199,7 @@ ODD = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ODD)
-def test_frozen_parameters_and_a_width_for_each_layer_are_planned(tmp_path, kind):
+def test_frozen_parameters_and_per_layer_widths_are_planned(tmp_path, kind):
     name, sizes_of = ODD[kind]
     getattr(transformers, name)(**sizes_of).save_pretrained(tmp_path)
     shape = read_shape(str(tmp_path), "model.path")
@@ -213,17 +213,17 @@ def test_frozen_parameters_and_a_width_for_each_layer_are_planned(tmp_path, kind
     ("name", "why"),
     [("Gemma4TextConfig", "head_dim"), ("ReformerConfig", "is_decoder"), ("Lfm2MoeConfig", "NoneType")],
 )
-def test_a_family_whose_code_fails_is_named_with_the_reason(tmp_path, name, why):
+def test_family_whose_code_fails_is_reported_with_the_reason(tmp_path, name, why):
     getattr(transformers, name)().save_pretrained(tmp_path)
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as caught:
         read_shape(str(tmp_path), "ref.path")
-    assert f"ref.path={tmp_path}: the sizes of a {name} can't be computed: " in str(told.value) and why in str(
-        told.value
+    assert f"ref.path={tmp_path}: the sizes of a {name} can't be computed: " in str(caught.value) and why in str(
+        caught.value
     )
 
 
-def test_the_gradient_of_picked_rows_is_counted_once():
-    """As autograd makes it where nothing looks on: into the zeros themselves."""
+def test_gradient_of_indexed_rows_is_counted_once():
+    """Count it as autograd does without hooks: accumulated in place into the zeros."""
     with tracing._MemoryCounter(torch.nn.Module()) as live:
         whole = torch.zeros(100, 10, device="meta", requires_grad=True)
         whole[torch.zeros(3, dtype=torch.int64, device="meta")].sum().backward()

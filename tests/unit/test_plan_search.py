@@ -42,7 +42,7 @@ SMALL = {
     "rollout.gpu_memory_utilization": (0.8, 0.5),
     "fusion.policy": ("adaptive",),
 }
-"""A space that brute force goes through."""
+"""A space small enough for brute force."""
 CLUSTER = {"nodes": 2, "devices_per_node": 2, "device_memory_gb": 24, "peak_tflops": 10, "memory_bandwidth_gbs": 300}
 
 
@@ -108,12 +108,12 @@ def test_both_optimizer_residencies_are_searched(shape):
 def test_indivisible_tensor_parallel_sizes_are_not_searched(shape):
     axes = axes_of(job_of(shape).config, shape, Cluster(1, 8, 10, device="cuda", peak_tflops=1.0))
     assert axes["training.tensor_model_parallel_size"] == (1, 2, 4, 8)
-    mixture = replace(shape, model=SimpleNamespace(share=refuse, work=shape.model.work))
+    mixture = replace(shape, model=SimpleNamespace(share=refuse_to_share, work=shape.model.work))
     axes = axes_of(job_of(shape).config, mixture, Cluster(1, 8, 10, device="cuda", peak_tflops=1.0))
     assert axes["training.tensor_model_parallel_size"] == (1,)
 
 
-def refuse(width):
+def refuse_to_share(width):
     raise EngineError(f"{width} ranks can't share it")
 
 
@@ -129,8 +129,8 @@ def test_search_equals_brute_force(shape, memory):
 
 @pytest.mark.parametrize("estimator", ["grpo", "gae"])
 @pytest.mark.parametrize("groups", [(), (Group(nodes=1, peak_tflops=5, memory_bandwidth_gbs=100),)])
-def test_the_quick_bound_is_at_most_the_bound(shape, estimator, groups):
-    """Also with pipelines, a critic and uneven nodes."""
+def test_quick_bound_is_at_most_the_bound(shape, estimator, groups):
+    """Include pipelines, a critic and uneven nodes."""
     job, facts = job_of(shape, Cluster(**CLUSTER, groups=groups)), facts_of(shape)
     job.config.algorithm.adv_estimator = estimator
     job = replace(job, shapes=dict.fromkeys(("actor", "critic") if estimator == "gae" else ("actor",), shape))
@@ -142,8 +142,8 @@ def test_the_quick_bound_is_at_most_the_bound(shape, estimator, groups):
 
 
 @pytest.mark.slow
-def test_cached_memory_and_costs_are_those_of_the_plan(shape):
-    """Whatever was computed in between."""
+def test_cached_memory_and_costs_match_the_plan(shape):
+    """Compare with fresh results, in any order of evaluation."""
     job, draw = job_of(shape), Random(2)
     some = draw.sample(list(structures(job.config, facts_of(shape), SMALL, shape)), 16)
     tried = [(*each, *((key, draw.choice(SMALL[key])) for key in list(SMALL)[8:])) for each in some]
@@ -182,12 +182,12 @@ def test_a_timeout_without_plans_reports_what_is_unexplored(shape):
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0, 3, 8])
 def test_search_and_refinement_share_one_deadline(shape, monkeypatch, seconds):
-    """With a clock that advances only during simulations."""
-    clock, really = SimpleNamespace(now=0.0), StepTimes.simulated
+    """Use a clock that advances only during simulations."""
+    clock, original = SimpleNamespace(now=0.0), StepTimes.simulated
 
     def slow(self, *arguments, **more):
         clock.now += 1
-        return really(self, *arguments, **more)
+        return original(self, *arguments, **more)
 
     monkeypatch.setattr(StepTimes, "simulated", slow)
     policies = ("serial", "stream", "rlhfuse", "adaptive")
@@ -202,12 +202,12 @@ def test_search_and_refinement_share_one_deadline(shape, monkeypatch, seconds):
 
 @pytest.mark.slow
 def test_smallest_fillings_are_tried_without_sizing_them_again(shape, monkeypatch):
-    """With a clock that advances only when memory without activations is computed."""
-    clock, really = SimpleNamespace(now=0.0), Job.sized_without_activations
+    """Use a clock that advances only when memory without activations is computed."""
+    clock, original = SimpleNamespace(now=0.0), Job.sized_without_activations
 
     def slow(self, settings):
         clock.now += 1
-        return really(self, settings)
+        return original(self, settings)
 
     monkeypatch.setattr(Job, "sized_without_activations", slow)
     axes = SMALL | {"model.enable_gradient_checkpointing": (False,), "actor.ppo_max_token_len_per_gpu": (8192,)}
@@ -226,7 +226,7 @@ def test_search_ends_early_after_patience_plans_without_gain(shape):
 
 @pytest.mark.slow
 def test_caches_do_not_change_step_times(shape):
-    """Pipelines that differ only in speed share a schedule."""
+    """Compare pipelines that differ only in speed, and so share a schedule."""
     pipeline, job = (("training.pipeline_parallel_size", 2), ("actor.zero_stage", 1)), job_of(shape)
     again = (*pipeline, ("model.enable_gradient_checkpointing", True))
     fresh = job.simulated(*job.with_settings(again))
@@ -237,13 +237,13 @@ def test_caches_do_not_change_step_times(shape):
 
 def test_ctrl_c_returns_the_plans_found_so_far(shape, monkeypatch):
     job, facts, simulated = job_of(shape), facts_of(shape), []
-    really = StepTimes.simulated
+    original = StepTimes.simulated
 
     def interrupted(self, *arguments, **more):
         simulated.append(arguments)
         if len(simulated) == 2:
             raise KeyboardInterrupt
-        return really(self, *arguments, **more)
+        return original(self, *arguments, **more)
 
     monkeypatch.setattr(StepTimes, "simulated", interrupted)
     found = search(job, facts, seconds=inf)
@@ -270,18 +270,18 @@ def test_an_invalid_neighbour_is_reported_with_its_error(shape):
 @pytest.mark.slow
 def test_keys_are_not_changed_without_a_gain(shape):
     job, facts = job_of(shape), facts_of(shape)
-    job.config.rollout.max_num_seqs = 64  # 16 samples are all that an engine has: 1024 would be no faster
+    job.config.rollout.max_num_seqs = 64  # an engine has 16 samples, so 1024 would be no faster
     found, _ = refine(job, search(job, facts, seconds=0), facts)
     assert dict(found.plans[0].settings)["rollout.max_num_seqs"] == 64
 
 
 @pytest.mark.parametrize(
-    "device, leaf, own", [("cuda", "gpu_memory_utilization", 0.55), ("cpu", "kv_cache_memory_mb", 64)]
+    "device, leaf, configured", [("cuda", "gpu_memory_utilization", 0.55), ("cpu", "kv_cache_memory_mb", 64)]
 )
-def test_the_job_s_cache_size_is_searched(shape, device, leaf, own):
-    config = changed(Config(), [(f"rollout.{leaf}", own)])
+def test_the_job_s_cache_size_is_searched(shape, device, leaf, configured):
+    config = changed(Config(), [(f"rollout.{leaf}", configured)])
     values = axes_of(config, shape, Cluster(1, 2, 10, device=device, peak_tflops=1.0))[f"rollout.{leaf}"]
-    assert own in values and list(values) == sorted(values, reverse=True)
+    assert configured in values and list(values) == sorted(values, reverse=True)
 
 
 @pytest.mark.slow
@@ -300,7 +300,7 @@ def test_the_job_s_values_stay_within_the_error_of_a_calibration(shape, off, kep
 
 @pytest.mark.slow
 def test_a_neighbour_without_a_pipeline_has_no_virtual_stages(shape):
-    """Otherwise a search that ends with virtual stages could not try plans without a pipeline."""
+    """Start from a plan with virtual stages, which plans without a pipeline can't have."""
     stages, several = "training.pipeline_parallel_size", "training.virtual_pipeline_model_parallel_size"
     job, facts = job_of(shape, axes=SMALL | {several: (1, 2)}), facts_of(shape)
     found = search(replace(job, axes=job.axes | {stages: (2,), several: (2,)}), facts, seconds=0)
@@ -311,7 +311,7 @@ def test_a_neighbour_without_a_pipeline_has_no_virtual_stages(shape):
 
 @pytest.mark.slow
 def test_values_are_reset_after_the_values_they_depend_on(shape):
-    """Without a pipeline a device has one stage, so virtual stages are reset first."""
+    """Check that virtual stages are reset before the pipeline, as a device without pipeline has one stage."""
     stages, several = "training.pipeline_parallel_size", "training.virtual_pipeline_model_parallel_size"
     job, facts = job_of(shape, axes=SMALL | {several: (1, 2)}), facts_of(shape)
     measured = replace(job.hardware, errors=dict.fromkeys(KINDS, 9.0))
@@ -324,14 +324,14 @@ def test_values_are_reset_after_the_values_they_depend_on(shape):
 
 def test_shared_errors_do_not_make_steps_equal():
     errors = {"generating": 0.3, "scoring": 0.3, "training": 0.3}
-    mine, slower, traded = Seconds(10, 5, 20), Seconds(10, 5, 21), Seconds(18, 5, 13)
-    assert slower.is_significantly_slower(mine, errors) and not traded.is_significantly_slower(mine, errors)
-    assert fastest_labels({"serial": slower, "adaptive": mine}, errors) == {"adaptive": "the fastest"}
-    equal = fastest_labels({"serial": traded, "stream": slower, "adaptive": mine}, errors)
+    base, slower, traded = Seconds(10, 5, 20), Seconds(10, 5, 21), Seconds(18, 5, 13)
+    assert slower.is_significantly_slower(base, errors) and not traded.is_significantly_slower(base, errors)
+    assert fastest_labels({"serial": slower, "adaptive": base}, errors) == {"adaptive": "the fastest"}
+    equal = fastest_labels({"serial": traded, "stream": slower, "adaptive": base}, errors)
     assert equal == dict.fromkeys(("serial", "adaptive"), "equal within the error")
-    nearly = replace(mine, training=20.01)
-    assert len(fastest_labels({"serial": nearly, "adaptive": mine}, errors)) == 2, (
-        "the policies are equal within the error"
+    nearly = replace(base, training=20.01)
+    assert len(fastest_labels({"serial": nearly, "adaptive": base}, errors)) == 2, (
+        "both policies are equal within the error"
     )
 
 
@@ -340,7 +340,7 @@ def test_passes_of_a_pipeline_wait_for_the_first_and_last_micro_batch(shape, tok
     job = job_of(shape)
     job.config.training.pipeline_parallel_size, job.config.actor.ppo_max_token_len_per_gpu = 2, tokens
     costs = costs_of(job.config, job.shapes, job.hardware, 256)
-    waits = with_idle_stages(job.config, costs, 256)  # 32 rows of so many tokens in each of two pipelines
+    waits = with_idle_stages(job.config, costs, 256)  # 32 rows of 256 tokens in each of two pipelines
     assert costs.score_tokens_per_s / waits.score_tokens_per_s == pytest.approx(longer)
     job.config.training.pipeline_parallel_size = 1
     assert with_idle_stages(job.config, costs, 256) == costs
@@ -348,7 +348,7 @@ def test_passes_of_a_pipeline_wait_for_the_first_and_last_micro_batch(shape, tok
 
 @pytest.mark.parametrize("stages", [2, 4])
 def test_no_filling_of_a_pipeline_beats_the_bound_of_its_structure(shape, stages):
-    """Small micro-batches have short bubbles, so the largest are not always the fastest."""
+    """Try several micro-batch sizes: small ones have short bubbles, so the largest are not always the fastest."""
     job = job_of(shape)
     pipeline = (("training.pipeline_parallel_size", stages), ("actor.zero_stage", 1))
     first, *others = [(*pipeline, ("actor.ppo_max_token_len_per_gpu", tokens)) for tokens in (4096, 512, 64)]
@@ -360,9 +360,9 @@ def test_no_filling_of_a_pipeline_beats_the_bound_of_its_structure(shape, stages
 @pytest.mark.parametrize("engines", [1, 2, 6, 7, 8, 96, 128, 1024])
 @pytest.mark.parametrize("mini_batch, mini_batches, rows", [(64, 1, 8), (64, 8, 8), (1, 32, 1), (75, 4, 2)])
 def test_simulated_part_keeps_samples_per_engine(engines, mini_batch, mini_batches, rows):
-    some, prompts = simulated_part(engines, mini_batch, mini_batches, rows)
-    assert 1 <= some <= engines and 1 <= prompts <= mini_batch
-    assert prompts / some == pytest.approx(mini_batch / engines, rel=0.03)
+    simulated_engines, prompts = simulated_part(engines, mini_batch, mini_batches, rows)
+    assert 1 <= simulated_engines <= engines and 1 <= prompts <= mini_batch
+    assert prompts / simulated_engines == pytest.approx(mini_batch / engines, rel=0.03)
     assert prompts * mini_batches >= min(16, mini_batch * mini_batches)
 
 

@@ -54,7 +54,7 @@ def files(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [["--search", "--seconds", "0.1"], []])
-def test_rewards_data_and_secrets_of_the_run_are_not_needed(files, monkeypatch, capsys, options):
+def test_search_needs_no_rewards_data_or_secrets(files, monkeypatch, capsys, options):
     folder, words = files
     monkeypatch.delenv("SERVICE_TOKEN", raising=False)
     functions = [{"path": "gone.py:f", "kwargs": {"key": TOKEN, "of": {"more": [TOKEN]}, "n": 3}}, "no_such.rewards:f"]
@@ -72,7 +72,7 @@ def test_rewards_data_and_secrets_of_the_run_are_not_needed(files, monkeypatch, 
 
 
 @pytest.mark.slow
-def test_a_plan_takes_memory_speed_and_links_from_a_cluster_file(files, capsys):
+def test_plan_reads_memory_speed_and_links_from_a_cluster_file(files, capsys):
     folder, words = files
     plan = ["plan", *words[2:], "trainer.n_gpus_per_node=2", "actor.ppo_max_token_len_per_gpu=4096"]
     assert main(plan) == 0
@@ -93,7 +93,7 @@ def test_a_plan_takes_memory_speed_and_links_from_a_cluster_file(files, capsys):
 
 
 @pytest.mark.slow
-def test_a_model_and_a_cluster_are_enough_and_the_job_file_has_placeholders(files, capsys):
+def test_job_file_has_placeholders_if_only_model_and_cluster_are_given(files, capsys):
     folder, words = files
     out = folder / "best.yaml"
     few = [word for word in words if not word.startswith(("data.train_files", "reward."))]
@@ -112,7 +112,7 @@ def test_nodes_are_ordered_by_their_links(files, capsys):
     cluster = yaml.safe_load((folder / "cluster.yaml").read_text()) | {"nodes": 4, "links": {"measured": "links.yaml"}}
     (folder / "cluster.yaml").write_text(yaml.safe_dump(cluster))
     out = folder / "best.yaml"
-    kept = ["--keep", "trainer.nnodes", "trainer.nnodes=4"]  # gradients are reduced in a ring of nodes, without stages
+    kept = ["--keep", "trainer.nnodes", "trainer.nnodes=4"]  # all nodes form one ring for gradients
     kept += ["--keep", "training.pipeline_parallel_size", "training.pipeline_parallel_size=1"]
     assert main([*words, *kept, "--seconds", "0.5", "--out", str(out)]) == 0
     assert "s of inter-node communication per step" in capsys.readouterr().out
@@ -145,11 +145,11 @@ def test_plan_accepts_the_job_file_of_the_best_plan(files, capsys, monkeypatch):
         ((1.0, 2.0, 5.0), "training takes 62% of the step, so fewer or shorter samples"),
     ],
 )
-def test_on_one_device_the_longest_work_says_what_would_help_most(kinds, line):
+def test_longest_work_on_one_device_gives_the_recommendation(kinds, line):
     assert line in search_command.bottleneck_line(Seconds(*kinds))
 
 
-def test_changes_that_can_not_be_made_are_no_reasons_and_keys_are_whole_in_a_pipe(capsys, monkeypatch):
+def test_invalid_neighbours_are_only_counted_and_keys_are_not_truncated(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
     key = "training.virtual_pipeline_model_parallel_size"
     neighbours = [Neighbour((key, 2), None, TIMED_OUT), Neighbour(("actor.zero_stage", 9), None, "must be 3 or less")]
@@ -162,7 +162,7 @@ def test_changes_that_can_not_be_made_are_no_reasons_and_keys_are_whole_in_a_pip
 @pytest.mark.slow
 @pytest.mark.parametrize("batch, group, stages", [(8, 2, 1), (256, 4, 1), (32, 2, 2)])
 def test_plan_predicts_the_step_time_of_the_search(files, capsys, monkeypatch, batch, group, stages):
-    """With few samples, with so many that only a part is simulated, and with a pipeline schedule."""
+    """Use few samples, so many that only a part is simulated, and a pipeline schedule."""
     folder, words = files
     monkeypatch.setenv("COLUMNS", "100")
     out, kept = folder / "best.yaml", "training.pipeline_parallel_size"
@@ -174,10 +174,12 @@ def test_plan_predicts_the_step_time_of_the_search(files, capsys, monkeypatch, b
     plans = [line.split() for line in shown.splitlines() if re.match(r" *(= )?\dx\d", line)]
     assert main(["plan", str(out), "--cluster", str(folder / "cluster.yaml")]) == 0
     printed = capsys.readouterr().out
-    mine = to_config(compose_job([str(out)]), planning_facts).fusion.policy
+    of_job = to_config(compose_job([str(out)]), planning_facts).fusion.policy
     found = re.findall(r"^ *step(?: under (\w+) \([^)]*\))?(?:, [a-z ]+)? +([\d.]+) *$", printed, re.M)
-    assert len(found) == len(POLICIES) and {policy or mine: step for policy, step in found}.items() <= searched.items()
-    assert plans[0][-2] == searched[mine], "the table's first plan is the job file's"
+    assert (
+        len(found) == len(POLICIES) and {policy or of_job: step for policy, step in found}.items() <= searched.items()
+    )
+    assert plans[0][-2] == searched[of_job], "the first plan of the table is that of the job file"
     assert [float(plan[-2]) for plan in plans] == sorted(float(plan[-2]) for plan in plans)
 
 
@@ -200,14 +202,14 @@ def test_if_nothing_fits_the_nearest_plan_is_shown(files, capsys):
 
 
 @pytest.mark.slow
-def test_a_key_that_is_not_searched_can_not_be_kept(files, capsys):
+def test_keep_requires_a_searched_key(files, capsys):
     _, words = files
     assert main([*words, "--keep", "actor.zero_stag"]) == 2
     assert "did you mean" in (printed := capsys.readouterr().err) and "actor.zero_stage" in printed
 
 
 @pytest.mark.slow
-def test_the_job_file_changes_nothing_but_what_the_plan_says(files, monkeypatch, capsys):
+def test_job_file_changes_only_the_keys_of_the_plan(files, monkeypatch, capsys):
     folder, words = files
     monkeypatch.setenv("SERVICE_TOKEN", "not-for-files")
     job = {
@@ -248,7 +250,7 @@ def test_invalid_searches_are_refused(files, capsys, more, message):
 
 
 @pytest.mark.slow
-def test_a_batch_smaller_than_the_cluster_uses_fewer_devices(files, capsys):
+def test_small_batch_uses_fewer_devices_than_the_cluster_has(files, capsys):
     _, words = files
     few = ["data.train_batch_size=1", "actor.ppo_mini_batch_size=1", "rollout.n=2", "--seconds", "0.1"]
     kept = ["fusion.policy=serial", "--keep", "fusion.policy"]

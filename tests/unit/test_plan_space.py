@@ -43,7 +43,7 @@ def test_no_interleaved_schedule_beats_its_bound(shape, stages, placement):  # n
 
 @pytest.mark.parametrize("stages, loads", [(1, 1), (2, 3)])
 def test_fillings_are_enumerated_completely(stages, loads):
-    """If the first one fits, only fillings with fewer sequences follow; pipelines start with each token budget."""
+    """Check that only smaller fillings follow if the first one fits; pipelines start with each token budget."""
     axes = SMALL | {"actor.ppo_max_token_len_per_gpu": (1024, 2048, 4096)}
     structure, walk = (("training.pipeline_parallel_size", stages),), Fillings(axes)
     assert len(walk.first(structure)) == loads and walk.first(structure)[0] == FASTEST

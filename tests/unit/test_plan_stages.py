@@ -31,7 +31,7 @@ def large(tmp_path_factory):
     return read_shape(str(folder), "model.path")
 
 
-def test_fewer_logits_put_more_layers_next_to_the_head(large):
+def test_fewer_logits_allow_more_layers_on_the_last_stage(large):
     sizes = {}
     for prompt in (0, 512, 7680):
         config = job(training__pipeline_parallel_size=4, data__max_prompt_length=prompt)
@@ -69,12 +69,12 @@ def test_v_placement_has_both_ends_on_one_device(large):
     held = [len(part.layers) for part in parts_on(chunked(2), large, "actor", 0)]
     assert held == [4, 2] and parts_on(chunked(2), large, "actor", 0)[1].last
     ends = parts_on(chunked(2, "interleaved"), large, "critic", 0)
-    assert not ends[0].first and ends[1].last  # stages 3 and 7 of a pipeline that runs up
+    assert not ends[0].first and ends[1].last  # stages 3 and 7 of an upward pipeline
 
 
 @pytest.mark.parametrize("chunks, placement", CHUNKED[1:])
 def test_planner_schedules_virtual_stages(chunks, placement):
-    """Compared with 1F1B of one stage per device."""
+    """Compare with 1F1B of one stage per device."""
     config = chunked(chunks, placement, algorithm__adv_estimator="gae")
     planner, counts = planner_of(config), {"actor": 4, "critic": 4}
     for name in counts:
@@ -114,7 +114,7 @@ def test_a_vocabulary_parallel_head_is_split_evenly(large, chunks, placement, ro
 
 
 def test_activations_of_a_vocabulary_parallel_head_are_on_every_device(large):
-    """Less than those of a whole head on one device, more than none on the others."""
+    """Compare with a whole head: less on its device, more on the others."""
     whole, divided = (chunked(1, training__vocabulary_parallel=shared) for shared in (False, True))
     found = [[activations(config, large, "actor", "cuda", at) for at in (0, 3)] for config in (whole, divided)]
     layers = [[len(parts_on(config, large, "actor", at)[0].layers) for at in (0, 3)] for config in (whole, divided)]
@@ -123,7 +123,7 @@ def test_activations_of_a_vocabulary_parallel_head_are_on_every_device(large):
 
 
 def test_vocabulary_parallelism_shortens_steps_of_wide_heads(large):
-    """Eight stages of three or four layers and a head that costs as much as nine; no schedule is below the bound."""
+    """Use 8 stages of 3 or 4 layers and a head that costs as much as 9 layers; check the bounds as well."""
     times = StepTimes({"actor": replace(large, head=9 * large.layers[0])}, [512] * 256, 0)
     took = {}
     for shared in (False, True):

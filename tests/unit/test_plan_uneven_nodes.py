@@ -1,4 +1,4 @@
-"""Plans for clusters whose nodes differ: in speed, memory, memory bandwidth and number of devices."""
+"""Plans for clusters whose nodes differ in speed, memory, memory bandwidth or number of devices."""
 
 from math import inf
 
@@ -61,8 +61,8 @@ def test_plans_use_only_nodes_with_enough_devices(shape, bandwidth):  # noqa: F8
     assert machines == {(1, 1), (2, 1), (1, 2)}, "no two nodes have two devices"
     found = search(job, facts, seconds=inf)
     assert found.unexplored == 0 and found.plans[0].seconds.step == pytest.approx(min(brute_force(job, facts)))
-    asked = changed(job.config, [("trainer.nnodes", 2), ("trainer.n_gpus_per_node", 2)])
-    assert list(cluster.missing_for(asked)) == [
+    requested = changed(job.config, [("trainer.nnodes", 2), ("trainer.n_gpus_per_node", 2)])
+    assert list(cluster.missing_for(requested)) == [
         "trainer.nnodes=2: the cluster file has nodes=1 with 2 devices; change one of the two"
     ]
 
@@ -83,7 +83,7 @@ def test_forecasts_use_the_speeds_of_uneven_nodes():
     )
 
 
-def test_an_engine_is_as_fast_as_its_slowest_device():
+def test_engine_has_the_speed_of_its_slowest_device():
     config = Config()
     config.trainer.nnodes, config.trainer.n_gpus_per_node = 2, 4
     config.rollout.tensor_model_parallel_size = 2

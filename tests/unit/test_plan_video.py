@@ -18,7 +18,7 @@ def small(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_trained_tower_is_resident_twice(small):
+def test_trained_tower_is_resident_twice(small):
     shape = replace(read_shape(small, "model.path"), tower=1000)
     config = job(actor__zero_stage=3, video__freeze_vision_tower=False)
     parts = sizes(memory_of(config, {"actor": shape}, Budget("cuda", 80 * GIB)), "tower")
@@ -30,11 +30,11 @@ def test_a_trained_tower_is_resident_twice(small):
 
 
 @pytest.mark.slow
-def test_clip_embeddings_count_for_all_layers_that_read_them(small):
+def test_clip_embeddings_are_planned_for_all_layers_that_read_them(small):
     shape, config = read_shape(small, "model.path"), job(data__max_prompt_length=4096)
-    plain, fed = (replace(shape, tower=1000, embedded=times * shape.hidden) for times in (1, 4))
-    mine, theirs = (memory_of(config, {"actor": each}, Budget("cuda", 80 * GIB)) for each in (plain, fed))
+    plain, deepstack = (replace(shape, tower=1000, embedded=times * shape.hidden) for times in (1, 4))
+    base, wide = (memory_of(config, {"actor": each}, Budget("cuda", 80 * GIB)) for each in (plain, deepstack))
     tokens = max(each.prompts for each in worst_micro_batches(config, linear=False))
-    assert tokens >= 4096 and sizes(mine, "actor")["visual embeddings"] == tokens * 2 * shape.hidden
-    assert sizes(theirs, "actor")["visual embeddings"] == 2 * tokens * 2 * 4 * shape.hidden, "and in the batch's order"
-    assert sizes(theirs, "engine")["work space"] - sizes(mine, "engine")["work space"] >= 6 * 4096 * shape.hidden * 2
+    assert tokens >= 4096 and sizes(base, "actor")["visual embeddings"] == tokens * 2 * shape.hidden
+    assert sizes(wide, "actor")["visual embeddings"] == 2 * tokens * 2 * 4 * shape.hidden, "two copies"
+    assert sizes(wide, "engine")["work space"] - sizes(base, "engine")["work space"] >= 6 * 4096 * shape.hidden * 2

@@ -1,8 +1,8 @@
-"""Every policy on random jobs, machines and finishing orders; `playing` holds each call and decision against the rules.
+"""Every policy on random jobs, machines and finishing orders; `playing` checks each call and decision.
 
-What a played step asserts: each sample is generated, scored once per kind and accumulated once per epoch; the optimizer
-steps are those of mini-batches in prompt order, the actor's after all old log-probs; samples that a step leaves are
-never trained on; engines are never given more than they hold, siblings stay together, busy slots are left alone.
+The checks of a step: each sample is generated, scored once per kind and accumulated once per epoch; optimizer steps
+follow mini-batches in prompt order, those of the actor after all old log-probs; dropped samples are never trained on;
+engines never receive more than their capacity, samples of a group stay together, busy slots are not switched.
 """
 
 from dataclasses import replace
@@ -27,7 +27,7 @@ exploring = settings(deadline=None, derandomize=True, max_examples=16)
 @pytest.mark.parametrize("policy", POLICIES)
 @exploring
 @given(scene=scenes())
-def test_whatever_finishes_first_and_fails_each_sample_is_learned_from_once_in_its_mini_batch(policy, scene):
+def test_each_sample_is_trained_once_in_its_mini_batch_despite_failures(policy, scene):
     assert len(play(replace(scene, policy=policy)).learned) == 1
 
 
@@ -35,7 +35,7 @@ def test_whatever_finishes_first_and_fails_each_sample_is_learned_from_once_in_i
 @pytest.mark.parametrize("policy", POLICIES)
 @exploring
 @given(scene=scenes(steps=2, reference=True, estimator="grpo"))
-def test_pipelines_that_score_in_their_bubbles_keep_every_rule_too(policy, scene):
+def test_pipelines_that_score_in_bubbles_follow_all_rules(policy, scene):
     pipelined = replace(scene.settings, lockstep=True, lockstep_backward=True, pipelined=True)
     world = play(replace(scene, policy=policy, settings=pipelined))
     assert len(world.learned) == 2
@@ -46,7 +46,7 @@ def test_pipelines_that_score_in_their_bubbles_keep_every_rule_too(policy, scene
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(exploring, max_examples=8)
 @given(scene=scenes(steps=2, batches=3))
-def test_dynamic_sampling_replaces_groups_and_learns_from_the_first_with_spread(policy, scene):
+def test_dynamic_sampling_replaces_groups_without_reward_spread(policy, scene):
     assert_whole_batches(replace(scene, policy=policy))
 
 
@@ -58,7 +58,7 @@ def test_dynamic_sampling_replaces_groups_and_learns_from_the_first_with_spread(
 @settings(exploring, max_examples=8)
 @given(scene=scenes(steps=4))
 @pytest.mark.parametrize("data", ["over_sampling", "tail_batching", "partial_rollout", "one_step_off"])
-def test_steps_that_leave_groups_learn_from_a_whole_batch_and_no_staler_than_they_say(data, policy, scene):
+def test_steps_that_carry_groups_over_train_whole_batches_within_the_staleness_limit(data, policy, scene):
     world = play(replace(scene, data=data, policy=policy))
     most = {"one_step_off": 1, "partial_rollout": scene.steps}.get(data, 0)
     assert all(0 <= staleness <= most for staleness in world.staleness)
@@ -68,7 +68,7 @@ def test_steps_that_leave_groups_learn_from_a_whole_batch_and_no_staler_than_the
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(exploring, max_examples=12)
 @given(scene=scenes(steps=3), data=st.data())
-def test_slots_that_are_drained_and_restored_at_any_moment_change_nothing_that_is_learned(policy, scene, data):
+def test_draining_and_restoring_slots_at_any_time_does_not_change_training(policy, scene, data):
     slots = st.integers(0, scene.slots - 1)
     changes = tuple(data.draw(st.lists(st.tuples(st.floats(0.0, 6.0), slots), max_size=6)))
     drained = tuple(range(scene.slots))[1:] if data.draw(st.booleans()) else ()
@@ -76,22 +76,22 @@ def test_slots_that_are_drained_and_restored_at_any_moment_change_nothing_that_i
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_drained_slot_gets_nothing_and_the_others_end_the_step(policy):
+def test_drained_slot_receives_no_samples_and_the_others_finish_the_step(policy):
     world = play(job(policy, drained=(1,)))
     assert len(world.learned) == 3 and world.decided["OptimizerStep"] == 3 * 4
     assert {world.first[s.id] for groups in world.learned for group in groups for s in group.samples} == {0, 2}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["serial", "stream"])  # which move none themselves
-def test_samples_leave_a_slot_that_is_drained_in_the_middle_and_go_on_elsewhere(policy):
+@pytest.mark.parametrize("policy", ["serial", "stream"])  # these policies never move samples
+def test_samples_of_a_slot_drained_during_the_step_continue_on_other_slots(policy):
     costs = Costs(max_tokens=50, step_base_s=1.0, move_s=0.0)
     worlds = [play(job(policy, changes=((when, 0),), costs=costs)) for when in (1.0, 1.5, 2.0, 2.5, 3.0)]
     assert all(len(world.learned) == 3 for world in worlds)
     assert {slot for world in worlds for slot in world.went_on.values()} == {1, 2}
 
 
-def test_a_drained_slot_works_on_where_no_other_could():
+def test_drained_slot_keeps_working_if_all_others_are_lost():
     world = play(job("stream", drained=(0,), lost=(99.0, 1.0, 1.2)))
     assert len(world.learned) == 3 and not world.engines_restarted
 
@@ -102,40 +102,40 @@ PIPELINED = Settings(lockstep=True, lockstep_backward=True, pipelined=True)
 @pytest.mark.parametrize("zero", [40, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("given", [Settings(), Settings(lockstep_backward=True), PIPELINED])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_samples_without_advantage_are_skipped_and_steps_are_the_same(policy, given, zero):
-    """`playing` checks that the actor runs none of them and that each optimizer step counts them."""
+def test_samples_without_advantage_are_skipped_without_changing_the_steps(policy, given, zero):
+    """Rely on `playing`, which checks that the actor runs none of them and that each optimizer step counts them."""
     scene = replace(job(policy, settings=given, zero=zero), reference=False, epochs=2)
     for estimator in ("grpo", "gae"):
         world = play(replace(scene, estimator=estimator))
         assert len(world.learned) == 3 and all(0 < count <= 16 for count in world.skipped)
         assert (min(world.skipped) == 16) == (zero == 100)
-        assert max(play(replace(scene, estimator=estimator, reference=True)).skipped) == 0, "a KL loss"
+        assert max(play(replace(scene, estimator=estimator, reference=True)).skipped) == 0, "a KL loss needs all"
 
 
 def job(policy, **changes):
-    """Many samples, few slots, generous credits: whatever can overlap does, somewhere."""
+    """Return a scene with many samples, few slots and large credits, so that all possible overlaps occur."""
     scene = {"batch": 8, "siblings": 2, "mini_batch": 2, "prompts": 24, "steps": 3, "seed": 1}
     return Scene(policy, slots=3, reference=True, **scene, **changes)
 
 
 @pytest.mark.slow
-def test_serial_overlaps_nothing_stream_scores_beside_generation_and_adaptive_also_trains():
+def test_work_that_each_policy_overlaps_with_generation():
     overlapped = {policy: play(replace(job(policy), seed=4)).overlapped for policy in POLICIES}
     assert overlapped["serial"] == set()
     assert overlapped["stream"] == overlapped["rlhfuse"] == {"old_log_prob", "ref"}
     assert overlapped["adaptive"] == {"old_log_prob", "ref", "gradients"}
 
 
-def test_training_waits_for_the_batch_that_a_custom_estimator_reads(tmp_path):
+def test_training_waits_for_the_whole_batch_with_a_batch_estimator(tmp_path):
     (tmp_path / "mine.py").write_text("def mine(scores, mask): ...")
     world = play(replace(job("adaptive"), seed=4, estimator=f"{tmp_path}/mine.py:mine"))
     assert len(world.learned) == 3 and world.overlapped == {"old_log_prob", "ref"}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_passes_of_later_mini_batches_run_in_the_schedules_of_earlier_ones(policy):
+def test_passes_of_later_mini_batches_fill_the_schedules_of_earlier_ones(policy):
     world = play(job(policy, settings=PIPELINED))
-    if policy == "serial":  # of four mini-batches three follow one, in each of three steps; old log-probs in one go
+    if policy == "serial":  # 3 of 4 mini-batches in each of 3 steps; old log-probs at once
         assert world.trainer.filled == {"ref": 3 * 3, "actor": 3}
     else:  # some run while training waits for rewards
         assert world.trainer.filled["ref"] > 3 and world.trainer.filled["actor"] > 0
@@ -148,7 +148,7 @@ def test_only_rlhfuse_and_adaptive_move_samples():
 
 
 @pytest.mark.slow
-def test_a_credit_of_one_pauses_generation_until_the_consumer_has_caught_up():
+def test_credit_of_one_pauses_generation_until_scoring_has_caught_up():
     def switches(credit):
         settings = replace(job("stream").settings, credit_samples=credit)
         return play(job("stream", costs=Costs(max_sequences=2), settings=settings)).decided["Switch"]
@@ -157,12 +157,12 @@ def test_a_credit_of_one_pauses_generation_until_the_consumer_has_caught_up():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_last_engine_is_replaced_within_the_step(policy):
+def test_last_engine_is_replaced_within_the_step(policy):
     world = play(job(policy, lost=(0.05, 0.1, 0.15)))
     assert world.engines_restarted == 1 and len(world.learned) == 3
 
 
-async def test_without_the_weights_that_its_samples_are_of_the_last_engine_can_not_be_replaced():
+async def test_last_engine_cannot_be_replaced_after_the_actor_was_updated():
     board = SimpleNamespace(mini_batches={"actor": SimpleNamespace(completed=1)})
     with pytest.raises(WorkerLost, match="had updated the actor"):
         await Executor(board, None, None, StepContext(step=1, sampling=None), None)._restart_engine(0)

@@ -1,4 +1,4 @@
-"""Pairs from files, the Bradley-Terry loss, calibration, and the labeller of the remainder task."""
+"""Preference pairs from files, the Bradley-Terry loss, calibration, and the labeller of the remainder task."""
 
 import json
 from dataclasses import replace
@@ -38,7 +38,7 @@ def tokenizer():
     return build_tokenizer()
 
 
-def said(text):
+def message(text):
     return {"role": "assistant", "content": text}
 
 
@@ -50,14 +50,14 @@ def load(tmp_path, tokenizer, *rows, **settings):
 
 @pytest.mark.parametrize("template", ["as it is", "none"])
 @pytest.mark.parametrize("padding", ["another token", "end of sequence"])
-def test_a_response_is_scored_by_the_tokens_of_training(tmp_path, template, padding):
+def test_responses_are_scored_with_the_tokens_of_training(tmp_path, template, padding):
     tokenizer = build_tokenizer()
     if template == "none":
         tokenizer.chat_template = None
     if padding == "end of sequence":
         tokenizer.pad_token = tokenizer.eos_token
-    rows = [{"prompt": [PROMPT], "chosen": [said(GOOD)], "rejected": [said(BAD)]}]
-    rows += [{"chosen": [PROMPT, said(GOOD)], "rejected": [PROMPT, said(BAD)]}]
+    rows = [{"prompt": [PROMPT], "chosen": [message(GOOD)], "rejected": [message(BAD)]}]
+    rows += [{"chosen": [PROMPT, message(GOOD)], "rejected": [PROMPT, message(BAD)]}]
     for pair in load(tmp_path, tokenizer, *rows)[0]:
         for answer, ids in ((GOOD, pair.chosen_ids), (BAD, pair.rejected_ids)):
             item = replace(
@@ -69,8 +69,8 @@ def test_a_response_is_scored_by_the_tokens_of_training(tmp_path, template, padd
 
 CONVERSATIONS = {
     "a system message": ([{"role": "system", "content": "count"}, PROMPT], GOOD),
-    "two turns": ([PROMPT, said(BAD), PROMPT], GOOD),
-    "three turns": ([PROMPT, said(BAD), PROMPT, said(GOOD), PROMPT], BAD),
+    "two turns": ([PROMPT, message(BAD), PROMPT], GOOD),
+    "three turns": ([PROMPT, message(BAD), PROMPT, message(GOOD), PROMPT], BAD),
     "a question with line breaks": ([PROMPT | {"content": "\n 20 mod 6 =\n\n"}], GOOD),
     "an empty question": ([PROMPT | {"content": ""}], GOOD),
     "two numbers": ([PROMPT], "12 34"),
@@ -86,13 +86,13 @@ CONVERSATIONS = {
 @pytest.mark.parametrize("template", ["as it is", "none"])
 @pytest.mark.parametrize("padding", ["another token", "end of sequence"])
 @pytest.mark.parametrize("case", CONVERSATIONS)
-def test_other_conversations_are_scored_by_the_tokens_of_training(tmp_path, case, template, padding):
+def test_other_conversations_are_scored_with_the_tokens_of_training(tmp_path, case, template, padding):
     tokenizer, (prompt, answer) = build_tokenizer(), CONVERSATIONS[case]
     if template == "none":
         tokenizer.chat_template = None
     if padding == "end of sequence":
         tokenizer.pad_token = tokenizer.eos_token
-    row = {"prompt": prompt, "chosen": [said(answer)], "rejected": [said(" 7 7 7")]}
+    row = {"prompt": prompt, "chosen": [message(answer)], "rejected": [message(" 7 7 7")]}
     (pair,), _ = load(tmp_path, tokenizer, row, max_prompt_length=2000, max_response_length=2000)
     item = replace(item_of_row({"prompt": prompt, "response": answer}), prompt_text="<the policy's>")
     assert Transformers.encode(None, item, tokenizer).tokens == (*pair.shared_ids, *pair.chosen_ids)
@@ -102,13 +102,17 @@ def test_every_shape_of_a_conversation_gives_the_same_tokens(tmp_path, tokenizer
     pairs, report = load(
         tmp_path,
         tokenizer,
-        {"prompt": [PROMPT], "chosen": [said(GOOD)], "rejected": [said(BAD)]},
+        {"prompt": [PROMPT], "chosen": [message(GOOD)], "rejected": [message(BAD)]},
         {"prompt": PROMPT["content"], "chosen": f" {GOOD}", "rejected": BAD, "margin": 0.5},
-        {"prompt": PROMPT["content"], "chosen": [PROMPT, said(GOOD)], "rejected": [PROMPT, said(BAD)]},
-        {"chosen": [PROMPT, said(GOOD)], "rejected": [PROMPT, said(BAD)]},
-        {"prompt": json.dumps([PROMPT]), "chosen": json.dumps([said(GOOD)]), "rejected": json.dumps([said(BAD)])},
-        {"chosen": json.dumps([PROMPT, said(GOOD)]), "rejected": json.dumps([PROMPT, said(BAD)])},
-        {"prompt": [PROMPT, said("20 -")], "chosen": [said(GOOD[4:])], "rejected": [said(BAD[4:])]},
+        {"prompt": PROMPT["content"], "chosen": [PROMPT, message(GOOD)], "rejected": [PROMPT, message(BAD)]},
+        {"chosen": [PROMPT, message(GOOD)], "rejected": [PROMPT, message(BAD)]},
+        {
+            "prompt": json.dumps([PROMPT]),
+            "chosen": json.dumps([message(GOOD)]),
+            "rejected": json.dumps([message(BAD)]),
+        },
+        {"chosen": json.dumps([PROMPT, message(GOOD)]), "rejected": json.dumps([PROMPT, message(BAD)])},
+        {"prompt": [PROMPT, message("20 -")], "chosen": [message(GOOD[4:])], "rejected": [message(BAD[4:])]},
         {"chosen": f" 20 mod 6 = {GOOD}<end>", "rejected": f" 20 mod 6 = {BAD}<end>"},
     )
     assert report.startswith("data  8 pairs from")
@@ -135,7 +139,7 @@ def test_every_shape_of_a_conversation_gives_the_same_tokens(tmp_path, tokenizer
         ({"prompt": "1", "chosen": " 1", "rejected": " 2", "tools": 3}, "field tools: 3 where"),
     ],
 )
-def test_a_bad_row_is_named_by_file_row_and_field(tmp_path, tokenizer, row, message):
+def test_invalid_rows_are_reported_with_file_row_and_field(tmp_path, tokenizer, row, message):
     good = {"chosen": " 1 , 2", "rejected": " 3"}
     with pytest.raises(DataError, match=rf"pairs.jsonl, line 2.*{message}"):
         load(tmp_path, tokenizer, good, row, max_prompt_length=10, max_response_length=10)
@@ -155,7 +159,7 @@ def test_each_answer_keeps_at_least_one_token():
     assert [ids.tolist() for ids in (pair.shared_ids, pair.chosen_ids, pair.rejected_ids)] == [[5], [6], [6, 7]]
 
 
-def test_the_loss_is_bradley_and_terrys_with_its_margin():
+def test_bradley_terry_loss_with_margin():
     chosen, rejected = torch.tensor([1.0, 0.0], requires_grad=True), torch.tensor([0.0, 2.0])
     loss, sums = bradley_terry(chosen, rejected, torch.tensor([0.0, 1.0]))
     probabilities = 1 / (1 + np.exp(-np.array([1.0, -3.0])))
@@ -179,7 +183,7 @@ class Sums(torch.nn.Module):
 
 
 @pytest.mark.parametrize(("packed", "shared"), [(False, False), (True, False), (True, True)])
-def test_a_pair_is_scored_at_its_last_tokens_in_any_layout(packed, shared):
+def test_pairs_are_scored_at_their_last_tokens_in_any_layout(packed, shared):
     pairs = [
         make_preference(0, [3, 4, 5], [3, 4, 9, 9], 0.25),
         make_preference(1, [3, 8], [3, 4, 4, 4]),
@@ -197,11 +201,11 @@ def test_calibration_of_calibrated_scores():
     rng = np.random.default_rng(0)
     sure = rng.normal(0, 2, 20_000)
     gaps = np.where(rng.random(20_000) < 1 / (1 + np.exp(-sure)), sure, -sure)
-    honest, boastful = calibrate(gaps), calibrate(4 * gaps)
-    assert honest.ece < 0.02 < 0.1 < boastful.ece
-    assert honest.accuracy == boastful.accuracy == (gaps > 0).mean()
-    assert honest.counts.sum() == 20_000 and np.all(np.diff(honest.accuracies) > 0)
-    assert honest.loss < boastful.loss
+    calibrated, overconfident = calibrate(gaps), calibrate(4 * gaps)
+    assert calibrated.ece < 0.02 < 0.1 < overconfident.ece
+    assert calibrated.accuracy == overconfident.accuracy == (gaps > 0).mean()
+    assert calibrated.counts.sum() == 20_000 and np.all(np.diff(calibrated.accuracies) > 0)
+    assert calibrated.loss < overconfident.loss
 
 
 def test_calibration_of_known_values():
@@ -233,7 +237,7 @@ def test_plots_and_summary_show_logged_values(tmp_path, capsys):
         draw_overoptimization_panels({"first": rows, "second": [{"step": 1, names[0]: 0.5}]}, tmp_path / "both.png")
 
 
-def test_the_labeller_prefers_what_is_right_and_what_is_long():
+def test_labeller_prefers_correct_and_long_responses():
     rng, problems = np.random.default_rng(3), draw_problems(600, 5, held_out=False)
     truth = [[compute_score("", text, p.answer)["score"] for text in answers(p, rng)] for p in problems]
     assert 0.4 < np.mean(truth) < 0.7 and all(first != second for first, second in (answers(p, rng) for p in problems))
@@ -265,7 +269,7 @@ def test_pairs_of_scored_responses_prefer_the_higher_reward(tmp_path):
         write_pairs(tmp_path, path)
 
 
-def test_settings_of_a_reward_model_are_checked_and_those_of_rollouts_are_not():
+def test_reward_model_settings_are_checked_and_rollout_settings_are_not():
     config = Config()
     config.data.train_files, config.model.path, config.trainer.task = ["pairs.parquet"], "model", "reward_model"
     config.actor.ppo_mini_batch_size = 7  # used by RL training only

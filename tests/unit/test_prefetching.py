@@ -1,4 +1,4 @@
-"""When optimizers set out for their devices: the forecast of a step, and who has to go by it."""
+"""When optimizers are fetched to their devices: the forecast of the next step, and which ranks have to start."""
 
 from math import inf
 from types import SimpleNamespace
@@ -16,24 +16,24 @@ def model(left, done=False):
 
 
 def view(**more):
-    standing = dict(
+    defaults = dict(
         now=5.0, deadline=25.0, unfinished=0, tokens_to_score=0.0, deferred={}, effective_slots=1.0, costs=COSTS
     )
-    return SimpleNamespace(**standing | more)
+    return SimpleNamespace(**defaults | more)
 
 
-def test_who_needs_as_long_as_is_left_sets_out():
-    away = {0: 1.0, 3: 2.0}
-    assert optimizers_to_fetch(away, COPY_MARGIN * 2.0 + FORECAST_SLACK_S + 0.1) == []
-    assert optimizers_to_fetch(away, COPY_MARGIN * 2.0 + FORECAST_SLACK_S) == [3]
+def test_fetch_starts_when_the_transfer_needs_the_remaining_time():
+    offloaded = {0: 1.0, 3: 2.0}
+    assert optimizers_to_fetch(offloaded, COPY_MARGIN * 2.0 + FORECAST_SLACK_S + 0.1) == []
+    assert optimizers_to_fetch(offloaded, COPY_MARGIN * 2.0 + FORECAST_SLACK_S) == [3]
     assert (
-        optimizers_to_fetch(away, 0.0) == [0, 3]
-        and optimizers_to_fetch(away, inf) == optimizers_to_fetch({}, 0.0) == []
+        optimizers_to_fetch(offloaded, 0.0) == [0, 3]
+        and optimizers_to_fetch(offloaded, inf) == optimizers_to_fetch({}, 0.0) == []
     )
 
 
 @pytest.mark.parametrize(
-    "standing, models, seconds",
+    "snapshot, models, seconds",
     [
         (view(), [], inf),
         (view(), [model(0, done=True)], inf),
@@ -48,5 +48,5 @@ def test_who_needs_as_long_as_is_left_sets_out():
         (view(tokens_to_score=300.0, deferred={"old_log_prob": {1: {"a": 200}}}), [model(50.0)], 8.0),
     ],
 )
-def test_the_first_step_comes_after_generation_and_after_what_it_waits_for(standing, models, seconds):
-    assert seconds_until_step(standing, models) == pytest.approx(seconds)
+def test_next_step_follows_generation_and_the_scoring_it_depends_on(snapshot, models, seconds):
+    assert seconds_until_step(snapshot, models) == pytest.approx(seconds)

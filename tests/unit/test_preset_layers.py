@@ -1,4 +1,4 @@
-"""Presets of the command line win over the job file: alone, in sweeps, and over files that `plan --search` writes."""
+"""Presets on the command line override the job file, also in sweeps and for job files of `plan --search`."""
 
 import io
 
@@ -20,7 +20,7 @@ ESTIMATOR, N, KL = "algorithm.adv_estimator", "rollout.n", "algorithm.use_kl_in_
 
 @pytest.fixture
 def folder(tmp_path):
-    """With presets of the user's own."""
+    """Return a folder with custom presets."""
     files = {
         "lengths/long": "data: {max_response_length: 4096}\nactor: {ppo_mini_batch_size: 8}",
         "lengths/short": "data: {max_response_length: 16}",
@@ -106,7 +106,7 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("file", "words", "values"), CASES, ids=[f"{file}-{words}" for file, words, _ in CASES])
-def test_the_command_line_wins_over_the_file_and_settings_over_presets(file, words, values, folder):
+def test_command_line_overrides_the_file_and_settings_override_presets(file, words, values, folder):
     job = composed(folder, file, words)
     assert {key: OmegaConf.select(job, key) for key in values} == values
 
@@ -131,14 +131,14 @@ REFUSED = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("file", "words", "part"), REFUSED, ids=[f"{file}-{words}" for file, words, _ in REFUSED])
-def test_a_preset_of_which_a_part_can_not_apply_is_refused(file, words, part, folder):
+def test_presets_that_cannot_apply_completely_are_refused(file, words, part, folder):
     with pytest.raises(ConfigError) as error:
         composed(folder, file, words)
     assert part in str(error.value)
 
 
 OF_ONE_LOSS = "actor.kl_cov_ratio", "actor.ppo_kl_coef"
-"""Keys that other presets need not reset, because only actor.loss_mode=kl_cov reads them."""
+"""Keys that only actor.loss_mode=kl_cov reads, so other presets need not reset them."""
 
 
 def test_presets_of_a_group_set_the_same_keys():
@@ -148,17 +148,17 @@ def test_presets_of_a_group_set_the_same_keys():
 
 
 @pytest.mark.slow
-def test_what_a_preset_replaces_is_told_with_its_place(folder, capsys):
+def test_overridden_settings_are_reported_with_their_location(folder, capsys):
     composed(folder, "# a job\nrollout:\n  n: 3\nfusion: {policy: serial}\n", "algorithm=grpo fusion=serial")
-    told = capsys.readouterr().err.splitlines()
-    assert told == [f"{folder}/job.yaml:3: rollout.n=3 is overridden: algorithm=grpo sets 8"]
+    messages = capsys.readouterr().err.splitlines()
+    assert messages == [f"{folder}/job.yaml:3: rollout.n=3 is overridden: algorithm=grpo sets 8"]
     composed(folder, None, "experiment=quickstart algorithm=grpo rollout.n=4")
     assert capsys.readouterr().err.count("overridden") == 1, "algorithm.use_kl_in_reward"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("before", ALGORITHMS)
-def test_a_file_that_plan_search_writes_takes_any_preset(before, folder):
+def test_job_file_of_plan_search_accepts_any_preset(before, folder):
     given = compose_job([f"algorithm={before}", "fusion=over_sampling", "model.path=x", "data.train_files=[y]"])
     planned = OmegaConf.to_object(given)
     write_job(folder / "best.yaml", given, {}, planned, Console(file=io.StringIO()))
@@ -185,9 +185,7 @@ SWEEPS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("words", "more", "key", "values", "label"), SWEEPS, ids=[str(each[:2]) for each in SWEEPS])
-def test_a_sweep_runs_what_its_folders_and_rows_are_named_after(
-    words, more, key, values, label, folder, monkeypatch, capsys
-):
+def test_sweep_jobs_are_named_after_their_values(words, more, key, values, label, folder, monkeypatch, capsys):
     text = "fusion: {policy: adaptive, training: serial}\nalgorithm: {adv_estimator: gae}\nrollout: {n: 3}\n"
     (folder / "job.yaml").write_text(f"{text}data: {{max_response_length: 9}}\n{more}\n")
     jobs = []

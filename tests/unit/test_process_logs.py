@@ -1,4 +1,4 @@
-"""Logs of the processes of a run, and their use in the message of a death."""
+"""Logs of the processes of a run, and their use in messages about dead processes."""
 
 import os
 import signal
@@ -42,7 +42,7 @@ print(os.getpid(), file=open(os.environ["PID"], "w"))
 
 
 @pytest.mark.slow
-def test_what_a_process_and_its_children_write_is_in_its_file_over_restarts(logs, tmp_path, monkeypatch):
+def test_output_of_a_process_and_its_children_is_logged_across_restarts(logs, tmp_path, monkeypatch):
     monkeypatch.setenv("PID", str(tmp_path / "pid"))
     pids = []
     for _ in range(2):
@@ -70,7 +70,7 @@ def test_what_a_process_and_its_children_write_is_in_its_file_over_restarts(logs
     assert process_logs.log_hint("trainer/0") == f"logs: {logs}"
 
 
-def test_a_run_that_fails_says_where_its_logs_are(tmp_path, capsys):
+def test_failed_run_reports_the_path_of_its_logs(tmp_path, capsys):
     config = Config()
     config.model.path, config.trainer.default_local_dir, config.trainer.logger = "somewhere", str(tmp_path), ["console"]
     job = open_job(config)
@@ -85,7 +85,7 @@ def test_a_run_that_fails_says_where_its_logs_are(tmp_path, capsys):
     assert (job.folder / "logs" / "trainer-0.log").read_text() == "words to http://***@host\n"
 
 
-def test_an_evaluation_leaves_logs_where_it_fails(tmp_path):
+def test_evaluation_keeps_logs_only_on_failure(tmp_path):
     for failing in (False, True):
         with suppress(ValueError), process_logs.logs_kept_on_failure(tmp_path / "answers.logs"):
             process_logs.append("rollout/0", "words")
@@ -94,7 +94,7 @@ def test_an_evaluation_leaves_logs_where_it_fails(tmp_path):
         assert (tmp_path / "answers.logs" / "rollout-0.log").exists() == failing and process_logs.folder() is None
 
 
-def test_a_file_keeps_its_newest_bytes_and_who_writes_goes_on_at_its_end(tmp_path, monkeypatch):
+def test_log_keeps_its_newest_bytes_and_writers_continue_at_its_end(tmp_path, monkeypatch):
     monkeypatch.setattr(process_logs, "MAX_BYTES", 1000)
     monkeypatch.setattr(process_logs, "KEPT_BYTES", 500)
     path, began = tmp_path / "reward-0.log", b"== reward/0: process 7 on here, now\n"
@@ -104,12 +104,12 @@ def test_a_file_keeps_its_newest_bytes_and_who_writes_goes_on_at_its_end(tmp_pat
             writer.write(b"line %d of many\n" % number)
         process_logs.cut(path, began)
         writer.write(b"the last\n")
-    first, told, *rest = path.read_text().splitlines()
-    assert (first, told) == (began.decode().strip(), "(earlier output was removed)")
+    first, notice, *rest = path.read_text().splitlines()
+    assert (first, notice) == (began.decode().strip(), "(earlier output was removed)")
     assert rest[-2:] == ["line 99 of many", "the last"] and rest[0].startswith("line ") and path.stat().st_size < 600
-    process_logs.cut(path, began)  # small enough
+    process_logs.cut(path, began)  # no-op, as it is small enough
     assert len(path.read_text().splitlines()) == len(rest) + 2
-    path.write_bytes(b"7% done\r" * 200)  # progress bars have no line's end
+    path.write_bytes(b"7% done\r" * 200)  # progress bars have no newline
     process_logs.cut(path, began)
     assert path.read_bytes().endswith(b"7% done\r") and path.stat().st_size > 500
 
@@ -143,44 +143,44 @@ with recorder.span("backward"):
         ("SIGSEGV", "it crashed: Fatal Python error: Segmentation fault."),
     ],
 )
-def test_a_death_is_told_by_its_cause_and_never_guessed(name, why, tmp_path, monkeypatch):
+def test_death_is_reported_with_its_cause_without_guessing(name, why, tmp_path, monkeypatch):
     monkeypatch.setenv("PID", str(tmp_path / "pid"))
     with watchdog.watching(tmp_path, Recorder("driver"), print):
         assert run(DIES.format(name=name)) < 0
         error = ActorDiedError()
         monkeypatch.setattr(ActorDiedError, "__str__", lambda _: ENDED.format(pid=(tmp_path / "pid").read_text()))
-        told = cause_of_death(error, "trainer/1")
-    lines = told.splitlines()
+        message = cause_of_death(error, "trainer/1")
+    lines = message.splitlines()
     assert lines[0].startswith(f"{why} Its last event: began backward with ")
     assert " MiB in memory, " in lines[0] and "Free memory now: " in lines[0] and "out of memory" not in lines[0]
     assert lines[1:] == [f"logs: {tmp_path}/logs (trainer-1.log has the error)"]
 
 
 @pytest.mark.parametrize("grouped", [True, False])
-def test_out_of_memory_is_said_when_the_count_of_the_own_group_rose(grouped, tmp_path, monkeypatch):
+def test_out_of_memory_is_only_reported_if_the_kills_of_the_control_group_rose(grouped, tmp_path, monkeypatch):
     group, host = tmp_path / "memory.events", tmp_path / "vmstat"
     monkeypatch.setattr(host_memory, "_groups", lambda: [tmp_path] if grouped else [])
     monkeypatch.setattr(host_memory, "VMSTAT", host)
 
-    def count(own, whole):
-        group.write_text(f"low 0\noom_kill {own}\n")
-        host.write_text(f"pgfault 9\noom_kill {whole}\n")
+    def write_counts(group_kills, host_kills):
+        group.write_text(f"low 0\noom_kill {group_kills}\n")
+        host.write_text(f"pgfault 9\noom_kill {host_kills}\n")
 
-    count(3, 10)
+    write_counts(3, 10)
     monkeypatch.setattr(host_memory, "AT_START", host_memory._kills())
     assert host_memory.oom_kills() == ""
-    count(3, 11)  # that may have been another job's
-    told = engine_death.describe_kill(9)
-    assert " The kernel killed a process of this host for lack" in told and "it is out of memory" not in told
-    count(5, 13)
-    told = engine_death.describe_kill(9)
-    assert ("killer has ended 2 processes since the run began: it is out of memory" in told) == grouped
-    assert ("killed 3 processes of this host" in told) != grouped
+    write_counts(3, 11)  # may be of another job
+    message = engine_death.describe_kill(9)
+    assert " The kernel killed a process of this host for lack" in message and "it is out of memory" not in message
+    write_counts(5, 13)
+    message = engine_death.describe_kill(9)
+    assert ("killer has ended 2 processes since the run began: it is out of memory" in message) == grouped
+    assert ("killed 3 processes of this host" in message) != grouped
 
 
-def test_control_groups_of_either_version_are_read_from_the_innermost_out(tmp_path, monkeypatch):
-    own = tmp_path / "own"
-    own.write_text("9:name=systemd:/x\n4:memory:/jobs/a\n0::/slice/b\n")
+def test_control_groups_v1_and_v2_are_read_from_the_innermost(tmp_path, monkeypatch):
+    membership = tmp_path / "cgroup"
+    membership.write_text("9:name=systemd:/x\n4:memory:/jobs/a\n0::/slice/b\n")
     for folder, files in {
         "memory/jobs": {"memory.limit_in_bytes": 4 << 30, "memory.usage_in_bytes": 1 << 30},
         "memory/jobs/a": {"memory.limit_in_bytes": (1 << 63) - 4096, "memory.usage_in_bytes": 0},
@@ -190,13 +190,13 @@ def test_control_groups_of_either_version_are_read_from_the_innermost_out(tmp_pa
         (tmp_path / folder).mkdir(parents=True)
         for name, value in files.items():
             (tmp_path / folder / name).write_text(f"{value}\n")
-    groups = [*host_memory._groups(tmp_path, own)]
+    groups = [*host_memory._groups(tmp_path, membership)]
     assert [group.name for group in groups[:2]] == ["a", "jobs"] and tmp_path / "slice" in groups
     monkeypatch.setattr(host_memory, "_groups", lambda: groups)
     assert host_memory._limits() == [(2 << 30, 1 << 30)] and host_memory._kills()[0] == 3
 
 
-# Of engines ----------------------------------------------------------------------------------------------------------
+# Engines -------------------------------------------------------------------------------------------------------------
 
 UNSUPPORTED = """\
 (EngineCore pid=71) ERROR 11-23 03:40:47 [core.py:1100] EngineCore encountered a fatal error.
@@ -225,7 +225,7 @@ def died(tmp_path, text, status):
     return type(error), str(error)
 
 
-def test_an_engine_s_own_error_is_told_with_its_frames_and_one_that_was_killed_with_the_signal(tmp_path):
+def test_engine_exceptions_are_reported_with_frames_and_kills_with_the_signal(tmp_path):
     assert died(tmp_path, UNSUPPORTED + ABOVE, 1) == (
         EngineFailed,
         """\
@@ -236,25 +236,27 @@ rollout/0: vLLM's engine process failed with an exception.
     ops.cpu_attention(query)
 RuntimeError: Unsupported CPU attention configuration: 16""",
     )
-    assert "failed with an exception" in died(tmp_path, UNSUPPORTED, -signal.SIGTERM)[1], "vLLM ends what is left"
-    kind, told = died(tmp_path, "", -signal.SIGKILL)
+    assert "failed with an exception" in died(tmp_path, UNSUPPORTED, -signal.SIGTERM)[1], (
+        "vLLM ends the other processes"
+    )
+    kind, message = died(tmp_path, "", -signal.SIGKILL)
     start = (
         "rollout/0: vLLM's engine process was killed by signal 9 (SIGKILL); the sender is unknown. Free memory now: "
     )
-    assert kind is EngineLost and told.startswith(start) and "out of memory" not in told
+    assert kind is EngineLost and message.startswith(start) and "out of memory" not in message
     killed = (
         "ERROR [multiproc_executor.py:315] Worker proc VllmWorker-0 died unexpectedly (exit code: -9), shutting down."
     )
-    kind, told = died(tmp_path, f"{killed}\n{UNSUPPORTED}", 1)
-    assert kind is EngineLost and told.startswith(start), "the process that has the model was killed"
-    kind, told = died(tmp_path, "", -signal.SIGSEGV)
-    assert kind is EngineFailed and "engine process crashed with signal 11 (SIGSEGV). Free memory now: " in told
+    kind, message = died(tmp_path, f"{killed}\n{UNSUPPORTED}", 1)
+    assert kind is EngineLost and message.startswith(start), "the worker with the model was killed"
+    kind, message = died(tmp_path, "", -signal.SIGSEGV)
+    assert kind is EngineFailed and "engine process crashed with signal 11 (SIGSEGV). Free memory now: " in message
     crash = "terminate called after throwing an instance of 'std::bad_alloc'\nFatal Python error: Aborted\n"
-    kind, told = died(tmp_path, UNSUPPORTED + crash, -signal.SIGABRT)
+    kind, message = died(tmp_path, UNSUPPORTED + crash, -signal.SIGABRT)
     start = "rollout/0: vLLM's engine process crashed with signal 6 (SIGABRT). It is out of memory. Lower rollout."
-    assert kind is EngineFailed and told.startswith(start) and told.endswith("Fatal Python error: Aborted")
-    kind, told = died(tmp_path, "torch.OutOfMemoryError: CUDA out of memory. Tried\n", 1)
-    assert kind is EngineFailed and "with an exception. It is out of memory. Lower rollout.max_num_seqs" in told
+    assert kind is EngineFailed and message.startswith(start) and message.endswith("Fatal Python error: Aborted")
+    kind, message = died(tmp_path, "torch.OutOfMemoryError: CUDA out of memory. Tried\n", 1)
+    assert kind is EngineFailed and "with an exception. It is out of memory. Lower rollout.max_num_seqs" in message
 
 
 IGNORES = """
@@ -270,11 +272,11 @@ sys.exit((before, subprocess.run([sys.executable, *child]).returncode) != (0, -9
 """
 
 
-def test_how_a_child_ended_is_known_in_ray_s_processes_on_any_of_their_threads():
+def test_exit_status_of_children_is_available_in_all_threads_of_ray_processes():
     assert run(IGNORES) == 0
 
 
-def test_the_shown_part_of_a_traceback_is_own_code_and_where_it_broke():
+def test_shortened_traceback_keeps_user_code_and_the_failing_frame():
     frames = [f'  File "/home/me/a.py", line {n}, in f{n}\n    call()\n' for n in range(9)]
     text = f"Traceback (most recent call last):\n{''.join(frames)}ValueError: one\ntwo\n\nThe above exception was"
     (found,) = tracebacks.found_in(text)

@@ -1,4 +1,4 @@
-"""Frames, sizes and prompts of clips are those of the model's own processor."""
+"""Frames, sizes and prompts of clips match the processors of the models."""
 
 import itertools
 from dataclasses import fields, replace
@@ -18,7 +18,7 @@ from rlfuse.video.processor_sampling import smart_resize
 from rlfuse.video.prompt import VisualTokens, assemble
 from rlfuse.video.towers import Pixels
 
-pytest.importorskip("torchvision", reason="the models' own processors need it")
+pytest.importorskip("torchvision", reason="the models' processors need it")
 FAMILIES = {"video_llama_3": VideoLlama3, "qwen2_5_vl": Qwen25VL, "qwen3_vl": Qwen3VL}
 FRAMED = f"Look:\n{VISION_START}{{}}{VISION_END}What?"
 SHOWN = {"video_llama_3": "Look:\n{}\nWhat?", "qwen2_5_vl": FRAMED, "qwen3_vl": FRAMED}
@@ -29,7 +29,7 @@ EXTRA = {
     "qwen3_vl": [{}, CAPPED | {"max_video_tokens": 9}],
 }
 PIXELS = Pixels((0.5,) * 3, (0.5,) * 3, 1 / 255)
-"""Of VideoLLaMA3's processor where a checkpoint does not say."""
+"""Defaults of VideoLLaMA3's processor, used if a checkpoint sets none."""
 FEW_PIXELS = {"shortest_edge": 28 * 28, "longest_edge": 64 * 28 * 28}
 
 
@@ -56,7 +56,7 @@ def processor_of(kind, **settings):
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_frames_are_those_that_the_processor_takes(kind):
+def test_frames_match_the_processor(kind):
     family = FAMILIES[kind]
     sampling, whole = family.sampling, processor_of(kind)
     processor = whole.video_processor
@@ -73,7 +73,7 @@ def test_frames_are_those_that_the_processor_takes(kind):
         assert plan.fps == pytest.approx(len(expected) / total * fps)
         expected += expected[-1:] * (-len(expected) % family.temporal_patch)
         assert plan.times == tuple(frame / fps for frame in expected)
-        if kind == "qwen3_vl":  # to the bit, for what is rounded to tenths in the prompt
+        if kind == "qwen3_vl":  # exactly, as the prompt rounds them to tenths
             assert plan.patch_times == whole._calculate_timestamps(expected, fps)
 
 
@@ -83,7 +83,7 @@ def test_frames_are_those_that_the_processor_takes(kind):
     ("height", "width", "seconds"), [(56, 84, 3.2), (20, 41, 5.0), (100, 300, 9.0), (300, 200, 30.1)]
 )
 @pytest.mark.parametrize("size", [FEW_PIXELS, {"shortest_edge": 16 * 28 * 28, "longest_edge": 90 * 28 * 28}])
-def test_prompts_and_sizes_are_the_processors(kind, extra, height, width, seconds, size):
+def test_prompts_and_sizes_match_the_processor(kind, extra, height, width, seconds, size):
     family, fps = FAMILIES[kind], 5.0
     limits = {"min_frames": 4, "max_frames": 13, "fps": 1.0}
     processor = processor_of(kind, size=size, **limits, **extra)
@@ -105,10 +105,10 @@ def test_prompts_and_sizes_are_the_processors(kind, extra, height, width, second
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_prompts_with_several_clips_are_the_processors(kind):
-    """Clips of different lengths, rates and shapes; token for token and grid for grid."""
+def test_prompts_with_several_clips_match_the_processor(kind):
+    """Compare tokens and grids of clips of different lengths, frame rates and sizes."""
     family, limits = FAMILIES[kind], {"min_frames": 4, "max_frames": 13, "fps": 1.0}
-    if kind == "video_llama_3":  # which depends on pixels, see below
+    if kind == "video_llama_3":  # compression depends on pixels, see below
         limits["use_token_compression"] = False
     processor = processor_of(kind, size=FEW_PIXELS, **limits)
     clips = [(30, 5.0, 56, 84), (61, 10.0, 100, 300), (7, 2.0, 84, 56)]
@@ -130,14 +130,14 @@ def test_prompts_with_several_clips_are_the_processors(kind):
 
 
 def noise(frames, *, level=1, share=1.0, seed=0):
-    """uint8 [frames, 56, 84, 3]: of gray pixels a share differs by so much from the frame before."""
+    """Return gray frames [frames, 56, 84, 3] in uint8, a share of whose pixels changes by `level` per frame."""
     rng = np.random.default_rng(seed)
     changes = (rng.random((frames, 56, 84, 3)) < share) * level
     return (100 + changes.cumsum(axis=0) % 100).astype(np.uint8)
 
 
 def moving(frames, size=28, step=28):
-    """A white square that moves to the right by `step` pixels a frame, over black."""
+    """Return frames of a white square on black that moves to the right by `step` pixels per frame."""
     clip = np.zeros((frames, 56, 84, 3), np.uint8)
     for number in range(frames):
         clip[number, :size, number * step % 84 :][:, :size] = 255
@@ -162,7 +162,7 @@ CLIPS = {
 
 @pytest.mark.parametrize("blocks", [1, 3])
 @pytest.mark.parametrize("name", CLIPS)
-def test_repeated_tokens_are_left_out_as_by_the_processor(name, blocks):
+def test_repeated_tokens_are_dropped_as_by_the_processor(name, blocks):
     frames, family = CLIPS[name], VideoLlama3
     processor = processor_of("video_llama_3", size={"shortest_edge": 28 * 28, "longest_edge": 10**7})
     inputs = processor(
@@ -182,8 +182,8 @@ def test_repeated_tokens_are_left_out_as_by_the_processor(name, blocks):
 
 
 @pytest.mark.parametrize(("chosen", "tokens"), [({}, 216_000), ({"cap_pixels_per_frame": True}, 109_200)])
-def test_a_long_clip_of_qwen25_vl_has_as_many_tokens_as_its_processor_plans(chosen, tokens):
-    """300 s of 720p, whose pixels the processor does not bound unless its configuration or the key says so."""
+def test_long_clip_of_qwen25_vl_has_the_token_count_of_its_processor(chosen, tokens):
+    """Use 300 s of 720p, whose pixels the processor only limits with cap_pixels_per_frame."""
     facts, geometry = ClipMetadata(300.0, 30.0, 720, 1280, 9000), Geometry(temporal_patch=2)
     sampling = Qwen25VL.sampling.with_processor_settings(chosen)
     plan = plan_video(facts, sampling, geometry=geometry, timestamps=None)
@@ -195,38 +195,42 @@ def test_a_long_clip_of_qwen25_vl_has_as_many_tokens_as_its_processor_plans(chos
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_settings_that_a_checkpoint_leaves_out_are_the_processors_own(kind):
-    own, processor = FAMILIES[kind].sampling, processor_of(kind).video_processor
-    assert (own.min_pixels, own.max_pixels) == (processor.size.shortest_edge, processor.size.longest_edge)
-    for name in {each.name for each in fields(own)} - {"min_pixels", "max_pixels", "fps"}:
-        assert getattr(own, name) == (getattr(processor, name) or False), name
+def test_default_settings_match_the_processor(kind):
+    defaults, processor = FAMILIES[kind].sampling, processor_of(kind).video_processor
+    assert (defaults.min_pixels, defaults.max_pixels) == (processor.size.shortest_edge, processor.size.longest_edge)
+    for name in {each.name for each in fields(defaults)} - {"min_pixels", "max_pixels", "fps"}:
+        assert getattr(defaults, name) == (getattr(processor, name) or False), name
 
 
-def test_what_a_checkpoint_says_goes_before_the_familys():
-    own = VideoLlama3.sampling
-    assert own.with_processor_settings({}) == own == own.with_processor_settings({"fps": None, "size": {"height": 4}})
-    with_processor_settings = own.with_processor_settings(
+def test_checkpoint_settings_override_family_defaults():
+    family = VideoLlama3.sampling
+    assert (
+        family.with_processor_settings({})
+        == family
+        == family.with_processor_settings({"fps": None, "size": {"height": 4}})
+    )
+    changed = family.with_processor_settings(
         {"fps": 3, "max_frames": 9, "size": {"shortest_edge": 5, "longest_edge": 7}, "patch_size": 14}
     )
-    assert with_processor_settings == replace(own, fps=3, max_frames=9, min_pixels=5, max_pixels=7)
-    assert own.with_processor_settings({"size": {"shortest_edge": 5}, "min_pixels": 6}).min_pixels == 6
+    assert changed == replace(family, fps=3, max_frames=9, min_pixels=5, max_pixels=7)
+    assert family.with_processor_settings({"size": {"shortest_edge": 5}, "min_pixels": 6}).min_pixels == 6
     assert (
         Qwen25VL.sampling.with_processor_settings({"cap_pixels_per_frame": False}).frame_pixel_limit(10_000)
         == 768 * 28**2
     )
 
 
-def test_seed_vls_times_are_another_way_to_write_the_same_plan():
+def test_seed_vl_timestamps_do_not_change_the_plan_hash():
     facts = ClipMetadata(3.0, 24.0, 56, 56)
-    own, seed = (
+    default, seed = (
         plan_video(facts, VideoLlama3.sampling, timestamps=each) for each in (VideoLlama3.timestamps, SEED_TIMES)
     )
-    assert own.hash == seed.hash
-    assert [piece.text for piece in own.pieces][:2] == ["Time 0.0s:", ",Time 0.8s:"]
+    assert default.hash == seed.hash
+    assert [piece.text for piece in default.pieces][:2] == ["Time 0.0s:", ",Time 0.8s:"]
     assert [piece.text for piece in seed.pieces][:2] == ["[0.0 second]", "[0.8 second]"]
 
 
-def test_clips_without_an_answer_of_the_processor():
+def test_clips_that_the_processor_does_not_support():
     one = ClipMetadata(0.04, 24.0, 56, 56, 1)
     plan = plan_video(one, Qwen25VL.sampling, geometry=Geometry(temporal_patch=2), timestamps=None)
     assert plan.times == (0.0, 0.0)

@@ -1,4 +1,4 @@
-"""The prose of pages, docstrings, comments and messages: words to replace, length of sentences, purpose of a page.
+"""Prose of pages, docstrings, comments and messages: words to replace, length of sentences, purpose of a page.
 
 Code, quoted text and link targets are skipped. No prose linter on PyPI checks phrases in docstrings and messages.
 """

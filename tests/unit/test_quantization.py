@@ -1,4 +1,4 @@
-"""Engines of 8 bits: what a job needs for them, and what a plan and a run make of them."""
+"""8-bit engines: checks of the configuration, memory and costs in a plan, and bounds of a run."""
 
 import re
 from dataclasses import replace
@@ -18,8 +18,8 @@ from rlfuse.tools.planning.space import axes_of, is_structural
 KEY, EXPERTS = "rollout.quantization", "int8_per_channel_weight_only"
 
 
-def told(facts=None, **changes):
-    """What is wrong with it, in a job that has what it needs but for `changes`."""
+def problems(facts=None, **changes):
+    """Return the quantization problems of a job that is valid except for `changes`."""
     config = Config()
     config.rollout.quantization, config.model.dtype = "fp8_per_channel", "bfloat16"
     config.algorithm.rollout_correction.rollout_is = "token"
@@ -30,8 +30,8 @@ def told(facts=None, **changes):
 
 
 @pytest.mark.parametrize("kind", ["fp8_per_channel", "fp8_per_tensor", "fp8_per_block", EXPERTS, None])
-def test_a_job_with_corrections_may_have_each_kind_on_gpus(kind):
-    assert told(Facts(cuda=True, experts=True), rollout__quantization=kind) == []
+def test_each_kind_is_accepted_on_gpus_with_importance_correction(kind):
+    assert problems(Facts(cuda=True, experts=True), rollout__quantization=kind) == []
 
 
 @pytest.mark.parametrize(
@@ -64,16 +64,16 @@ def test_a_job_with_corrections_may_have_each_kind_on_gpus(kind):
         ({}, {"rollout__engine_kwargs": {"quantization": "fp8_per_tensor"}}, "set rollout.quantization instead"),
     ],
 )
-def test_what_is_missing_is_told_in_one_line(facts, changes, message):
-    assert len(found := told(Facts(**facts), **changes)) == 1
+def test_problems_are_reported_in_one_line(facts, changes, message):
+    assert len(found := problems(Facts(**facts), **changes)) == 1
     assert re.search(message, found[0])
 
 
-def test_a_cpu_engine_takes_the_one_that_it_has_kernels_for():
-    assert told(Facts(cuda=False)) == []
+def test_cpu_engines_accept_the_kind_with_cpu_kernels():
+    assert problems(Facts(cuda=False)) == []
 
 
-def test_small_weights_leave_room_for_the_cache_and_are_read_faster(shape):  # noqa: F811
+def test_quantized_weights_leave_memory_for_the_kv_cache_and_are_read_faster(shape):  # noqa: F811
     job = job_of(shape, Cluster(**CLUSTER))
     many = ("rollout.max_num_seqs", 1 << 20)  # so that the device limits the cache
     (wide_config, wide), (config, small) = (
@@ -87,11 +87,11 @@ def test_small_weights_leave_room_for_the_cache_and_are_read_faster(shape):  # n
     assert job.costs(config, small).step_base_s < job.costs(wide_config, wide).step_base_s
     mixture = replace(shape, active=0.3, experts=8, experts_used=1)
     config.rollout.quantization = EXPERTS
-    assert quantization_savings(config, mixture) == pytest.approx(0.8 * saved), "only experts have 8 bits"
+    assert quantization_savings(config, mixture) == pytest.approx(0.8 * saved), "only experts are quantized"
     assert quantization_savings(config, shape) == 0
 
 
-def test_a_search_tries_it_only_where_the_job_has_it(shape):  # noqa: F811
+def test_search_tries_quantization_only_if_the_job_sets_it(shape):  # noqa: F811
     config, cluster = Config(), Cluster(**CLUSTER)
     assert axes_of(config, shape, cluster)[KEY] == (None,)
     config.rollout.quantization = "fp8_per_tensor"
@@ -99,7 +99,7 @@ def test_a_search_tries_it_only_where_the_job_has_it(shape):  # noqa: F811
     assert axes_of(config, shape, cluster, keep=[KEY])[KEY] == ("fp8_per_tensor",)
 
 
-def test_a_run_of_it_is_labelled_and_held_against_wider_bounds():
+def test_quantized_runs_are_off_policy_with_wider_mismatch_bounds():
     assert label("exact", "fp8_per_channel") == "off-policy" and label("exact") == "exact"
     narrow, wide = BOUNDS["bfloat16"], mismatch_bound("bfloat16", "fp8_per_channel")
     assert (wide.mean, wide.most) == (QUANTIZED_FACTOR * narrow.mean, QUANTIZED_FACTOR * narrow.most)

@@ -83,10 +83,12 @@ def test_the_cluster_composes_the_same_job(here, tmp_path, monkeypatch):
     (here / "model").mkdir()
     (here / "model" / "config.json").write_text('{"max_position_embeddings": 4096, "num_attention_heads": 4}')
     (here / "model" / "tokenizer.json").touch()
-    config = config_of("model.path=model", "rollout.n=6", "rollout.engine_kwargs.enforce_eager=true")
+    named = "trainer.project_name='1e-5'"
+    config = config_of("model.path=model", "rollout.n=6", "rollout.engine_kwargs.enforce_eager=true", named)
     monkeypatch.chdir(pack(config, tmp_path / "package", here).folder / SUBMITTED)
     there = load(["job.yaml"])
     assert there.rollout == config.rollout and there.actor == config.actor and there.fusion == config.fusion
+    assert there.trainer.project_name == "1e-5"
     assert there.model.path == f"{here}/model" and there.reward.functions == ["mine/reward.py:score"]
 
 

@@ -3,7 +3,6 @@
 `public_commands.yaml` has public commands with their sources, and the jobs that they must become.
 """
 
-import dataclasses
 import io
 import json
 import sys
@@ -19,7 +18,6 @@ from rlfuse.config.facts import Facts
 from rlfuse.config.keys import is_free
 from rlfuse.config.other_frameworks import counterpart
 from rlfuse.errors import ConfigError
-from rlfuse.tools.translate import trl
 from rlfuse.tools.translate.command import main, read, translate
 from rlfuse.tools.translate.job import affects_training
 from rlfuse.tools.translate.undecided import UNDECIDED
@@ -171,18 +169,26 @@ def test_an_undecided_job_is_refused_until_it_is_decided(tmp_path, capsys):
 def test_what_has_an_equal_is_not_listed_as_undecided(framework, row):
     found = counterpart(row.name, KNOWN) if framework == "verl" else None
     assert row.why and (row.key in KNOWN or row.values)
-    assert not row.values or not {*row.values} & {*by_name()[row.name].names}, "the registry has these values"
+    assert row.key or not {*row.values} & {*by_name()[row.name].names}, "the registry has these values"
     assert row.values or (row.name not in KNOWN and not (found and found.is_same)), "this is a key"
 
 
-def test_defaults_of_trl_are_those_of_the_installed_version():
-    configs = pytest.importorskip("trl")
-    for program, name in (("grpo", "GRPO"), ("rloo", "RLOO"), ("sft", "SFT"), ("dpo", "DPO"), ("reward", "Reward")):
-        fields = {each.name: each for each in dataclasses.fields(getattr(configs, f"{name}Config"))}
-        for setting, value in trl.DEFAULTS[program].items():
-            default = fields[setting].default
-            default = fields[setting].default_factory() if default is dataclasses.MISSING else default
-            assert default == value, (program, setting)
+@pytest.mark.parametrize(
+    ("words", "stage"),
+    [
+        ("", 3),
+        ("actor_rollout_ref.actor.strategy=fsdp2", 3),
+        ("actor_rollout_ref.actor.fsdp_config.reshard_after_forward=False", 2),
+        ("actor_rollout_ref.actor.fsdp_config.fsdp_size=4 trainer.nnodes=2", 3),
+        ("actor_rollout_ref.actor.fsdp_config.fsdp_size=1", None),
+        ("actor_rollout_ref.actor.strategy=megatron", None),
+        ("--config-name=ppo_megatron_trainer", None),
+        ("trainer.n_gpus_per_node=1", None),
+    ],
+)
+def test_parameters_are_sharded_as_by_verls_fsdp(words, stage):
+    given = ["python3", "-m", "verl.trainer.main_ppo", "data.train_files=a", *words.split()]
+    assert translate(read(["--", *given])).settings.get("actor.zero_stage") == stage
 
 
 WANDB = "python3 -m verl.trainer.main_ppo data.train_files=gsm8k actor_rollout_ref.model.path=m trainer.nnodes=1"
@@ -385,7 +391,7 @@ def test_values_are_converted_where_they_can_be(given, set_to):
     command = read(["--", "data.shuffle=true"])
     command.settings = given
     job = translate(command)
-    left_open = {"reward.functions", "trainer.wandb_mode", *DEFAULTS} - set_to.keys()
+    left_open = {"reward.functions", "trainer.wandb_mode", "actor.zero_stage", *DEFAULTS} - set_to.keys()
     assert {key: value for key, value in job.settings.items() if key not in left_open} == set_to
     assert "trainer.task" not in job.undecided
 
@@ -403,9 +409,17 @@ def test_values_are_converted_where_they_can_be(given, set_to):
         (["reward_model.reward_manager=mine"], "reward.functions", "called for every sample, without a manager"),
         (["trainer.val_only=True"], "trainer.task", "use `rlfuse eval`"),
         (["algorithm.adv_estimator=gae"], "critic.path", "the command does not set it"),
+        (["algorithm.adv_estimator=[gae]"], "algorithm.adv_estimator", "needs a string"),
+        (["actor_rollout_ref.actor.tis_imp_ratio_cap=a"], f"{CORRECTION}.rollout_is_threshold", "needs a number"),
         (["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc",
           "reward_model.overlong_buffer.enable=True"], "algorithm.filter_groups.enable", "with the overlong penalty"),
         (["actor_rollout_ref.actor.optim.optimizer=Muon"], "actor.optim.lr", "rlfuse trains with AdamW"),
+        (["data.gen_batch_size=1536", "data.train_batch_size=512"], "data.train_batch_size", "verl trains on these"),
+        (["actor_rollout_ref.model.lora.adapter_path=a"], "model.path", "LoRA is not supported"),
+        (["custom_reward_function.path=a.py", "reward_model.enable=True", "reward_model.model.path=b"],
+         "reward.functions", "the score of the reward model alone"),
+        (["data.seed=1", "--config-path=/mine", "--config-name=ppo_trainer"], "trainer.task",
+         "--config-path=/mine: is not a setting"),
         (["data.seed=1", "~data.shuffle"], "trainer.task", "~data.shuffle: removes a setting of the framework"),
         (["data.train_batch_size=${a.b}"], "data.train_batch_size", "the value of ${...} is not in the command"),
     ],
@@ -414,124 +428,12 @@ def test_what_rlfuse_would_train_differently_is_left_open(words, key, why):
     assert why in str(translate(read(["--", "verl.trainer.main_ppo", *words])).undecided[key])
 
 
-FILES = "data.train_files=a/gsm8k.parquet actor_rollout_ref.model.path=m algorithm.adv_estimator=grpo"
-TRL = "trl grpo --model_name_or_path m --dataset_name ./d --reward_funcs a.b.c --num_processes 2"
-
-
-@pytest.mark.parametrize(
-    ("flags", "set_to", "undecided"),
-    [
-        ("", {"reward.functions": ["a.b:c"], "data.train_batch_size": 2, "data.prompt_is_chat": False}, {}),
-        ("--beta 0.1 --no_use_bias_correction_kl", {"actor.use_kl_loss": True, "actor.kl_loss_coef": 0.1}, {}),
-        ("--beta 0.1", {"actor.kl_loss_coef": 0.1}, {"actor.use_kl_loss": "weighted by the importance ratio"}),
-        ("--beta 0.1 --no_use_bias_correction_kl --sync_ref_model --ref_model_sync_steps 64 --num_iterations 2",
-         {"ref.sync_ref_model": True, "ref.ref_model_sync_steps": 32, "ref.ref_model_mixup_alpha": 0.6}, {}),
-        ("--scale_rewards none", {"algorithm.norm_adv_by_std_in_grpo": False}, {}),
-        ("--scale_rewards batch", {}, {"algorithm.norm_adv_by_std_in_grpo": "standard deviation of their group"}),
-        ("--loss_type dr_grpo", {"actor.loss_agg_mode": "seq-mean-token-sum-norm"}, {}),
-        ("--loss_type sapo --sapo_temperature_neg 2", {"actor.loss_mode": "sapo", "actor.tau_neg": 2.0}, {}),
-        ("--loss_type cispo --epsilon_high 5",
-         {"actor.loss_mode": "cispo", "actor.clip_ratio_low": 1.0, "actor.clip_ratio_high": 4.0}, {}),
-        ("--loss_type bnpo", {}, {"actor.loss_agg_mode": "over the tokens of one micro-batch"}),
-        ("--loss_type vespo", {}, {"actor.loss_mode": "vespo is not in rlfuse"}),
-        ("--num_iterations 3 --delta 4", {"actor.ppo_epochs": 3, "actor.clip_ratio_c": 4.0}, {}),
-        ("--steps_per_generation 8 --gradient_accumulation_steps 4 --max_steps 100",
-         {"data.train_batch_size": 16, "actor.ppo_mini_batch_size": 8, "trainer.total_training_steps": 50}, {}),
-        ("--num_generations 3", {}, dict.fromkeys(
-            ("data.train_batch_size", "actor.ppo_mini_batch_size"), "16 samples are not whole groups of")),
-        ("--use_peft", {}, {"model.path": "LoRA is not supported"}),
-        ("--use_vllm --vllm_importance_sampling_mode token_truncate --vllm_importance_sampling_cap 2",
-         {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": 2.0}, {}),
-        ("--use_vllm --vllm_importance_sampling_clip_min 0.5",
-         {f"{CORRECTION}.rollout_is_threshold_lower": 0.5, "trainer.total_epochs": 3}, {}),
-        ("--lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs '{\"min_lr_rate\": 0.1}'",
-         {"actor.optim.lr_scheduler_type": "cosine", "actor.optim.min_lr_ratio": 0.1}, {}),
-        ("--adam_beta2 0.95", {"actor.optim.betas": [0.9, 0.95]}, {}),
-        ("--lr_scheduler_type polynomial", {}, {"actor.optim.lr_scheduler_type": "polynomial is not in rlfuse"}),
-        ("--repetition_penalty 1.1", {}, {"rollout.temperature": "no such sampling parameter"}),
-        ("--some_new_flag 3", {}, {"trainer.task": "rlfuse has no such setting"}),
-        ("--report_to wandb", {"trainer.logger": ["console", "wandb"], "trainer.wandb_mode": "online"}, {}),
-        ("--run_name 007 --output_dir 7", {"trainer.experiment_name": "007", "trainer.default_local_dir": "7"}, {}),
-        ("--chat_template_kwargs '{\"enable_thinking\": false}'",
-         {"data.apply_chat_template_kwargs": {"enable_thinking": False}}, {}),
-        ("--lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs '{\"num_decay_steps\": 50}' --num_iterations 2",
-         {"actor.optim.lr_scheduler_type": "wsd", "actor.optim.lr_wsd_decay_steps": 25}, {}),
-        ("--lr_scheduler_kwargs '{open'", {}, {"actor.optim.lr_scheduler_type": "has no equal"}),
-        ("--warmup_ratio 0.1 --warmup_steps 10",
-         {"actor.optim.lr_warmup_steps": 10, "actor.optim.lr_warmup_steps_ratio": None}, {}),
-        ("--eval_strategy steps", {"trainer.test_freq": 10}, {}),
-        ("--eval_strategy steps --eval_steps 0.2 --save_steps 0.5 --max_steps 100",
-         {"trainer.test_freq": 20, "trainer.save_freq": 50}, {}),
-        ("--per_device_train_batch_size 0", {},
-         dict.fromkeys(("data.train_batch_size", "actor.ppo_mini_batch_size"), "must be 1 or more")),
-    ],
-)  # fmt: skip
-def test_trls_flags_become_keys(flags, set_to, undecided, tmp_path):
-    (tmp_path / "run.sh").write_text(f"{TRL} {flags}")
-    job = translate(read([str(tmp_path / "run.sh")]))
-    assert {key: job.settings.get(key) for key in set_to} == set_to
-    assert job.undecided.keys() == undecided.keys()
-    for key, why in undecided.items():
-        assert why in str(job.undecided[key])
-
-
-@pytest.mark.parametrize(
-    ("command", "keys"),
-    [
-        (f"{TRL} --per_device_train_batch_size $B", {"data.train_batch_size", "actor.ppo_mini_batch_size"}),
-        (f"{TRL} --learning_rate $LR --output_dir $OUT", {"actor.optim.lr"}),
-        (TRL.replace("2", "$N"), {"trainer.n_gpus_per_node"}),
-        (TRL.replace("./d", "$D"), {"data.train_files"}),
-        ("openrlhf.cli.train_ppo_ray --pretrain m --prompt_data ./d --remote_rm_url $URL --n_samples_per_prompt $N",
-         {"reward.functions", "rollout.n", "actor.ppo_mini_batch_size"}),
-        ("trl sft --model_name_or_path $M --num_processes 1",
-         {"model.path", "data.train_files", "trainer.task"}),
-        ("trl reward --model_name_or_path m --dataset_name ./d --max_length none --num_processes 1",
-         {"data.max_prompt_length", "data.max_response_length"}),
-        ("openrlhf.cli.train_ppo_ray --pretrain m --prompt_data ./d --remote_rm_url a.py --n_samples_per_prompt 0",
-         {"rollout.n"}),
-        ("f() {\n openrlhf.cli.train_ppo_ray --pretrain m --prompt_data ./d --remote_rm_url a.py \"$@\"\n}\nf --l2 1",
-         {"reward.functions"}),
-        (f"python3 -m verl.trainer.main_ppo {FILES} trainer.nnodes=0 actor_rollout_ref.actor.ppo_micro_batch_size=8",
-         {"actor.ppo_micro_batch_size_per_gpu"}),
-        ("openrlhf.cli.train_ppo_ray --pretrain m --prompt_data ./d --max_samples 9 --remote_rm_url a.py",
-         {"data.train_files"}),
-        ("openrlhf.cli.train_sft --pretrain m --prompt_data ./d --remote_rm_url http://a:1/b", {"trainer.task"}),
-    ],
-)  # fmt: skip
-def test_keys_of_unknown_values_are_left_open(command, keys, tmp_path):
-    (tmp_path / "run.sh").write_text(command)
-    assert translate(read([str(tmp_path / "run.sh")])).undecided.keys() == keys
-
-
-def test_settings_without_effect_are_listed(tmp_path):
-    (tmp_path / "run.sh").write_text(f"{TRL} --optim adamw_torch --logging_steps 1 --model_revision main")
-    listed = {given for settings in translate(read([str(tmp_path / "run.sh")])).notes.values() for given in settings}
-    assert {"optim=adamw_torch", "logging_steps=1", "model_revision=main"} <= listed
-    words = ["reward_model.reward_manager=dapo", "actor_rollout_ref.actor.optim.optimizer=AdamW"]
-    listed = str(translate(read(["--", "verl.trainer.main_ppo", *words])).notes)
-    assert all(word in listed for word in words)
-
-
 def test_references_to_other_settings_are_replaced():
     words = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=${data.train_batch_size}"]
     words += ["trainer.project_name=${oc.env:USER}", "trainer.experiment_name=b${data.train_batch_size}"]
     job = translate(read(["--", "verl.trainer.main_ppo", *words])).settings
     assert (job["actor.ppo_mini_batch_size"], job["trainer.experiment_name"]) == (8, "b8")
     assert job["trainer.project_name"] == "${oc.env:USER}"
-
-
-def test_a_config_file_of_trl_is_read_with_its_command(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("c.yaml").write_text("model_name_or_path: m\ndataset_name: ./d\nlearning_rate: 1e-4\n")
-    job = translate(
-        read(["--", *["trl", "reward", "--config", "c.yaml", "--learning_rate", "3e-4", "--num_processes", "1"]])
-    )
-    assert job.settings["trainer.task"] == "reward_model" and job.settings["actor.optim.lr"] == 3e-4
-    assert not job.undecided
-    job = translate(read(["--", "trl", "reward", "--config", "absent.yaml", "--model_name_or_path=m"]))
-    assert "settings are unknown" in str(job.undecided["trainer.task"])
-    assert "does not name the program" in str(translate(read(["c.yaml"])).undecided["trainer.task"])
 
 
 @pytest.mark.parametrize(
@@ -545,6 +447,9 @@ def test_a_config_file_of_trl_is_read_with_its_command(tmp_path, monkeypatch):
         (["bad.yaml"], "is not valid YAML"),
         (["list.yaml"], "it has no keys"),
         (["--", "trl", "grpo", "--model_name_or_path", "m", "--num_generations", "few"], "=few: must be a number"),
+        (["--", "trl", "grpo", "--model_name_or_path", "m", "--max_steps", "inf"], "=inf: must be a number"),
+        (["--", "trl", "dpo", "--model_name_or_path", "m", "--adam_beta1", "x"], "adam_beta1=x: must be a number"),
+        (["--", "trl", "grpo", "--model_name_or_path", "m", "--loss_type", "a", "b"], "must be text; correct"),
         (["--", "trl", "grpo", "--dataset_name", "d"], "sets no --model_name_or_path"),
         (["--", "trl", "grpo", "--config", "bad.yaml"], "--config bad.yaml: can't be read as YAML"),
         (["--", "openrlhf.cli.train_ppo_ray", "--adam_betas", "0.9"], "adam_betas=0.9: must be 2 numbers"),

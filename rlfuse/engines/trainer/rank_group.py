@@ -197,36 +197,36 @@ class RankGroup:
         self, method: str, action: str, slot: int | None, arguments: Callable[[int], tuple[Any, ...]]
     ) -> list[Any]:
         async with self._lock.exclusive() if slot is None else self._lock.shared():
-            asked = {
+            requests = {
                 rank: asyncio.ensure_future(self._ask(rank, method, action, *arguments(rank)))
                 for rank in self._ranks(slot)
             }
-            work = all_of([*asked.values()])
-            return await (self._watched(work, asked, action) if method in WATCHED else work)
+            work = all_of([*requests.values()])
+            return await (self._watched(work, requests, action) if method in WATCHED else work)
 
-    async def _watched(self, work: Awaitable[T], asked: Mapping[int, asyncio.Future], action: str) -> T:
+    async def _watched(self, work: Awaitable[T], requests: Mapping[int, asyncio.Future], action: str) -> T:
         """Return the result of a call; raise WorkerLost as soon as a rank hangs in it."""
-        task, watch = asyncio.ensure_future(work), asyncio.ensure_future(self._watch(asked, action))
+        task, watch = asyncio.ensure_future(work), asyncio.ensure_future(self._watch(requests, action))
         try:
             await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise watch.result()
-            self._completed_calls.update((rank, action) for rank in asked)
+            self._completed_calls.update((rank, action) for rank in requests)
             return task.result()
         finally:
             for each in (task, watch):
                 each.cancel()
             await asyncio.gather(task, watch, return_exceptions=True)
 
-    async def _watch(self, asked: Mapping[int, asyncio.Future], action: str) -> WorkerLost:
+    async def _watch(self, requests: Mapping[int, asyncio.Future], action: str) -> WorkerLost:
         """Wait until one of these ranks hangs, kill it and return the error to raise."""
         limit = self.config.cluster.heartbeat_s
-        first = any((rank, action) not in self._completed_calls for rank in asked)
+        first = any((rank, action) not in self._completed_calls for rank in requests)
         detector, looked, pulses = HangDetector(limit, first), time.monotonic(), dict[int, Any]()
         try:
             while True:
                 await asyncio.sleep(limit / CHECKS_PER_HEARTBEAT)
-                running = [rank for rank, answer in asked.items() if not answer.done()]
+                running = [rank for rank, answer in requests.items() if not answer.done()]
                 for rank in running:
                     if rank not in pulses:
                         pulses[rank] = asyncio.wrap_future(self.ranks[rank].pulse.remote().future())
@@ -259,9 +259,9 @@ class RankGroup:
         return call(reference, f"trainer/{rank}", action, self.config.cluster.timeout_s)
 
 
-def _pulse_or_error(asked: asyncio.Future | None) -> Any:
+def _pulse_or_error(request: asyncio.Future | None) -> Any:
     """Return the pulse, None if it has not arrived, or the error of the request; the call itself reports more."""
-    return asked and (asked.exception() or asked.result())
+    return request and (request.exception() or request.result())
 
 
 OnRanksJoined = Callable[[RankGroup], Awaitable[None]]

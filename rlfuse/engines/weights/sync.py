@@ -275,7 +275,7 @@ class _Receivers:
             except EngineLost:
                 return False, None
 
-        asked = self.engines
-        answers = await asyncio.gather(*map(one, asked))
-        self.engines = [engine for engine, (here, _) in zip(asked, answers, strict=True) if here]
-        return {engine.name: answer for engine, (here, answer) in zip(asked, answers, strict=True) if here}
+        engines = self.engines
+        answers = await asyncio.gather(*map(one, engines))
+        self.engines = [engine for engine, (here, _) in zip(engines, answers, strict=True) if here]
+        return {engine.name: answer for engine, (here, answer) in zip(engines, answers, strict=True) if here}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -43,13 +44,15 @@ class Command:
     """Number of training processes; None: one per GPU of the machine."""
 
     def value(self, name: str, default: Any) -> Any:
-        """Return a setting or its default. Raises ConfigError if the default is one or more numbers and it is not."""
+        """Return a setting or its default. Raises ConfigError if the default is text, or numbers, and it is not."""
         given = self.settings.get(name, default)
         count = len(default) if isinstance(default, list) and all(map(_is_number, default)) else 0
         is_list = isinstance(given, list) and len(given) == count and all(map(_is_number, given))
         if (_is_number(default) and not _is_number(given)) or (count and not is_list):
             valid = f"must be {count} numbers" if count else "must be a number"
             raise ConfigError([f"{self.origin}: {name}={as_typed(given)}: {valid}; correct the command"])
+        if isinstance(default, str) and not isinstance(given, str | bool | None):
+            raise ConfigError([f"{self.origin}: {name}={as_typed(given)}: must be text; correct the command"])
         return given
 
     def read_settings(self, words: Sequence[Word]) -> None:
@@ -123,7 +126,7 @@ def _why_unread(word: Word) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _without_redirections(words: Sequence[Word]) -> list[Word]:

@@ -36,8 +36,8 @@ Convert a command of verl, TRL or OpenRLHF to a job file on stdout:
 Keys with ??? are to be decided: rlfuse has no equal, and their comments say why. Write a value for each, then run:
 rlfuse plan my_job.yaml; rlfuse train my_job.yaml
 """
-VERL = re.compile(r"(?:^|[./])(main_\w+?)(?:\.py)?$")
-OPENRLHF = re.compile(r"openrlhf[./]cli[./](train_\w+?)(?:\.py)?$")
+VERL = re.compile(r"^(?:\S*[./])?main_\w+?(?:\.py)?$")
+OPENRLHF = re.compile(r"openrlhf[./]cli[./]train_\w+?(?:\.py)?$")
 FORMS = "verl.trainer.main_ppo KEY=VALUE ..., trl grpo --FLAG ..., or openrlhf.cli.train_ppo_ray --FLAG ..."
 ENVIRONMENT = ("WANDB_MODE", "WANDB_PROJECT")
 
@@ -95,7 +95,8 @@ def _parse_words(origin: str, words: list[Word], environment: dict[str, str]) ->
     else:
         form = VERL if command.framework == "verl" else OPENRLHF
         at = next((at for at, word in enumerate(words) if form.search(word.text) and "=" not in word.text), -1)
-        command.program = form.search(words[at].text)[1] if at >= 0 else ""
+        name = words[at].text.removesuffix(".py").replace("/", ".") if at >= 0 else ""
+        command.program = name if command.framework == "verl" else name.rpartition(".")[2]
         (command.read_settings if command.framework == "verl" else command.read_flags)(words[at + 1 :])
     if not command.settings and not command.unknown:
         raise ConfigError([f"{origin}: no settings found; write a command as {FORMS}"])

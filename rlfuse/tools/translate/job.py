@@ -144,7 +144,7 @@ class Translation:
                 continue
             if self.has_row(name):
                 self.decide(name, value)
-            elif ignored.match(name) or value in (None, False):
+            elif ignored.match(name) or value in (None, False, [], {}):
                 self.note("no effect on what is trained", f"{name}={as_typed(value)}")
             else:
                 self.leave_open("trainer.task", f"{name}={as_typed(value)}: rlfuse has no such setting")

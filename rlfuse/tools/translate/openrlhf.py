@@ -113,7 +113,7 @@ READ = {
 WITHOUT_EFFECT = re.compile(
     r"(ref|reward|critic)_num_|colocate|vllm_|ckpt|save_|logging_|micro_|rollout_max|rollout_tasks|use_dynamic_batch"
     r"|use_wandb|use_tensorboard|enforce_eager|deepspeed|fsdp|ds_|flash_attn|attn_impl|bf16|param_dtype|zpg|overlap_comm|grad_accum|actor_init"
-    r"|enable_prefix|disable_|label_key|eval_split|prompt_split|wandb_|ring_head|load_checkpoint|local_rank|perf|use_ms"
+    r"|enable_prefix|disable_|eval_split|wandb_|ring_head|load_checkpoint|local_rank|perf|use_ms"
     r"|value_head|ref_reward|use_liger|gradient_checkpointing_use|async_queue|max_len$|deepcompile|colocate_|ptx_coef"
 )
 """Flags that do not change what is trained."""
@@ -219,7 +219,7 @@ def _data(job: Translation, given: dict[str, Any], command: Command) -> None:
         dataset = str(given.get(name) or "")
         if dataset:
             first = "max_samples" in given and name == "prompt_data"
-            job.set_files(key, name, dataset, f", the first {given['max_samples']:,} rows" if first else "")
+            job.set_files(key, name, dataset, f", the first {given['max_samples']} rows" if first else "")
         elif name == "prompt_data" and not any(each.startswith(name) for each in command.unknown):
             job.leave_open(key, "the command does not set prompt_data")
 

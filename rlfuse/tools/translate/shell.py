@@ -15,12 +15,21 @@ from dataclasses import dataclass, field
 CLOSING = {"(": ")", "{": "}"}
 BLOCK_START, BLOCK_END = {"if", "for", "while", "until", "case", "select"}, {"fi", "done", "esac"}
 SKIPPED = {"then", "else", "elif", "do", "!", "{", "}", "time", "exec"}
+CONDITIONS = {"if", "while", "until"}
 DECLARATIONS = {"export", "declare", "readonly", "local", "typeset"}
 HERE = "\0"
 """The working folder ($PWD, `pwd`) within a word, which makes paths relative."""
 CONDITIONAL = "&&"
 """First word of a command that runs depending on the exit status of the previous one."""
 HEREDOC = re.compile(r"<<(-?)\s*(?:'([^'\n]*)'|\"([^\"\n]*)\"|\\?([\w.]+))(.*)\n")
+ARITHMETIC = "let"
+"""First word of `((...))` as it is read."""
+CHANGE = re.compile(r"([A-Za-z_]\w*)\s*(?:[-+*/%&|^]?=(?!=)|<<=|>>=|\+\+|--)|(?:\+\+|--)\s*([A-Za-z_]\w*)")
+"""A variable that arithmetic changes."""
+READERS = {"read", "unset", "mapfile", "readarray", "printf", "getopts"}
+"""Commands that set variables without an assignment, which are among their words."""
+FILES, SETUP = {"source", ".", "eval"}, re.compile(r"conda|activate|bashrc|set_env")
+"""Commands that run other text, which may set any variable, and what is known not to."""
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 OPERATORS = {
     ast.Add: operator.add,
@@ -58,29 +67,41 @@ class Script:
     def commands(self, text: str) -> Iterator[list[Word]]:
         """Yield the words of each command; `values` then has the variables that it sees."""
         for raw in _split(text):
+            before = dict(self.values)
             if words := self._evaluate(raw):
                 yield words
+            if words and ASSIGNMENT.fullmatch(raw[0]):  # NAME=value command: for this command only
+                self.values = before
 
     def _evaluate(self, raw: list[str]) -> list[Word]:
         is_conditional, raw = raw[0] == CONDITIONAL, raw[raw[0] == CONDITIONAL :]
-        self.depth += sum(word in BLOCK_START for word in raw[:1]) - sum(word in BLOCK_END for word in raw[:1])
         self.braces += ("{" in raw[:1] + raw[-1:]) - ("}" in raw[:1])
-        for name in self._set_otherwise(raw):
-            self.values[name] = [_unknown(name)]
-        while raw and raw[0] in SKIPPED | DECLARATIONS:
+        while raw and raw[0] in SKIPPED:
             raw = raw[1:]
-        while raw and (found := ASSIGNMENT.fullmatch(raw[0])):
+        self.depth += sum(word in BLOCK_START for word in raw[:1]) - sum(word in BLOCK_END for word in raw[:1])
+        others = self._set_otherwise(raw)
+        while raw and raw[0] in DECLARATIONS:
+            raw = raw[1:]
+        count = next((at for at, each in enumerate(raw) if not ASSIGNMENT.fullmatch(each)), len(raw))
+        words = [_relative(word) for each in raw[count:] for word in self.expand(each)]
+        for found in map(ASSIGNMENT.fullmatch, raw[:count]):
             self._assign(found[1], bool(found[2]), found[3], is_conditional or self.depth > 0)
-            raw = raw[1:]
-        return [_relative(word) for each in raw for word in self.expand(each)]
+        self.values |= {name: [_unknown(name)] for name in others}
+        return words
 
     def _set_otherwise(self, raw: list[str]) -> list[str]:
         """Return the variables that a command sets or unsets without an assignment."""
+        while raw and (raw[0] in CONDITIONS or ASSIGNMENT.fullmatch(raw[0])):
+            raw = raw[1:]
         match raw:
+            case [*_, first, inside] if first == ARITHMETIC:
+                return [before or after for before, after in CHANGE.findall(inside)]
             case ["for" | "select", name, *_]:
                 return [name]
-            case ["read" | "unset", *names]:
+            case [command, *names] if command in READERS:
                 return [name for name in names if name.isidentifier()]
+            case [command, *words] if command in FILES and not SETUP.search(" ".join(words)):
+                return [*self.values]
         return []
 
     def _assign(self, name: str, more: bool, raw: str, is_conditional: bool) -> None:
@@ -234,6 +255,10 @@ def _split(text: str) -> Iterator[list[str]]:
             continue
         if letter == "#" and not word:
             at = text.find("\n", at) % (len(text) + 1) + continued
+            continue
+        if text.startswith("((", at) and not word:
+            end = _closing(text, at)
+            words, at = [*words, ARITHMETIC, text[at + 2 : end - 2]], end
             continue
         if letter in ("'", '"', "`"):
             end = _end_of_quote(text, at)

@@ -51,13 +51,12 @@ _ONLINE = {
     "epsilon_high": None,
     "temperature": 1.0,
     "beta": 0.0,
-    "sync_ref_model": False,
-    "ref_model_sync_steps": 512,
-    "ref_model_mixup_alpha": 0.6,
 }
+_SYNC = {"sync_ref_model": False, "ref_model_sync_steps": 512, "ref_model_mixup_alpha": 0.6}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "grpo": _SHARED
     | _ONLINE
+    | _SYNC
     | {
         "loss_type": "dapo",
         "scale_rewards": "group",
@@ -71,9 +70,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "sapo_temperature_pos": 1.0,
         "sapo_temperature_neg": 1.05,
     },
-    "rloo": _SHARED | _ONLINE | {"num_generations": 2, "beta": 0.05},
+    "rloo": _SHARED | _ONLINE | _SYNC | {"num_generations": 2, "beta": 0.05},
     "sft": _SHARED | {"learning_rate": 2e-5, "max_length": 1024, "loss_type": "nll"},
-    "dpo": _SHARED | {"beta": 0.1, "max_length": 1024, "loss_type": ["sigmoid"]},
+    "dpo": _SHARED | _SYNC | {"beta": 0.1, "max_length": 1024, "loss_type": ["sigmoid"]},
     "reward": _SHARED | {"learning_rate": 1e-4, "max_length": 1024},
 }
 """Program -> TRL's defaults of the settings that the translation reads."""
@@ -118,10 +117,14 @@ DIRECT_ONLINE = {
 GRPO = {"loss_type", "scale_rewards", "importance_sampling_level", "delta", "multi_objective_aggregation"}
 """Settings that only GRPO has, of those that generate."""
 ONLINE = {"reward_funcs", "num_generations", "max_completion_length"}
+COUNTS = ("num_generations", "num_iterations")
 REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 UNKNOWN = {
     "dataset_name": ("data.train_files",),
+    "dataset_train_split": ("data.train_files",),
     "reward_funcs": ("reward.functions",),
+    "reward_model_name_or_path": ("reward.model_path",),
+    "processing_class": ("model.path",),
     "num_generations": ("rollout.n", "data.train_batch_size", "actor.ppo_mini_batch_size"),
     **dict.fromkeys(
         ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size"),
@@ -148,14 +151,22 @@ WITHOUT_EFFECT = re.compile(
     r"log_|logging_|hub_|push_to_hub|trackio|wandb_|lora_|use_peft$|eval_|per_device_eval|do_|save_|dataloader|ddp_|fsdp"
     r"|num_(machines|processes|completions)|main_process|machine_rank|rdzv|nnodes|bf16_|fp16_|tf32|use_liger|liger_"
     r"|gradient_checkpointing_kwargs|attn_implementation|torch_compile|vllm_(mode|server|group|enable|max|model|device)"
-    r"|use_transformers|cache_|use_cache|pad_|remove_unused|overwrite_output|output|include_|disable_tqdm|debug|ds3_"
+    r"|use_transformers|cache_|use_cache|pad_|remove_unused|overwrite_output|output|include_|disable_tqdm|debug|ds3_|disable_dropout"
     r"|dataset_num_proc|local_rank|prediction_loss|load_best|metric_for|greater_is|activation_offloading|use_cpu"
-    r"|local_rollout|num_sample_generations|dataset_streaming|ignore_bias|packing$|padding_free|cast_lm"
-    r"|precompute_ref|config$|sft_model_path|auto_find|skip_memory|data_seed|num_ppo_epochs"
+    r"|local_rollout|num_sample_generations|dataset_streaming|ignore_(bias|data)|padding_free|cast_lm|shuffle_dataset"
+    r"|precompute_ref|config$|sft_model_path|auto_find|skip_memory|data_seed|num_ppo_epochs|torch_empty|batch_eval"
+    r"|enable_jit|restore_callback"
 )
 """Names of TRL that do not change what is trained."""
-PROGRAM = re.compile(r"(?:^|/)(?:trl|examples|scripts)\S*/(\w+)\.py$")
-CONFIGS = re.compile(r"(?:^|/)(?:deepspeed_)?(zero[123]|fsdp[12]|multi_gpu|single_gpu)(?:\.yaml)?$")
+PROGRAM = re.compile(r"(?:^|/)(?:trl|examples)/scripts/(?:\S*/)?(\w+)\.py$")
+"""Scripts of TRL, which train by the settings alone, except for rewards and datasets that they define."""
+CONFIGS = re.compile(r"(?:^|accelerate_configs/(?:deepspeed_)?)(zero[123]|fsdp[12]|multi_gpu|single_gpu)(?:\.yaml)?$")
+"""Accelerate configs of TRL, which start 8 processes or one; other files may start another number."""
+SHARDING = re.compile(r"zero_?([123])|fsdp[12]?(?:\.yaml)?(?: |$)")
+"""Names of files that shard a model: FSDP as ZeRO 3 does."""
+
+
+PYTHON = re.compile(r"(\S*/)?python[\d.]*|-\w+")
 
 
 def program_at(words: Sequence[Word]) -> int | None:
@@ -180,6 +191,11 @@ def read_words(command: Command, words: Sequence[Word]) -> None:
     is_cli = not name.endswith(".py")
     command.program = name if is_cli else _program_of(script[1] if script else Path(name).stem)
     command.read_flags(words[at + 1 :])
+    for theirs, name in (("config_file", "config_file"), ("deepspeed_config_file", "deepspeed")):
+        if theirs in launcher.settings:
+            command.settings[name] = launcher.settings[theirs]
+    if not is_cli and script is None:
+        command.unread[name] = "may change what its flags set; compare the script with this job"
     file = command.settings.pop("config", None)
     if file is not None:
         path = Path(str(file)).expanduser()
@@ -195,13 +211,10 @@ def read_words(command: Command, words: Sequence[Word]) -> None:
             command.unknown |= inside.unknown
         else:
             command.unread[f"--config {file}"] = "the file does not exist here, so that its settings are unknown"
-    command.processes = _processes(launcher.settings | command.settings)
-    if (
-        command.processes is None
-        and not is_cli
-        and not {"accelerate", "torchrun", "deepspeed"} & {word.text for word in words[:at]}
-    ):
-        command.processes = 1  # python script.py
+    is_unknown = any(each.startswith(("num_processes=", "nproc_per_node=", "nnodes=")) for each in launcher.unknown)
+    command.processes = None if is_unknown else _processes(launcher.settings | command.settings)
+    if not is_cli and all(PYTHON.fullmatch(word.text) for word in words[:at]):
+        command.processes = 1
 
 
 def read_config(command: Command, content: DictConfig) -> Command:
@@ -221,9 +234,11 @@ def _program_of(script: str) -> str:
 
 
 def _processes(given: dict[str, Any]) -> int | None:
-    for name in ("num_processes", "nproc_per_node"):
-        if isinstance(given.get(name), int):
-            return given[name] * (given.get("nnodes", 1) if name == "nproc_per_node" else 1)
+    nodes = given.get("nnodes", 1)
+    if isinstance(given.get("num_processes"), int):
+        return given["num_processes"]
+    if isinstance(given.get("nproc_per_node"), int):
+        return given["nproc_per_node"] * nodes if isinstance(nodes, int) else None
     found = CONFIGS.search(str(given.get("config_file") or given.get("accelerate_config") or ""))
     return None if found is None else 1 if found[1] == "single_gpu" else 8
 
@@ -248,7 +263,11 @@ class _Reader:
         self.is_online = TASKS.get(command.program) == "rl" or bool(ONLINE & self.given.keys())
 
     def value(self, name: str) -> Any:
-        return self.command.value(name, self.defaults.get(name))
+        """Return a setting or TRL's default; 1 for an unknown number of generations or iterations."""
+        return self.command.value(name, self.defaults.get(name, 1 if name in COUNTS else None))
+
+    def _is_unknown(self, name: str) -> bool:
+        return any(setting.startswith(f"{name}=") for setting in self.command.unknown)
 
     def set(self, key: str, value: Any, *names: str) -> None:
         """Set a key from settings, with a comment that names them, or TRL's default."""
@@ -282,6 +301,8 @@ class _Reader:
             self.set("dpo.loss_type", one, "loss_type")
         if task not in (None, "rl"):
             self._split_length()
+        if task == "sft" and self.value("loss_type") not in ("nll", "chunked_nll"):
+            self.result.leave_open("trainer.task", f"loss_type={self.value('loss_type')}: rlfuse has no such loss")
         if task == "sft" and not self.given.get("completion_only_loss") and not self.given.get("assistant_only_loss"):
             self.result.leave_open(
                 "trainer.task",
@@ -297,6 +318,8 @@ class _Reader:
         length = self.value("max_length")
         for key, size in (("max_prompt_length", length // 2), ("max_response_length", length - length // 2)):
             self.result.set(f"data.{key}", size, "", f"the sum is max_length={length}")
+        if self.command.program == "reward":
+            self.result.set("data.filter_overlong_prompts", True, "", "TRL drops longer pairs")
 
     def _batches(self) -> None:
         """Set batch sizes in prompts (or rows), and lengths in training steps."""
@@ -305,7 +328,7 @@ class _Reader:
         steps = self.command.value("steps_per_generation", 0)
         batch = self.command.value("generation_batch_size", 0) or steps * each or update
         online = self.is_online
-        rows = self.value("num_generations") if online and self.value("num_generations") else 1
+        rows = self.value("num_generations") or 1
         names = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
                  "generation_batch_size")  # fmt: skip
         sizes = {"data.train_batch_size": batch} | ({"actor.ppo_mini_batch_size": min(update, batch)} if online else {})
@@ -334,6 +357,11 @@ class _Reader:
         else:
             self.set("trainer.total_epochs", Open("a part of an epoch; write total_training_steps"), "num_train_epochs")
         warmup, ratio = self.value("warmup_steps"), self.command.value("warmup_ratio", 0.0)
+        if self.value("lr_scheduler_type") == "constant" and (warmup or ratio):
+            self.result.note(
+                "no effect with lr_scheduler_type=constant", f"warmup_steps={warmup}, warmup_ratio={ratio}"
+            )
+            warmup = ratio = 0
         if 0 < warmup < 1:
             ratio = warmup
         if ratio and warmup < 1:
@@ -346,7 +374,7 @@ class _Reader:
         every = self.command.value("eval_steps", 0) or self.command.value("logging_steps", 10)
         evaluated = self._interval(every, updates) if is_evaluated else -1
         self.set("trainer.test_freq", evaluated, "eval_strategy", "eval_steps", "logging_steps")
-        if self.value("sync_ref_model"):
+        if self.value("sync_ref_model") and _SYNC.keys() <= self.defaults.keys():
             self.set("ref.sync_ref_model", True, "sync_ref_model")
             steps = max(1, round(self.value("ref_model_sync_steps") / updates))
             self.set("ref.ref_model_sync_steps", steps, "ref_model_sync_steps")
@@ -369,7 +397,7 @@ class _Reader:
             self.result.leave_open("actor.optim.lr_scheduler_type", f"lr_scheduler_kwargs={options}: has no equal")
         self.set("actor.optim.lr_scheduler_type", SCHEDULES.get(name, name), "lr_scheduler_type")
         if {"adam_beta1", "adam_beta2"} & self.given.keys():
-            betas = [float(self.given.get("adam_beta1", 0.9)), float(self.given.get("adam_beta2", 0.999))]
+            betas = [float(self.command.value(f"adam_beta{n}", default)) for n, default in ((1, 0.9), (2, 0.999))]
             self.set("actor.optim.betas", betas, "adam_beta1", "adam_beta2")
         if "adam_epsilon" in self.given:
             self.set("actor.optim.eps", self.given["adam_epsilon"], "adam_epsilon")
@@ -378,19 +406,25 @@ class _Reader:
             self.result.leave_open("model.dtype", "float16 is not supported")
         elif self.given.get("bf16") is False and dtype in (None, "float32"):
             self.set("model.dtype", "float32", "bf16", "dtype", "torch_dtype")
-        stage = re.search(r"zero_?([123])", str(self.given.get("deepspeed")))
-        if stage:
-            self.set("actor.zero_stage", int(stage[1]), "deepspeed")
+        file = self.given.get("deepspeed")
+        names = ("deepspeed", "config_file", "accelerate_config")
+        stage = SHARDING.search(" ".join(str(self.given.get(name)) for name in names))
+        if stage and self.command.processes != 1:
+            self.set("actor.zero_stage", int(stage[1] or 3), *names)
+        if file and not (isinstance(file, dict) and not {"optimizer", "scheduler"} & file.keys()):
+            why = f"deepspeed={as_typed(file)}: may set another optimizer and schedule; they are not read"
+            self.result.leave_open("actor.optim.lr_scheduler_type", why)
 
     def _data(self) -> None:
         name = self.given.get("dataset_name")
         split = self.given.get("dataset_train_split", "train")
         if self.given.get("datasets"):
             self.result.leave_open("data.train_files", "rlfuse reads files: download the datasets and list them")
-        elif name is None:
+        elif name is None and not self._is_unknown("dataset_name"):
             self.result.leave_open("data.train_files", "the command names no dataset, the script may load one")
-        else:
-            self.result.set_files("data.train_files", "dataset_name", str(name), listed=f"those of the split {split}")
+        elif name is not None:
+            part = "" if split == "train" else f", split {split}"
+            self.result.set_files("data.train_files", "dataset_name", str(name), part, f"those of the split {split}")
         if self.is_online:
             self.result.set(
                 "data.prompt_is_chat", False, "", "TRL's prompts are messages, or text that is used as it is"
@@ -405,14 +439,18 @@ class _Reader:
 
     def _rewards(self) -> None:
         names = self.given.get("reward_funcs") or []
-        names = [names] if isinstance(names, str) else list(names)
+        names = list(names) if isinstance(names, list | tuple) else [names]
         model = self.given.get("reward_model_name_or_path") or self.given.get("reward_model_path")
-        functions: list[Any] = ["reward_model"] if model and names else []
+        marker = "reward_model_name_or_path"
+        names = [marker, *names] if model and names and marker not in names else names
+        functions: list[Any] = []
         for name in names:
-            if name in REWARDS:
+            if name == marker:
+                functions.append("reward_model")
+            elif name in REWARDS:
                 functions.append(f"trl.rewards:{name}")
             elif "." in str(name):
-                module, _, function = name.rpartition(".")
+                module, _, function = str(name).rpartition(".")
                 functions.append(f"{module}:{function}")
             else:
                 self.result.leave_open("reward.functions", f"reward_funcs={name}: is defined in the script")
@@ -420,7 +458,7 @@ class _Reader:
             self.set("reward.model_path", model, "reward_model_name_or_path", "reward_model_path")
         if functions:
             self.set("reward.functions", functions, "reward_funcs")
-        elif not model and not names:
+        elif not model and not names and not self._is_unknown("reward_funcs"):
             self.result.leave_open("reward.functions", "the command names no reward, the script may define one")
 
     def _objective(self) -> None:
@@ -468,7 +506,7 @@ class _Reader:
     def _correction(self) -> None:
         """Set the correction of the mismatch between vLLM and trainer."""
         names = ("use_vllm", "vllm_importance_sampling_mode")
-        level, _, kind = self.value("vllm_importance_sampling_mode").partition("_")
+        level, _, kind = str(self.value("vllm_importance_sampling_mode")).partition("_")
         lower = self.given.get("vllm_importance_sampling_clip_min")
         cap = self.given.get("vllm_importance_sampling_cap") or self.value("vllm_importance_sampling_clip_max")
         self.set("algorithm.rollout_correction.rollout_is", level, *names)
@@ -494,6 +532,9 @@ class _Reader:
             self.result.leave_open("actor.loss_agg_mode", why)
         self.set("actor.loss_mode", mode, "loss_type", "importance_sampling_level")
         self.set("actor.loss_agg_mode", aggregation, "loss_type")
+        if self.given.get("entropy_coef") and aggregation != "token-mean":
+            why = f"entropy_coef={self.given['entropy_coef']}: TRL averages it over tokens, rlfuse as the loss"
+            self.result.leave_open("actor.entropy_coeff", why)
         if mode == "cispo":  # TRL's bound is that of the ratio itself, and there is no lower one
             self.set("actor.clip_ratio_low", 1.0)
             self.set("actor.clip_ratio_high", high - 1 if high > 1 else Open("the ratio would be cut below 1"),
@@ -506,8 +547,8 @@ class _Reader:
             self.set(f"actor.tau_{side}", self.value(f"sapo_temperature_{side}"), f"sapo_temperature_{side}")
 
     def _logging(self) -> None:
-        names = self.value("report_to")
-        names = [names] if isinstance(names, str) else list(names or [])
+        names = self.given.get("report_to", "none")
+        names = list(names) if isinstance(names, list | tuple | set) else [str(names)]
         names = ["wandb"] if names == ["all"] else names
         known = [name for name in names if name in by_name()["trainer.logger"].names]
         self.set("trainer.logger", ["console", *known], "report_to")

@@ -28,7 +28,14 @@ class Undecided:
 
     def applies(self, value: Any) -> bool:
         """Return whether the setting changes what is trained."""
-        return value in self.values if self.values else bool(value) and value not in self.off
+        if self.values:
+            return _is_one_of(value, self.values)
+        return bool(value) and not _is_one_of(value, self.off)
+
+
+def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
+    """Return whether a value is one of these; true is not 1."""
+    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in values)
 
 
 def _rows(key: str, why: str, names: str, off: tuple[Any, ...] = ()) -> tuple[Undecided, ...]:
@@ -40,8 +47,10 @@ _CORRECTION = "algorithm.rollout_correction"
 _OPTIMIZER = "rlfuse trains with AdamW"
 
 VERL = (
-    *_rows(MODEL, LORA, f"{_MODEL}.lora_rank {_MODEL}.lora.rank {_MODEL}.lora_adapter_path", (-1,)),
-    *_rows("critic.path", LORA, "critic.model.lora_rank critic.model.lora.rank", (-1,)),
+    *_rows(MODEL, LORA, f"{_MODEL}.lora_rank {_MODEL}.lora.rank {_MODEL}.lora_adapter_path "
+           f"{_MODEL}.lora.adapter_path", (-1,)),
+    *_rows("critic.path", LORA, "critic.model.lora_rank critic.model.lora.rank critic.model.lora_adapter_path "
+           "critic.model.lora.adapter_path", (-1,)),
     *_rows(MODEL, "edit config.json of the model instead", f"{_MODEL}.override_config"),
     *_rows(MODEL, "the tokenizer is that of the model", "data.tokenizer"),
     *_rows(MODEL, "the routing of experts is not replayed", f"{_ACTOR}.router_replay.mode", ("disabled",)),
@@ -89,8 +98,8 @@ TRL = (
     *_rows(MODEL, "the routers of experts have no auxiliary loss", "router_aux_loss_coef"),
     *_rows("actor.optim.lr", _OPTIMIZER, "optim optim_args optim_target_modules",
            ("adamw_torch_fused", "adamw_torch", "adamw_apex_fused", "adamw_hf")),
-    *_rows("actor.loss_agg_mode", "tokens are averaged over the whole mini-batch", "average_tokens_across_devices",
-           (True,)),
+    Undecided("average_tokens_across_devices", "actor.loss_agg_mode", "tokens are averaged over the whole mini-batch",
+              (), (False,)),
     *_rows("actor.loss_mode", "rlfuse has no such loss setting",
            "top_entropy_quantile use_adaptive_entropy off_policy_mask_threshold", (1.0,)),
     *_rows("rollout.temperature", "rollout has no such sampling parameter",
@@ -106,6 +115,8 @@ TRL = (
     *_rows("rollout.name", MULTI_TURN, "max_tool_calling_iterations tools environment_factory"),
     *_rows(TASK, "label smoothing and noise are not supported", "label_smoothing_factor neftune_noise_alpha"),
     *_rows("trainer.resume_mode", "checkpoints of TRL cannot be resumed", "resume_from_checkpoint"),
+    *_rows("data.train_batch_size", "the batch has packed sequences, in rlfuse rows", "packing"),
+    *_rows("data.shuffle", "rows are shuffled, or used in their order", "train_sampling_strategy", ("random",)),
     *_rows(TASK, "sequences are never concatenated over their ends", "packing_strategy", ("bfd",)),
     *_rows(TASK, "the loss of pairs has no such setting",
            "label_smoothing loss_weights ld_alpha use_weighting center_rewards_coefficient"),
@@ -132,6 +143,9 @@ OPENRLHF = (
     *_rows("algorithm.filter_groups.enable", "groups are dropped if their rewards are equal",
            "dynamic_filtering_reward_range", ([0, 1], [0.0, 1.0], [0, 1.0])),
     *_rows(DATA, "the prompt is used as it is", "input_template"),
+    *_rows(DATA, "rename the column of labels to ground_truth, answer or solution", "label_key",
+           ("ground_truth", "answer", "solution")),
+    *_rows(DATA, "all rows of the files are used; list those of the split", "prompt_split", ("train",)),
     *_rows(DATA, "datasets are not mixed by probabilities", "prompt_data_probs dataset_probs"),
     *_rows("fusion.data", "fusion=one_step_off is closest", "async_train partial_rollout"),
 )  # fmt: skip

@@ -22,8 +22,8 @@ from rlfuse.tools.translate.job import Open, Translation, affects_training
 Given = Mapping[str, Any]
 Outcome = dict[str, Any] | str
 
-PROGRAMS = ("main_ppo", "main_dapo", "main_entropy", "main_ppo_sync", "main_gspo")
-"""Programs of verl and its recipes that train by the settings alone."""
+PROGRAMS = re.compile(r"((^|verl\.trainer\.)main_ppo(_sync)?|(^|dapo\.|src\.)main_dapo|(^|entropy\.)main_entropy)$")
+"""Ends of the names of verl's programs and recipes that train by the settings alone."""
 DEFAULTS: dict[str, Any] = {
     "data.train_batch_size": 1024,
     "actor.ppo_mini_batch_size": 256,
@@ -92,7 +92,9 @@ def clip_range(value: Any, given: Given) -> Outcome:
 
 def truncation(value: Any, given: Given) -> Outcome:
     """Convert tis_imp_ratio_cap, the threshold of truncated importance weights per token; -1 disables them."""
-    on = value is not None and value > 0
+    if isinstance(value, int | float) and value <= 0:
+        return ""
+    on = value is not None
     return {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": value} if on else ""
 
 
@@ -115,7 +117,7 @@ def custom_reward(value: Any, given: Given) -> Outcome:
     group = next((group for group in REWARD if given.get(f"{group}.path")), None)
     if group is None:
         return ""
-    file = given[f"{group}.path"].removeprefix("pkg://")
+    file = str(given[f"{group}.path"]).removeprefix("pkg://")
     path = f"{file}:{given.get(f'{group}.name') or 'compute_score'}"
     start = f"{group}.reward_kwargs"
     kwargs = {name.removeprefix(f"{start}."): each for name, each in given.items() if name.startswith(f"{start}.")}
@@ -138,6 +140,14 @@ def overlong(value: Any, given: Given) -> Outcome:
     group = next(group for group in OVERLONG if f"{group}.enable" in given or f"{group}.len" in given)
     on = given.get(f"{group}.enable", False)
     return {"reward.overlong_buffer.len": given.get(f"{group}.len", 0) if on else 0}
+
+
+def generated_batch(value: Any, given: Given) -> Outcome:
+    """Convert gen_batch_size, which is also the number of prompts that are trained on unless groups are filtered."""
+    trained = given.get("data.train_batch_size", DEFAULTS["data.train_batch_size"])
+    if value in (None, trained) or given.get("algorithm.filter_groups.enable"):
+        return "the number of prompts per step is data.train_batch_size"
+    return {"data.train_batch_size": Open(f"verl trains on these prompts, not on train_batch_size={trained}")}
 
 
 def run_folder(value: Any, given: Given) -> Outcome:
@@ -165,7 +175,7 @@ def validation_temperature(value: Any, given: Given) -> Outcome:
 
 def loggers(value: Any, given: Given) -> Outcome:
     """Keep the loggers that rlfuse supports."""
-    names = [value] if isinstance(value, str) else list(value or [])
+    names = value if isinstance(value, list) else [str(value)]
     return {LOGGERS: [name for name in names if name in by_name()[LOGGERS].names]}
 
 
@@ -191,7 +201,7 @@ def filter_metric(value: Any, given: Given) -> Outcome:
 
 def engine(value: Any, given: Given) -> Outcome:
     """Convert the rollout engine: any of verl's samples from the same model."""
-    name = "vllm" if ENGINES.fullmatch(str(value)) else {"hf": "transformers"}.get(value, value)
+    name = "vllm" if ENGINES.fullmatch(str(value)) else "transformers" if value == "hf" else value
     return {"rollout.name": name}
 
 
@@ -221,6 +231,7 @@ CONVERSIONS: dict[str, Callable[[Any, Given], Outcome]] = {
     **dict.fromkeys(("reward_model.enable", "reward_model.model.path"), reward_model),
     **dict.fromkeys(("reward.reward_model.enable", "reward.reward_model.model_path"), reward_model),
     **{f"{group}.{leaf}": overlong for group in OVERLONG for leaf in ("enable", "len")},
+    "data.gen_batch_size": generated_batch,
     "trainer.default_local_dir": run_folder,
     "trainer.logger": loggers,
     "trainer.resume_mode": resumed,
@@ -229,7 +240,7 @@ CONVERSIONS: dict[str, Callable[[Any, Given], Outcome]] = {
     "actor_rollout_ref.rollout.do_sample": lambda value, _: (
         "" if value else {"rollout.temperature": Open("training requires sampled responses")}
     ),
-    "algorithm.adv_estimator": lambda value, _: {"algorithm.adv_estimator": SAME.get(value, value)},
+    "algorithm.adv_estimator": lambda value, _: {"algorithm.adv_estimator": SAME.get(str(value), value)},
     "algorithm.filter_groups.metric": filter_metric,
     "actor_rollout_ref.actor.use_token_level_loss": token_level_loss,
     "actor_rollout_ref.actor.use_gpg_loss": renamed("actor.loss_mode", off=False, to="gpg"),
@@ -263,6 +274,8 @@ def translate(command: Command) -> Translation:
             later.append((name, value, in_verl))
     for name, value, in_verl in later:
         _translate_other(job, given, name, value, in_verl)
+    if {"reward.functions", "reward.model_path"} <= job.settings.keys():
+        job.leave_open("reward.functions", "verl uses the score of the reward model alone; rlfuse adds both")
     _leave_unknown_open(job, command)
     _fill_in(job, command)
     return job
@@ -317,13 +330,13 @@ def _leave_unknown_open(job: Translation, command: Command) -> None:
             job.leave_open("trainer.task", f"{setting}: {why}")
     for word, why in command.unread.items():
         option, _, value = word.partition("=")
-        if option == "--config-path":
-            continue
+        if option == "--config-path" and value in ("config", "./config"):
+            continue  # verl's own, next to main_ppo
         if option == "--config-name" and value.removesuffix(".yaml") in CONFIGS:
             job.note("has verl's defaults", word)
         else:
             job.leave_open("trainer.task", f"{word}: {why}")
-    if command.program and command.program not in PROGRAMS:
+    if command.program and PROGRAMS.search(command.program) is None:
         job.leave_open("trainer.task", f"{command.program}: is not verl.trainer.main_ppo, and may train something else")
 
 
@@ -332,6 +345,7 @@ def _fill_in(job: Translation, command: Command) -> None:
     for key, value in DEFAULTS.items():
         if key not in job.settings and key not in job.undecided:
             job.set(key, value, "", "verl's default")
+    _set_zero_stage(job, command)
     has_critic = command.settings.get("algorithm.adv_estimator", "gae") == "gae"
     for key in ("data.train_files", "model.path", *["critic.path"] * has_critic):
         if key not in job.settings and key not in job.undecided:
@@ -340,6 +354,20 @@ def _fill_in(job: Translation, command: Command) -> None:
         job.set_wandb_mode(command.environment)
     if not {"reward.functions", "reward.model_path"} & (job.settings.keys() | job.undecided.keys()):
         _choose_reward(job)
+
+
+def _set_zero_stage(job: Translation, command: Command) -> None:
+    """Shard as verl's FSDP does, unless one rank has all: its full shards are ZeRO 3, without resharding ZeRO 2."""
+    actor, given = "actor_rollout_ref.actor", command.settings
+    strategy = given.get(f"{actor}.strategy", "megatron" if "megatron" in str([*command.unread]) else "fsdp")
+    is_unknown = any(setting.startswith(f"{actor}.strategy=") for setting in command.unknown)
+    ranks = [job.settings.get(key) for key in ("trainer.nnodes", "trainer.n_gpus_per_node")]
+    if strategy not in ("fsdp", "fsdp2") or is_unknown or given.get(f"{actor}.fsdp_config.fsdp_size") == 1:
+        return
+    if ranks not in ([1, 1], [None, 1]):
+        reshards = given.get(f"{actor}.fsdp_config.reshard_after_forward", True)
+        why = "1 overlaps more of a step, if it fits (see rlfuse plan)"
+        job.set("actor.zero_stage", 3 if reshards else 2, "", f"as verl's FSDP; {why}")
 
 
 def _choose_reward(job: Translation) -> None:

@@ -144,11 +144,11 @@ def test_fields_of_a_config_override_presets(overrides, settings, capsys):
     given = load(commands._words(config, overrides, None, None, {}, settings | {"actor": {"ppo_epochs": 2}}))
     assert (given.rollout.n, given.algorithm.adv_estimator, given.actor.ppo_epochs) == (4, "grpo", 2)
     assert given.actor.use_kl_loss, "set by the preset"
-    assert given.actor.loss_agg_mode == default, "assigned, although the preset sets another value"
+    assert given.actor.loss_agg_mode == default, "an assigned default overrides the preset"
     assert "overridden" not in "".join(capsys.readouterr())
 
 
-def test_an_experiment_names_the_run_of_a_config():
+def test_the_run_of_a_config_is_named_after_its_experiment():
     data = {"val_files": []}
     words = commands._words(Config(), ["experiment=judge"], "model", "math:sqrt", {"train": ROWS}, {"data": data})
     assert load(words).trainer.job_name == "judge"
@@ -239,13 +239,13 @@ def test_invalid_arguments_are_refused_before_a_process_starts(arguments, error,
     ("function", "argument", "meant"),
     [(rlfuse.evaluate, "eval_dataset", "dataset"), (rlfuse.generate, "dataset", "prompts")],
 )
-def test_an_argument_of_another_function_names_its_counterpart(function, argument, meant):
+def test_an_argument_of_another_function_is_reported_with_its_counterpart(function, argument, meant):
     with pytest.raises(ConfigError, match=f"{argument}: is not an argument .* did you mean {meant}"):
         function("algorithm=grpo", model="model", **{argument: ROWS})
 
 
-def test_a_call_leaves_the_program_as_it_was(monkeypatch, capsys):
-    """Its environment, its Hydra, and its output: the process of the job prints the notes."""
+def test_a_call_does_not_change_the_state_of_the_program(monkeypatch, capsys):
+    """Check the environment, Hydra, and the output; notes are printed by the job's process."""
     monkeypatch.setattr(commands, "Job", lambda folder, command, result: command)
     Path("my_job.yaml").write_text("rollout: {n: 4}\n")
     reward = "rlfuse.tasks.remainder:compute_score"
@@ -362,7 +362,7 @@ class Judge:
 
 @dataclasses.dataclass
 class WithPath:
-    """An object with a field of the same name as that of an entry of reward.functions."""
+    """Callable with a field `path`, as in entries of reward.functions."""
 
     path: str
 
@@ -447,7 +447,7 @@ def failed(error):
     job, lines = Job(Path("runs"), [sys.executable, "-c", FAILING.format(error=error)], rlfuse.Run), []
     with pytest.raises(Exception) as caught:
         job.follow(60, lines.append)
-    assert lines == [], "the message is that of the raised error"
+    assert lines == [], "the message is in the raised error only"
     return caught.value
 
 

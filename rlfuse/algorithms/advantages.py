@@ -157,9 +157,10 @@ def opo(scores: Tensor, groups: Tensor, mask: Tensor, n: int = 1) -> Tensor:
 def gpg(scores: Tensor, groups: Tensor, mask: Tensor, n: int = 1) -> Tensor:
     """Compute advantages of group policy gradient (GPG; Chu et al. 2025, arXiv 2504.02546), [B, T].
 
-    `scores` [B], `groups` [B] int. The score minus the group's mean, times B / (B - M), M the number of responses in
-    groups of equal scores, which have no gradient; 1 if all groups are like that. verl divides by the number of
-    non-zero scores instead, which is the same only if no other group contains a score of 0.
+    `scores` [B], `groups` [B] int. The score minus the group's mean, times B / (B - M) (equation 7), M the number of
+    responses in groups of equal scores, which have no gradient. The paper's threshold for B - M, below which it samples
+    more groups, is omitted. verl divides by the number of non-zero scores instead, which is the same only if no other
+    group contains a score of 0.
     """
     _, index = groups.unique(return_inverse=True)
     lowest, highest = (

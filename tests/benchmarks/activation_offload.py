@@ -35,7 +35,7 @@ MODEL = dict(
     vocab_size=2048, max_position_embeddings=1 << 17,
 )  # fmt: skip
 ANSWER = 256
-"""Tokens that are predicted."""
+"""Number of predicted tokens."""
 AWAY = {"model.enable_activation_offload": True, "model.activation_device_mb": 0}
 WAYS: dict[str, dict[str, Any]] = {
     "stay": {},
@@ -46,7 +46,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def main() -> int:
-    """Print a row for each way."""
+    """Print a row per variant."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--repeats", type=int, default=1)
@@ -92,11 +92,11 @@ def _planned(config: Config) -> float:
 
 def _measured(config: Config, tokens: int) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
-    told = context.Queue()
-    process = context.Process(target=_update, args=(config, tokens, told))
+    answers = context.Queue()
+    process = context.Process(target=_update, args=(config, tokens, answers))
     process.start()
     try:
-        answer = told.get(timeout=2 * SECONDS)
+        answer = answers.get(timeout=2 * SECONDS)
     finally:
         process.terminate()
     if isinstance(answer, str):
@@ -104,11 +104,11 @@ def _measured(config: Config, tokens: int) -> dict[str, Any]:
     return answer
 
 
-def _update(config: Config, tokens: int, told: Any) -> None:
+def _update(config: Config, tokens: int, answers: Any) -> None:
     try:
-        told.put(_updated(config, tokens))
+        answers.put(_updated(config, tokens))
     except BaseException as error:
-        told.put(f"{type(error).__name__}: {error}")
+        answers.put(f"{type(error).__name__}: {error}")
         raise
 
 

@@ -3,7 +3,7 @@
     python tests/benchmarks/background_checkpoints.py [--parameters 40e6] [--repetitions 5] [--folder DIR]
 
 Both write the state of a model with this many parameters (12 bytes each: float32 weights and moments) with the
-functions of a trainer rank, in turn, to the same folder, and sync it. `pause` is the time until the next step may
+functions of a trainer rank, alternately, to the same folder, and sync it. `pause` is the time until the next step may
 start, `complete` the time until the files are on the disk.
 """
 

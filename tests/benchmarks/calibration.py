@@ -13,12 +13,12 @@ from rlfuse.events import Span
 
 FORMAT = "rlfuse device curves 1"
 STATES_BYTES = 14
-"""Of a parameter that a rank moves: bfloat16 weight, float32 master and two moments."""
+"""Bytes per parameter that a rank moves: bfloat16 weight, float32 master and two moments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One place of a curve, and how long each run took there."""
+    """One point of a curve, and the duration of each run there."""
 
     at: dict[str, int]
     seconds: tuple[float, ...]
@@ -33,7 +33,7 @@ Curves = dict[str, list[Point]]
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Parameters of the cost model other than times."""
+    """Parameters of the cost model that are no times."""
 
     parameters: int
     kv_bytes_per_token: int
@@ -48,28 +48,29 @@ def costs_of(curves: Curves, facts: Facts) -> Fit:
         for curve, unit in (("optimizer", "parameters"), ("to_host", "bytes"), ("to_device", "bytes"))
     )
     fitted = fit(spans_of({name: curves[name] for name in ("decode", "score", "train")}))
-    prompts = fit(spans_of({"score": curves["prefill"]}))  # as a pass costs: a start, and some for each token
+    prompts = fit(spans_of({"score": curves["prefill"]}))  # the cost of a pass: a constant, and a time per token
     costs = replace(
         fitted.costs,
         prefill_tokens_per_s=prompts.costs.score_tokens_per_s,
         optimizer_s=facts.parameters * parameter,
-        switch_s=facts.parameters * (STATES_BYTES * to_host + 2 * to_device),  # ranks leave, the engine's weights wake
+        switch_s=facts.parameters
+        * (STATES_BYTES * to_host + 2 * to_device),  # ranks release the device, the engine's weights wake up
         kv_tokens=facts.kv_tokens,
         max_sequences=facts.max_sequences,
         kv_bytes_per_token=float(facts.kv_bytes_per_token),
-        link_bytes_per_s=1 / (to_host + to_device),  # through the host's memory
+        link_bytes_per_s=1 / (to_host + to_device),  # through host memory
     )
     return Fit(costs, fitted.accuracy | {"prefill": prompts.accuracy["scoring"]})
 
 
 def _each(curve: list[Point], unit: str) -> float:
-    """Seconds for each, where the curve is long."""
+    """Return the seconds per unit at the long end of the curve."""
     largest = max(curve, key=lambda point: point.at[unit])
     return largest.median / largest.at[unit]
 
 
 def spans_of(curves: Curves) -> list[Span]:
-    """The runs of decoding and of passes, one after the other, as the events of a job."""
+    """Return the runs of decoding and of passes as consecutive events of a job."""
     spans: list[Span] = []
     clock = 0.0
 
@@ -90,7 +91,7 @@ def spans_of(curves: Curves) -> list[Span]:
 
 
 def calibration(curves: Curves, facts: Facts, made: dict[str, object]) -> dict[str, object]:
-    """The file's content; `made`: on what, with what and when."""
+    """Return the content of the file; `made`: device, versions and date."""
     fitted = costs_of(curves, facts)
     return {
         "format": FORMAT,

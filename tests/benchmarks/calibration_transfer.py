@@ -30,7 +30,7 @@ from rlfuse.tools.simulate.recorded import config_of
 
 BASE = Path(".cache/rlfuse/remainder/model")
 MODELS = {"small": (128, 384, 2, 4), "mid": (256, 768, 6, 4), "wide": (512, 1536, 8, 8)}
-"""Hidden, intermediate, layers, heads; random weights, so that responses end by chance, one token in 108."""
+"""Hidden size, intermediate size, layers, heads; random weights, so that one token in 108 ends a response."""
 LONG = ("data.train_batch_size=16", "data.max_response_length=480", "actor.ppo_max_token_len_per_gpu=2048")
 GRPO = ("algorithm=grpo", "algorithm.use_kl_in_reward=false", "rollout.n=4", "data.max_response_length=96")
 JOBS: dict[str, tuple[str, ...]] = {
@@ -44,7 +44,7 @@ QUIET = ("experiment=quickstart", "trainer.test_freq=1000", "trainer.val_before_
 
 
 def main() -> None:
-    """Make what is missing, print the table."""
+    """Make the missing runs, print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=6)

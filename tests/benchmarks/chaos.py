@@ -45,13 +45,13 @@ TITLES = {
     "reward worker": "ray::RewardWorker",
     "encoder rank": "ray::EncoderRank",
 }
-"""Kind -> how the titles of its processes begin; a decode worker is a child of an encoder rank."""
+"""Kind -> prefix of the titles of its processes; a decode worker is a child of an encoder rank."""
 OF_RAY = re.compile("dashboard|runtime_?env|ray::IDLE", re.IGNORECASE)
-"""In the titles of processes that belong to a node of Ray, not to a run, or stay for a minute."""
+"""Titles of processes that belong to a Ray node instead of a run, or stay for a minute."""
 RESTARTING = ("rank", "node", "driver")
-"""Kinds without which the run restarts; others are replaced while it continues."""
+"""Kinds whose loss restarts the run; others are replaced while it continues."""
 STARTING_S = 30.0
-"""How long after such a kill the restart may be struck, too."""
+"""Maximum time after such a kill at which the restart is struck, too."""
 EXACT = {"fusion": "serial", "model.dtype": "float32", "trainer.deterministic": "true"}
 """Settings under which the final weights do not depend on time."""
 LOGGED = {
@@ -62,12 +62,12 @@ LOGGED = {
     "cluster.max_restarts": 100,
 }
 STEP_S, END_S = 900.0, 60.0
-"""Limits for a step, restarts included, and for processes to end."""
+"""Limits for a step including restarts, and for processes to end."""
 
 
 @dataclass(frozen=True)
 class Strike:
-    """A process of this kind is killed `delay_s` after this step, or a later one; after the last strike where None."""
+    """Kills a process of this kind `delay_s` after this step or a later one; None: after the previous strike."""
 
     kind: str
     step: int | None
@@ -101,11 +101,11 @@ class Chaos:
     seen: set[psutil.Process] = field(default_factory=set)
     files: set[Path] = field(default_factory=set)
     _before: set[psutil.Process] = field(default_factory=set)
-    """Workers that lived when the last process was killed."""
+    """Live workers when the last process was killed."""
     _driver: subprocess.Popen | None = None
 
     def run(self, strikes: Sequence[Strike]) -> None:
-        """Start the run, carry out all strikes and wait for its end. RuntimeError where it fails or is too slow."""
+        """Start the run, carry out all strikes and wait for its end. Raises RuntimeError if it fails or is too slow."""
         reached = 0
         self._start()
         for strike in strikes:
@@ -130,7 +130,7 @@ class Chaos:
             )
 
     def _done(self) -> int:
-        """The last step that is done; 0 for none."""
+        """Return the last completed step; 0 if there is none."""
         return max((row["step"] for row in read_metrics(self.folder / "metrics.jsonl")), default=0)
 
     def _wait(self, condition: Callable[[], bool], what: str) -> None:
@@ -143,7 +143,7 @@ class Chaos:
             time.sleep(0.2)
 
     def _kill(self, strike: Strike) -> None:
-        """Kill a process; in a restart, one that began with it."""
+        """Kill a process; in a restart, one that was started by it."""
         old = self._before if strike.step is None else set()
         found: list[psutil.Process] = []
 
@@ -166,7 +166,7 @@ class Chaos:
             self._start()
 
     def _processes(self, kind: str) -> list[psutil.Process]:
-        """Those of a kind that live."""
+        """Return the live processes of a kind."""
         living = self._living()
         if kind == "driver":
             return [psutil.Process(self._driver.pid)]
@@ -178,7 +178,7 @@ class Chaos:
         return [each for each in living if _title(each).startswith(TITLES[kind])]
 
     def _living(self) -> list[psutil.Process]:
-        """All that live; remembers them, and their folders and semaphores in shared memory and for temporary files."""
+        """Return all live processes; record them, their semaphores, and their folders of temporary files and memory."""
         roots = [psutil.Process(self._driver.pid)] if self._driver.poll() is None else []
         living = [each for root in (*roots, *self.others) for each in (root, *_children(root))]
         mine = [each for each in living if each not in self.others and not OF_RAY.search(_title(each))]
@@ -191,7 +191,7 @@ class Chaos:
         return living
 
     def left(self) -> list[str]:
-        """What of the run still exists: its processes, its files outside its folder, and what a crash leaves inside."""
+        """Return what the run has left: processes, files outside its folder, and leftovers of a crash inside."""
         _, alive = psutil.wait_procs(self.seen, timeout=END_S)
         living = [title for each in alive if (title := _title(each)) and not OF_RAY.search(title)]
         files = [
@@ -209,7 +209,7 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _title(process: psutil.Process) -> str:
-    """Its command line; of one that has ended, a zombie too, none."""
+    """Return the command line, or an empty one if the process has ended or is a zombie."""
     with suppress(psutil.Error):
         return " ".join(process.cmdline())
     return ""
@@ -217,27 +217,27 @@ def _title(process: psutil.Process) -> str:
 
 def differences(expected: Path, found: Path) -> list[str]:
     """Return how the weights after the last step, and the samples of all steps, of two runs differ."""
-    told = []
+    lines = []
     last = max((int(path.name.rpartition("_")[2]) for path in expected.glob("global_step_*[0-9]")), default=0)
     files = sorted(
         path.relative_to(expected) for path in expected.glob(f"global_step_{last}/*/huggingface/*.safetensors")
     )
     if not files:
-        told.append(f"{expected} has no weights")
+        lines.append(f"{expected} has no weights")
     for file in files:
         want, have = load_file(expected / file), load_file(found / file)
         for name in want:
             if want[name].tobytes() != have[name].tobytes():
                 far = np.abs(want[name].astype(np.float64) - have[name].astype(np.float64)).max()
-                told.append(f"{file.parts[1]}: {name} differs by at most {far:.3g}")
+                lines.append(f"{file.parts[1]}: {name} differs by at most {far:.3g}")
     rows = [[json.loads(line) for line in (run / "samples.jsonl").open()] for run in (expected, found)]
     want, have = (Counter((row["step"], row["id"]) for row in some) for some in rows)
-    told += [
+    lines += [
         f"sample {id} of step {step} occurs {have[step, id]} times" for step, id in want | have if have[step, id] != 1
     ]
     text = [{(row["step"], row["id"]): row["response"] for row in some} for some in rows]
     other = sorted(key for key in text[0] if text[1].get(key) != text[0][key])
-    return told + ([f"{len(other)} of {len(text[0])} responses differ, first {other[0]}"] if other else [])
+    return lines + ([f"{len(other)} of {len(text[0])} responses differ, first {other[0]}"] if other else [])
 
 
 # The jobs ------------------------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def video(folder: Path, steps: int) -> dict:
     task.mkdir(parents=True, exist_ok=True)
     files, _ = write_task(task, Clips(train=16, val=2, kinds=(Kind.ORDER,), shortest_s=10, longest_s=30))
     small = SmallModel(heads=4, layers=2, tower_heads=2)
-    (task / "reward.py").write_text(  # steps take seconds, or the run would be over before it is struck
+    (task / "reward.py").write_text(  # steps take seconds, so that the run lasts until the strikes
         "import time\n\n\ndef early(data_source, solution_str, ground_truth, extra_info=None):\n    time.sleep(0.25)\n"
         "    return (ord(solution_str[0]) % 7) / 7 if solution_str else 0.0\n"
     )
@@ -305,7 +305,7 @@ KINDS = {
 
 @contextmanager
 def two_nodes() -> Iterator[tuple[str, list[psutil.Process], Callable[[], None]]]:
-    """A Ray cluster: its address, the processes of its raylets, and what adds a node."""
+    """Yield (address, raylet processes, function that adds a node) of a Ray cluster."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
     process = subprocess.Popen([sys.executable, END_TO_END / "two_nodes.py"], **pipes)
     found = json.loads(process.stdout.readline())
@@ -326,7 +326,7 @@ def two_nodes() -> Iterator[tuple[str, list[psutil.Process], Callable[[], None]]
 
 
 def disturbed(job: str, kinds: Sequence[str], folder: Path, steps: int, times: int, seed: int) -> list[str]:
-    """Run a job undisturbed and with kills of these kinds; return what is wrong with the second."""
+    """Run a job undisturbed and with kills of these kinds; return the differences and leftovers of the second."""
     with two_nodes() if job == "quickstart" else _no_cluster() as (address, raylets, add):
         settings = quickstart(folder, steps, address) if job == "quickstart" else video(folder, steps)
         runs = folder / "rlfuse"

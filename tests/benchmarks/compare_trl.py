@@ -43,14 +43,14 @@ STEPS = "step_seconds.json"
 
 @dataclass(frozen=True)
 class Run:
-    """What one run took."""
+    """Durations and accuracy of one run."""
 
     steps: list[float]
-    """Seconds of each."""
+    """Seconds of each step."""
     whole_s: float
-    """From the process' start to its end."""
+    """Seconds from the start of the process to its end."""
     good_s: float | None
-    """Seconds of steps until the held-out accuracy was GOOD; None where it never was."""
+    """Seconds of steps until the held-out accuracy reached GOOD; None if it never did."""
 
 
 def main() -> None:
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def measure(name: str, folder: Path, model: Path, steps: int) -> Run:
-    """Train in processes of its own, then look at what was saved."""
+    """Train in separate processes, then evaluate the saved models."""
     folder.mkdir(parents=True)
     if name == OURS:
         command, threads, saved = ours(folder, model, steps), 1, "rlfuse/run/global_step_{}/actor/huggingface"
@@ -115,7 +115,7 @@ def ours(folder: Path, model: Path, steps: int) -> tuple[str, ...]:
     words += ("actor.use_kl_loss=false", "algorithm.use_kl_in_reward=false", f"data.max_response_length={LENGTH}")
     words += ("trainer.val_before_train=false", "trainer.test_freq=1000", f"trainer.save_freq={SAVED_EVERY}")
     words += (
-        "trainer.max_ckpt_to_keep=null",  # all saved models answer afterwards
+        "trainer.max_ckpt_to_keep=null",  # all saved models are evaluated afterwards
         f"trainer.default_local_dir={folder}",
         "trainer.experiment_name=run",
         f"trainer.total_training_steps={steps}",
@@ -129,7 +129,7 @@ def steps_of_ours(folder: Path) -> list[float]:
 
 
 def train(model: Path, folder: Path, steps: int) -> None:
-    """TRL's process: GRPO, each step's seconds written down."""
+    """Run TRL's GRPO in this process and record the seconds of each step."""
     from trl import GRPOConfig
 
     def reward(completions: list, truth: list[str], **_: object) -> list[float]:
@@ -194,7 +194,7 @@ def rows_of(part: str) -> list[dict]:
 
 
 def accuracy(model: Path) -> float:
-    """Of greedy answers to the held-out prompts."""
+    """Return the accuracy of greedy answers to the held-out prompts."""
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
     rows = rows_of("val")
     texts = [tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True) for row in rows]
@@ -218,7 +218,7 @@ def score(answer: str, truth: str) -> float:
 
 
 def table(size: str, model: Path, runs: dict[str, list[Run]]) -> str:
-    """Medians over repetitions; a step's seconds are the median of a run's but its first."""
+    """Return medians over repetitions; a run's step time is the median without its first step."""
     weights = sum(each.numel() for each in AutoModelForCausalLM.from_pretrained(model).parameters())
     step = {name: median(median(run.steps[1:]) for run in each) for name, each in runs.items()}
     lines = [

@@ -47,7 +47,7 @@ TINY = Setting(prompts=4, group=2, prompt=8, response=16)
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
-    """Return a number between 0 and 1 that the text determines."""
+    """Return a number between 0 and 1 that depends only on the text."""
     return zlib.crc32(solution_str.encode()) % 1000 / 1000
 
 
@@ -95,7 +95,7 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def prepared(folder: Path, size: str, options: argparse.Namespace) -> Path:
-    """Return the folder of the model and its prompts, made in a process of its own, which gives its memory back."""
+    """Return the folder of the model and its prompts, written by a separate process to release its memory."""
     if not (model := folder / "models" / size).exists():
         model.mkdir(parents=True)
         dtype = "bfloat16" if options.device == "cuda" else "float32"
@@ -112,7 +112,7 @@ def prepared(folder: Path, size: str, options: argparse.Namespace) -> Path:
 
 
 def measure(name: str, folder: Path, model: Path, options: argparse.Namespace) -> list[float]:
-    """Return the seconds of each step of a run in processes of its own."""
+    """Return the seconds of each step of a run in separate processes."""
     from compare_trl import STEPS, seconds_of, steps_of_ours
 
     folder.mkdir(parents=True)
@@ -161,7 +161,7 @@ def ours(folder: Path, model: Path, options: argparse.Namespace) -> list[str]:
 
 
 def train(model: Path, folder: Path, options: argparse.Namespace) -> None:
-    """TRL's process."""
+    """Run TRL in this process."""
     import pyarrow.parquet as pq
     import torch
     from compare_trl import train_by_trl
@@ -208,7 +208,7 @@ def trl_settings(folder: Path, options: argparse.Namespace) -> dict[str, object]
 
 
 def table(runs: dict[str, list[dict[str, list[float]]]]) -> str:
-    """Medians over repetitions; of a run, the median of its steps without the first."""
+    """Return medians over repetitions; a run's step time is the median without its first step."""
     lines = ["\n| model | rlfuse, a step | TRL, a step | TRL / rlfuse | repetitions |\n|---|---|---|---|---|"]
     for size, found in runs.items():
         steps = [{name: median(each[1:] or each) for name, each in run.items()} for run in found]

@@ -19,7 +19,7 @@ from rlfuse.simulate.workload import parse
 
 
 def main() -> None:
-    """Each policy once."""
+    """Run each policy once."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--slots", type=int, default=1024)
     parser.add_argument("--samples", type=int, default=65536)

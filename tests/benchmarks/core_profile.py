@@ -68,7 +68,7 @@ def _stepped(inner: Callable) -> Callable:
 
 
 def _marked(call: Callable, last: bool) -> Callable:
-    """Record a CUDA event before what comes first in a step, and after what comes last."""
+    """Record a CUDA event before the first and after the last operation of a step."""
 
     def marked(*arguments: Any, **named: Any) -> Any:
         if not torch.cuda.is_available():

@@ -40,7 +40,7 @@ STOP: list[str] = []
 
 
 def write_model(folder: str) -> str:
-    """Qwen2.5-0.5B's sizes without weights, and a tokenizer of a few words."""
+    """Write a config of Qwen2.5-0.5B's sizes without weights, and a tokenizer of a few words."""
     from transformers import Qwen2Config, Qwen2Tokenizer
 
     special = {"<pad>": 0, "<eos>": 1, "<unk>": 2}
@@ -56,7 +56,7 @@ def write_model(folder: str) -> str:
 
 
 def cpu_seconds() -> dict[str, float]:
-    """Of this process, the front end, of its children, the core, and of theirs, a model runner of its own."""
+    """Return CPU seconds of this process (front end), its children (core) and theirs (separate model runner)."""
     import psutil
 
     used = {"front": 0.0, "core": 0.0, "runner": 0.0}
@@ -140,7 +140,7 @@ class Async:
         from rlfuse.engines.vllm.engine_fork import forking
 
         arguments = AsyncEngineArgs(**vllm_arguments(model, sequences, longest))
-        with forking("cpu", {}):  # a new process would not have `as_on_gpus`
+        with forking("cpu", {}):  # a spawned process would lack the patches of `as_on_gpus`
             self.engine = AsyncLLM.from_engine_args(arguments)
 
     async def generate(
@@ -177,7 +177,7 @@ class Offline:
 
 
 async def measure(options: argparse.Namespace) -> dict[str, object]:
-    """Microseconds of CPU time per token in the core and the front end, and what was sampled."""
+    """Return microseconds of CPU time per token in the core and the front end, and a hash of the samples."""
     import null_executor
 
     null_executor.as_on_gpus()
@@ -195,8 +195,8 @@ async def measure(options: argparse.Namespace) -> dict[str, object]:
         await engine.stop()
     count = sum(len(tokens) for tokens, _ in answers)
     used = {part: 1e6 * (after[part] - before[part]) / count for part in after}
-    said = hashlib.sha256(json.dumps(answers).encode()).hexdigest()[:16]
-    return used | {"total": sum(used.values()), "wall": 1e6 * wall / count, "tokens": count, "sampled": said}
+    digest = hashlib.sha256(json.dumps(answers).encode()).hexdigest()[:16]
+    return used | {"total": sum(used.values()), "wall": 1e6 * wall / count, "tokens": count, "sampled": digest}
 
 
 def in_process(mode: str, options: argparse.Namespace) -> dict[str, object]:

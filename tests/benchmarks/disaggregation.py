@@ -23,12 +23,12 @@ from rlfuse.simulate.workload import Drawn, Engine, Lognormal, Scoring, Training
 PROMPTS, RESPONSES, ENGINES = (500, 20_000, 80_000), (300, 2_000), (2, 8)
 KINDS = {"each its own prompt": 1, "groups of 8": 8}
 KNOWN = {"unknown": None, "known": 0.3}
-"""Lengths before they are generated -> `length_history_sigma`."""
+"""Prediction of lengths -> `length_history_sigma`."""
 PER_ENGINE = 16
 
 
 def workload(engines: int, prompt: int, median: int, group: int, history: float | None) -> Workload:
-    """A step of these prompts and answers."""
+    """Return the workload of a step with these prompts and responses."""
     return Workload(
         engines,
         Drawn(Lognormal(median, 0.8), engines * PER_ENGINE, 5 * median),

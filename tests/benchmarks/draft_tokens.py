@@ -33,7 +33,7 @@ BATCH, OTHERS, PROMPT, RESPONSE = 16, (4, 1), 32, 256
 
 
 def job(folder: str, options: argparse.Namespace, dtype: str, drafted: int) -> Config:
-    """One engine on the CPU that drafts while at most `drafted` samples decode."""
+    """Return a job with one engine on the CPU that drafts while at most `drafted` samples decode."""
     config = Config()
     config.model.path, config.model.dtype = folder, dtype
     config.trainer.n_gpus_per_node, config.cluster.device = 1, "cpu"
@@ -108,7 +108,7 @@ async def main(options: argparse.Namespace) -> None:
         with torch.no_grad():
             model.lm_head.weight *= options.sharpness
             model.get_input_embeddings().weight *= (
-                32  # the last token decides most, so that responses repeat themselves
+                32  # the next token depends mostly on the last one, so that responses repeat themselves
             )
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

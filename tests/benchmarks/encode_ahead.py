@@ -57,7 +57,7 @@ JOB = (
 
 @dataclass
 class Benchmark:
-    """What the job does with its controller, and what it measured."""
+    """Steps run on the job's controller, and their measurements."""
 
     repeats: int
     steps: list[dict] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Benchmark:
                 print(f"turn {turn + 1}/{self.repeats}  {way}  {self.median('step', way, turn):.2f} s", flush=True)
 
     async def _step(self, controller: Controller) -> dict[str, float]:
-        """Seconds of its spans, by kind."""
+        """Run a step; return the seconds of its spans by kind."""
         self.number += 1
         with controller.journal.recorder.span("step", step=self.number):
             await controller.learn(self.number)
@@ -85,11 +85,11 @@ class Benchmark:
         return {kind: sum(s.seconds for s in spans if s.kind == kind) for kind in KINDS}
 
     def median(self, name: str, way: str, turn: int | None = None) -> float:
-        """Over all turns, or in one."""
+        """Return the median over all turns, or in one of them."""
         return statistics.median(s[name] for s in self.steps if s["way"] == way and turn in (None, s["turn"]))
 
     def table(self) -> str:
-        """Medians, and of the ratios of turns the median and the range."""
+        """Return a table of medians, and of the median and range of the ratios of turns."""
         lines = [
             "| clips of the next step | step | of it waiting for clips | encoding, all ranks |",
             "|---|---|---|---|",

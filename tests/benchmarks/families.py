@@ -30,21 +30,21 @@ from rlfuse.tasks.clips import SIGNS, WORDS, Clips, Kind, write_task
 from rlfuse.tasks.small_video_models import SmallModel, byte_tokenizer, write_small_video_llama3
 
 BOUND = 1e-5
-APART = "training/rollout_log_probs_diff_max"
+LOG_PROBS_DIFF = "training/rollout_log_probs_diff_max"
 VOCABULARY = 200
-WIDE = dict(  # heads of 32: vLLM's CPU kernels take no narrower ones
+WIDE = dict(  # the smallest head size of vLLM's CPU kernels is 32
     hidden_size=128, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=1024
 )
 LLAMA = WIDE | dict(intermediate_size=128, num_key_value_heads=2)
 EXPERTS = LLAMA | dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
 GPT = dict(n_embd=128, n_layer=2, n_head=4, n_positions=1024)
 WINDOW = 24
-"""Tokens; the rows are longer."""
+"""Window in tokens; rows are longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A tiny model, and what is particular about its kind."""
+    """Sizes of a tiny model, and the distinctive trait of its family."""
 
     trait: str
     sizes: dict
@@ -100,7 +100,7 @@ def even(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def write_text_model(folder: Path, name: str) -> dict[str, object]:
-    """A random model with a tokenizer of 200 words, and rows of prompts; the settings of its job."""
+    """Write a random model with a tokenizer of 200 words, and rows of prompts; return the settings of its job."""
     special = {"<pad>": 0, "<eos>": 1, "<unk>": 2}
     tokenizer = Qwen2Tokenizer(vocab=special, merges=[], pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
     tokenizer.add_tokens([AddedToken(f"w{i}", lstrip=True, normalized=False) for i in range(3, VOCABULARY)])
@@ -121,7 +121,7 @@ def write_text_model(folder: Path, name: str) -> dict[str, object]:
 
 
 def write_video_model(folder: Path, name: str) -> dict[str, object]:
-    """A small VideoLLaMA3 and clips for it."""
+    """Write a small VideoLLaMA3 and clips for it; return the settings of its job."""
     write_task(folder, Clips(train=8, val=2, kinds=(Kind.ORDER,), shortest_s=10, longest_s=20))
     write_small_video_llama3(
         folder / "model", SmallModel(heads=4, layers=2, tower_heads=2), byte_tokenizer([*WORDS, *SIGNS])
@@ -146,7 +146,7 @@ def run_job(folder: Path, settings: dict[str, object], algorithm: str) -> str:
         "rollout.n": 4 if algorithm == "grpo" else 2,
         "reward.functions": f"[{folder}/reward.py:even]",
         "trainer.n_gpus_per_node": 1,
-        "trainer.total_training_steps": 3,  # the third only shows that the second's update arrived
+        "trainer.total_training_steps": 3,  # the third step only checks the push of the second update
         "trainer.logger": "[console]",
         "trainer.default_local_dir": folder / "runs",
         "trainer.experiment_name": algorithm,
@@ -163,19 +163,19 @@ def run_job(folder: Path, settings: dict[str, object], algorithm: str) -> str:
     if min(row["actor/grad_norm"] for row in rows) <= 0 or len(rows) != 3:
         return f"nothing was learned in {len(rows)} steps"
     first = re.search(r"by rollout engines and trainer differ by at most (\S+)", done.stdout)
-    difference = max(*(row[APART] for row in rows), float(first[1]) if first else float("nan"))
+    difference = max(*(row[LOG_PROBS_DIFF] for row in rows), float(first[1]) if first else float("nan"))
     return f"{difference:.0e}" if difference < BOUND else f"**{difference:.0e}**"
 
 
 def _message(text: str, folder: Path) -> str:
     """Return the line with the reason."""
     lines = [line.strip() for line in text.replace(f"={folder}/model", "").splitlines() if line.strip()]
-    said = [line for line in lines if "model.path" in line or "critic.path" in line or "rlfuse:" in line]
-    return (said or lines or ["no word"])[0].removeprefix("1. ").partition("; choose")[0]
+    reasons = [line for line in lines if "model.path" in line or "critic.path" in line or "rlfuse:" in line]
+    return (reasons or lines or ["no word"])[0].removeprefix("1. ").partition("; choose")[0]
 
 
 def judge(name: str, write: Callable[[Path, str], dict[str, object]], keep: Path | None) -> list[str]:
-    """Both cells of a family."""
+    """Return both cells of a family."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = (keep or Path(temporary)) / name
         folder.mkdir(parents=True)
@@ -187,7 +187,7 @@ def judge(name: str, write: Callable[[Path, str], dict[str, object]], keep: Path
 
 
 def table(found: dict[str, list[str]]) -> str:
-    """The page."""
+    """Return the page."""
     lines = [
         "# Families of models",
         "",

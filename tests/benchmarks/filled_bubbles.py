@@ -35,15 +35,15 @@ from rlfuse.engines.pipeline.pipeline_group import PipelineGroup
 from rlfuse.engines.pipeline.pipeline_trainer import PipelineTrainer
 from rlfuse.fusion.schedules.planning import Plan, Planner
 
-for module in (pipelines, pipeline_executor):  # ranks can't import from tests
+for module in (pipelines, pipeline_executor):  # ranks can't import from tests/
     ray.cloudpickle.register_pickle_by_value(module)
 PASSES = ("actor", "ref")
 SEQUENCE = 128
-"""Tokens of a row; a micro-batch has two."""
+"""Tokens per row; a micro-batch has two rows."""
 
 
 async def a_step(trainer: PipelineTrainer, parts: list, fused: bool) -> dict[str, float]:
-    """Seconds of one step by what took them, and what its schedules should have taken."""
+    """Run one step; return its seconds by part, and the planned seconds of its schedules."""
     sums = dict.fromkeys(("passes", "training", "planned", "in 1F1B"), 0.0)
     began = time.perf_counter()
     for model in PASSES:
@@ -64,7 +64,7 @@ async def a_step(trainer: PipelineTrainer, parts: list, fused: bool) -> dict[str
 
 
 async def real(config: Config, slots, options: argparse.Namespace) -> list[str]:
-    """Lines of the table: real compute."""
+    """Return the lines of the table for real compute."""
     trainer, _ = await PipelineTrainer.start(config, slots, list(slots.cores) if slots.cores else None)
     rows = make_rows(options.mini_batches * options.micro_batches * 2, SEQUENCE // 2)
     size = options.micro_batches * 2
@@ -90,7 +90,7 @@ async def real(config: Config, slots, options: argparse.Namespace) -> list[str]:
 
 
 def planned(stages: int, order: str, count: int) -> Plan:
-    """A schedule for operations of fixed length, planned with what they take."""
+    """Return a schedule for operations of fixed length, planned with their durations."""
     planner = Planner(stages, order)
     work = {"actor": count}, dict.fromkeys(PASSES, count)
     first = planner.plan(*work)
@@ -100,7 +100,7 @@ def planned(stages: int, order: str, count: int) -> Plan:
 
 
 async def fixed(config: Config, slots, options: argparse.Namespace) -> list[str]:
-    """Lines of the table: operations of fixed length, one mini-batch's training and the next one's passes."""
+    """Return the lines for operations of fixed length: training of a mini-batch and passes of the next one."""
     lines = []
     for stages in (2, 4):
         layout = [Pipelines(name, stages) for name in PASSES]

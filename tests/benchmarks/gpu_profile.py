@@ -32,7 +32,7 @@ SHAPES = {
     "0.5b": (896, 4864, 24, 14, 2, 151_936),
     "1.5b": (1536, 8960, 28, 12, 2, 151_936),
 }
-"""Hidden and intermediate size, layers, heads, KV heads, words."""
+"""Hidden size, intermediate size, layers, heads, key/value heads, vocabulary."""
 STEP = "engine core: a step"
 
 
@@ -70,7 +70,7 @@ def make_model(folder: Path, shape: str, dtype: str) -> None:
 
 
 class EngineProfile:
-    """A rollout worker's steps by part."""
+    """Times the steps of a rollout worker by part."""
 
     def __init__(self, worker: Any, options: argparse.Namespace):
         import numpy as np
@@ -159,7 +159,7 @@ async def profile_engine(folder: Path, device: str, dtype: str, options: argpars
 
 
 class TrainerProfile:
-    """A rank's passes and steps by part."""
+    """Times the passes and steps of a rank by part."""
 
     def __init__(self, folder: Path, device: str, dtype: str, options: argparse.Namespace):
         import numpy as np
@@ -251,7 +251,7 @@ class TrainerProfile:
 
 @contextmanager
 def one_rank(device: str) -> Iterator[None]:
-    """This process is the only rank of a trainer."""
+    """Make this process the only rank of a trainer."""
     import torch.distributed as dist
 
     os.environ |= {

@@ -37,7 +37,7 @@ SHAPES = {
     "12 layers": dict(hidden_size=256, layers=12, heads=8),
 }
 TOKENS, PROMPT, RESPONSE = 1024, 9, 29
-"""Of a micro-batch, and of a sample: 3,695 tokens in 128 responses, two to a prompt."""
+"""Tokens per micro-batch and per sample: 3,695 tokens in 128 responses, two per prompt."""
 REPEATS = 30
 STEP = {"scores": 3, "update": 2}
 """Passes over a quickstart step's samples: old log-probs, reference and values; actor and critic."""
@@ -53,7 +53,7 @@ def model_of(hidden_size: int, layers: int, heads: int) -> Qwen2ForCausalLM:
 
 
 def rows() -> list[Row]:
-    """As many as fit, in pairs behind one prompt each."""
+    """Return as many rows as fit, in pairs with a shared prompt."""
     draw, found = np.random.default_rng(0), []
     for _ in range(TOKENS // (PROMPT + 2 * RESPONSE)):
         prompt = draw.integers(3, 30, PROMPT).astype(np.int32)
@@ -64,7 +64,7 @@ def rows() -> list[Row]:
 
 
 class Passes:
-    """One micro-batch through a DeepSpeed engine; each pass has run before it is measured."""
+    """Passes of one micro-batch on a DeepSpeed engine, each with an uncounted warm-up."""
 
     def __init__(self, shape: dict[str, int], sizes: tuple[int, ...]):
         self._config, self._sizes, self._rows = Config(), sizes, rows()
@@ -90,7 +90,7 @@ class Passes:
         return count.operations + Graph.replays
 
     def cpu_ms(self, name: str) -> float:
-        """CPU time with collation while graphs compute nothing, which a GPU would do alongside; the least of many."""
+        """Return the minimum CPU time with collation; graph replay is empty here, as a GPU computes it alongside."""
         least = float("inf")
         for _ in range(REPEATS):
             began = time.process_time()

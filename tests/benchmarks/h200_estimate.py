@@ -19,44 +19,44 @@ from pathlib import Path
 
 TREE = Path(__file__).resolve().parents[2]
 RECORD = "recorded"
-"""One H200, 27 November 2026, rlfuse at f7d4a75: events of the steps, copies by `gpu_curves.py`."""
+"""One H200, 27 November 2026, rlfuse at f7d4a75: step durations from events, copies by `gpu_curves.py`."""
 
 # CPU time per token: microseconds, 256 x 512 tokens, a null executor --------------------------------------------------
 
 RECORDED_US = {"core": 14.5, "front": 12.4}
-"""Of rlfuse at f7d4a75, on the machine that HOST_FACTOR compares the H200's host with."""
+"""rlfuse at f7d4a75, on the reference machine of HOST_FACTOR."""
 ASYNC_US = {"core": 14.6, "front": 8.3}
-"""Of `AsyncLLM`, on the same machine."""
+"""`AsyncLLM` on the same machine."""
 MEASURED_US = {"rlfuse": {"core": 4.63, "front": 1.53}, "AsyncLLM": {"core": 27.51, "front": 17.07}}
-"""`device_speed.py` today on another machine, both in one run: only the ratio of the two is used."""
+"""`device_speed.py` today on another machine, both in one run; only their ratio is used."""
 
 # The H200 and its host ------------------------------------------------------------------------------------------------
 
 HOST_FACTOR = 2.6
-"""CPU time on the H200's host / on the machine of RECORDED_US: 14.5 us x 256 x 2.6 and the runner's 3 ms are 12.7 ms,
-where 11 to 15.7 ms were recorded."""
+"""CPU time on the H200's host over that on the machine of RECORDED_US: 14.5 us x 256 x 2.6 plus the runner's 3 ms are
+12.7 ms; 11 to 15.7 ms were recorded."""
 RUNNER_S = 3e-3
 """vLLM's model runner per decode step: 12 Triton launches, 30 torch operations, 5 copies."""
 MESSAGES_S = 0.13e-3
-"""Of the core per decode step of 256 samples, where the runner is another process (`device_speed.py`)."""
+"""CPU time of the core per decode step of 256 samples with the runner in another process (`device_speed.py`)."""
 GRAPH_STEP_S = 2.5e-3
 """A decode step of the 0.5B on the device: 1 ms of kernels, 2 to 3 ms with the launches of CUDA graphs."""
 MEMORY_BYTES_PER_S = 4.3e12
 PIN_BYTES_PER_S, COPY_BYTES_PER_S = 1.6e9, 53e9
 """Pinning host memory for the first time; copies of pinned memory, 52 to 55 GB/s."""
 RESET_S = 0.14e-6
-"""Resetting a block of vLLM's KV cache (0.14 s a million), RESETS times a step."""
+"""Resetting a block of vLLM's KV cache (0.14 s per million), RESETS times per step."""
 RESETS = 3
 GRAPH_PASSES = {"scores": (3 * 5, 1.6e-3), "updates": (2 * 8, 5.1e-3)}
 """Passes of a quickstart step (old log-probs, reference, values: 5 micro-batches of 1,024 tokens each; actor, critic: 2
 for each of 4 mini-batches), and CPU time of one, collation included, by `graph_launches.py`."""
 ADMISSION_S, END_S, FAST_END_S = 0.5e-3, 0.54e-3, 0.23e-3
-"""Per sample, on the machine of RECORDED_US: until it is scheduled, and from its last token to the driver."""
+"""CPU time per sample on the machine of RECORDED_US: until it is scheduled, and from its last token to the driver."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The code of a change, and what the estimate assumes of it."""
+    """The code of a change, and the assumption of the estimate."""
 
     file: str
     text: str
@@ -158,13 +158,13 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Counts of a step; none of them is a time."""
+    """Counts of a step."""
 
     samples: int
     tokens: int
-    """Of responses."""
+    """Tokens of responses."""
     engine_steps: int
-    """Decode steps of the engine."""
+    """Number of decode steps of the engine."""
 
 
 QUICKSTART = Job(samples=128, tokens=3_695, engine_steps=156)
@@ -188,7 +188,7 @@ KV_BLOCK = 16 * 12_288
 
 
 class Estimate:
-    """The terms of a step and of a start, with the changes in `counted`."""
+    """Terms of a step and of the startup, with the changes in `counted`."""
 
     def __init__(self, counted: Collection[str], measured_us: Mapping[str, Mapping[str, float]]):
         self.counted = counted
@@ -196,12 +196,12 @@ class Estimate:
         self.now_us = {part: ASYNC_US[part] * ours[part] / plain[part] for part in ASYNC_US}
 
     def term(self, part: str, name: str, seconds: float, source: str, **replaced: float) -> Term:
-        """`replaced`: seconds with each change that affects this cost, the one with the largest effect first."""
+        """Add a term; `replaced`: seconds with each change that affects it, the largest effect first."""
         changes = (value for change, value in replaced.items() if change.replace("_", " ") in self.counted)
         return Term(part, name, seconds, next(changes, seconds), source)
 
     def decode(self, job: Job, device_s: float) -> Term:
-        """The engine's core is one thread, which also runs the model unless that has a process of its own."""
+        """Add decoding; the core's single thread also runs the model, unless a separate process does."""
 
         def seconds(us: Mapping[str, float], own_process: bool) -> float:
             core, front = (1e-6 * us[part] * HOST_FACTOR * job.tokens / job.engine_steps for part in ("core", "front"))
@@ -225,7 +225,7 @@ class Estimate:
         ]
 
     def quickstart(self) -> list[Term]:
-        """PPO with critic and reference, float32, one slot."""
+        """Add a step of PPO with critic and reference, float32, one slot."""
         push = 0.044 * HOST_FACTOR
         passes = HOST_FACTOR * sum(count * each for count, each in GRAPH_PASSES.values())
         return [
@@ -244,7 +244,7 @@ class Estimate:
         ]
 
     def grpo(self, first: bool) -> list[Term]:
-        """bf16; `first`: the first step, which allocates, pins and opens what later ones use again."""
+        """Add a bfloat16 step; `first`: the first step, whose allocations and pinned buffers are reused later."""
         return [
             self.decode(GRPO, GRAPH_STEP_S),
             self.term("generation", "first decode step", 0.249, f"{RECORD}, unexplained"),
@@ -289,7 +289,7 @@ class Estimate:
         ]
 
     def start(self) -> list[Term]:
-        """From the command to the first step, warm caches."""
+        """Add the startup from the command to the first step, with warm caches."""
         return [
             self.term("start", "driver's libraries", 13.0, RECORD),
             self.term("start", "ranks: imports", 13.0, f"{RECORD}: 12 to 14 s"),
@@ -306,7 +306,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """A sum of terms, next to what was recorded and what it should become."""
+    """A sum of terms, with the recorded value and the target."""
 
     name: str
     recorded_s: float | None
@@ -323,7 +323,7 @@ class Total:
 
     @property
     def hand_over(self) -> float:
-        """Share of the step now."""
+        """Return the current share of the step."""
         return sum(term.now for term in self.terms if term.part == "hand-over") / self.now
 
     def table(self) -> str:
@@ -340,7 +340,7 @@ class Total:
 
 
 def totals(counted: Collection[str], measured_us: Mapping[str, Mapping[str, float]] = MEASURED_US) -> list[Total]:
-    """All estimates, with the changes in `counted`."""
+    """Return all estimates, with the changes in `counted`."""
     estimate = Estimate(counted, measured_us)
     return [
         Total("PPO quickstart, a step", 3.5, 0.8, estimate.quickstart()),

@@ -52,7 +52,7 @@ JOB = (
     "trainer.logger=[]",
 )
 STEPS_BETWEEN = 4
-"""Steps between neighbouring checkpoints."""
+"""Steps between consecutive checkpoints."""
 EPOCH, REPEATED = "second epoch", "repeated step"
 NEIGHBOURS, SAME = f"eval of a checkpoint {STEPS_BETWEEN} steps later", "eval of the same checkpoint"
 
@@ -64,7 +64,7 @@ class Measured:
     seconds: list[tuple[float, float]] = field(default_factory=list)
     cpu_seconds: list[tuple[float, float]] = field(default_factory=list)
     steps: list[tuple[float, float]] = field(default_factory=list)
-    """Mean per engine."""
+    """Mean over engines."""
     tokens: int = 0
     accepted: int = 0
     drafted: int = 0
@@ -73,12 +73,12 @@ class Measured:
 
 
 def ratios(pairs: Sequence[tuple[float, float]]) -> list[float]:
-    """Return the gains, ascending."""
+    """Return the gains in ascending order."""
     return sorted(plain / drafted for plain, drafted in pairs)
 
 
 class Benchmark:
-    """What the job does with its controller, and what it measured."""
+    """Steps run on the job's controller, and their measurements."""
 
     def __init__(self, repeats: int):
         self.repeats, self.found = repeats, defaultdict[str, Measured](Measured)
@@ -149,7 +149,7 @@ class Benchmark:
         return responses
 
     def table(self) -> str:
-        """Medians, and the range of the gain."""
+        """Return a table of medians, and of the range of the gain."""
         head = ("", "without", "with drafts", "faster", "range", "CPU time", "engine steps", "accepted of drafts",
                 "of tokens", "identical")  # fmt: skip
         lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
@@ -193,7 +193,7 @@ def with_drafts(groups: Sequence[Group], responses: Responses) -> list[Group]:
 
 
 def cpu_seconds() -> float:
-    """Return the CPU time of this process and of all processes that it started."""
+    """Return the CPU time of this process and all its descendants."""
     total, driver = 0.0, psutil.Process()
     for process in (driver, *driver.children(recursive=True)):
         with suppress(psutil.NoSuchProcess):
@@ -221,7 +221,7 @@ def starting_policy(folder: Path, layers: int, width: int) -> Path:
 
 
 def main() -> None:
-    """Run, print, write."""
+    """Run the job; print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--layers", type=int, default=2)

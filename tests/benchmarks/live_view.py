@@ -23,13 +23,13 @@ from rlfuse.step.controller import Controller
 
 
 class Looking:
-    """Drives the job and looks on; `step`: the one to be seen."""
+    """Drives the job and samples its live view during step `step`."""
 
     def __init__(self, step: int):
         self.step, self.seen = step, None
 
     async def drive(self, controller: Controller, start: int) -> None:
-        """Draw as a run on an interactive terminal does."""
+        """Run the job with the live view of an interactive terminal."""
         looking = asyncio.create_task(self._look(controller.metrics.loggers.terminal))
         await controller.run(start)
         looking.cancel()
@@ -45,13 +45,13 @@ class Looking:
 
 
 def telling(view: View) -> bool:
-    """Whether one slot generates while another scores or trains."""
+    """Return whether one slot generates while another scores or trains."""
     doing = {what for what, _ in view.slots}
     return "generate" in doing and bool(doing - {"generate", "idle", "switch"})
 
 
 def main() -> None:
-    """Run, and write the picture."""
+    """Run the job and write the picture."""
     parser = argparse.ArgumentParser(description="The terminal's view of a live run, as SVG.")
     parser.add_argument("--out", type=Path, default=Path("jobs/live.svg"))
     parser.add_argument("--step", type=int, default=8)

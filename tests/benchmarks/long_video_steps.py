@@ -71,16 +71,16 @@ from rlfuse.video.models.video_llama_3 import VideoLlama3
 from rlfuse.video.plan import FixedSampling, VideoPlan, plan_video
 from rlfuse.video.prompt import VisualTokens, assemble
 
-ray.cloudpickle.register_pickle_by_value(sequence_parallel)  # ranks can't import from here
+ray.cloudpickle.register_pickle_by_value(sequence_parallel)  # ranks can't import from tests/
 WAYS: dict[str, int | None] = {"none": 1, "once": 1, "once, 2 ranks": 2, "ours": None}
-"""Degree of each, where it is fixed."""
+"""Variant -> degree, None: chosen."""
 RANKS, RESPONSE, FPS, SIDE, TOKENS = 2, 32, 8, 56, 4
 LENGTHS = (8, 16, 32, 64, 128, 256, 512, 1024)
 MODEL = SmallModel(heads=4, layers=2, tower_heads=4, tower_layers=2)
 
 
 class Reader:
-    """Frames for an encoder rank, decoded in a process of its own."""
+    """Frames for an encoder rank, decoded in a separate process."""
 
     def __init__(self) -> None:
         self.pool = DecodePool(timeout_s=120.0)
@@ -90,7 +90,7 @@ class Reader:
 
 
 class Traffic:
-    """Bytes that the driver serialises for others and gets from them."""
+    """Bytes that the driver sends to and receives from other processes."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -109,7 +109,7 @@ class Traffic:
 
 
 class Bench:
-    """What all steps have in common."""
+    """Engine, encoder and trainer ranks shared by all steps."""
 
     def __init__(self, folder: Path, options: argparse.Namespace):
         self.folder, self.answers, self.traffic = folder, options.answers, Traffic()
@@ -124,7 +124,7 @@ class Bench:
         self.tokenizer = AutoTokenizer.from_pretrained(self.text)
 
     async def start(self, slots: placement.Slots) -> None:
-        """Encoder ranks, the engine, trainer ranks."""
+        """Start encoder ranks, the engine and trainer ranks."""
         environment = worker_environment("cpu")
         place = EncoderPlacement({"num_cpus": 0, "runtime_env": {"env_vars": environment}})
         settings = EncoderSettings(str(self.folder / "whole"), step=8)
@@ -140,7 +140,7 @@ class Bench:
         await self.trainer(slots, RANKS)
 
     async def trainer(self, slots: placement.Slots, ranks: int) -> None:
-        """Ranks that may all share a sequence."""
+        """Start trainer ranks that support all sequence-parallel degrees."""
         config = Config()
         config.trainer.n_gpus_per_node = config.training.ulysses_sequence_parallel_size = ranks
         config.model.path, config.model.dtype, config.algorithm.adv_estimator = self.text, "float32", "grpo"
@@ -151,7 +151,7 @@ class Bench:
         await self.group.measure()
 
     async def step(self, way: str, frames: int) -> dict[str, Any]:
-        """One step: its seconds, by part too, and what was sent, run and drawn."""
+        """Run one step; return its seconds in total and by part, and what was sent, run and sampled."""
         number, passes = next(self.numbers), 4 if way == "none" else 1
         files = [[self.copy(f"{number}-{at}-{i}") for i in range(self.answers)] for at in range(passes)]
         await self.engine.actor.__ray_call__.remote(forget_prefixes)
@@ -176,14 +176,14 @@ class Bench:
             found = await watch.timed(part, self.group.score((model,), rows))
             for of_row, scores in zip(tensors, found[model].arrays, strict=True):
                 of_row[f"{part}_log_probs"] = scores
-        done = await self.figures(frames, rows, samples, responses)
+        done = await self.measurements(frames, rows, samples, responses)
         await self.encoder.release("step")
         for path in itertools.chain(*files):
             path.unlink()
         return {"seconds": sum(watch.seconds.values()), "parts": watch.seconds} | done
 
     async def encode(self, files: list[Path], frames: int, way: str) -> list[Embedding]:
-        """An embedding for each answer; only where nothing is reused are they several."""
+        """Return an embedding per response; without reuse they are separate, else the same."""
         await self.encoder.release("step")
         mine = files if way == "none" else files[:1]
         clips = [Clip(path.name, str(path), self.plans[frames]) for path in mine]
@@ -199,10 +199,10 @@ class Bench:
         await self.group.accumulate(("actor",), rows)
         await self.group.step("actor", [len(row.response_ids) for row in rows])
 
-    async def figures(
+    async def measurements(
         self, frames: int, rows: list[Row], samples: list[Sample], responses: dict[str, Response]
     ) -> dict[str, Any]:
-        """What the step sent, encoded, ran and padded; and that trainer and engine agree."""
+        """Return what the step sent, encoded, ran and padded; assert that trainer and engine agree."""
         sent, video, spans = self.traffic.bytes, await self.encoder.metrics(), await self.group.drain()
         for sample in samples:
             sample.response = responses[sample.id]
@@ -224,18 +224,18 @@ class Bench:
         }
 
     def samples(self, frames: int, shown: Sequence[Embedding]) -> list[Sample]:
-        """Siblings, one for each embedding."""
+        """Return one sample of the group per embedding."""
         visual, plan = VisualTokens(VIDEO, IMAGE), self.plans[frames]
         prompt = assemble(self.tokenizer, "<video>what happens, and when?", [plan], visual)
         clip = Visual(prompt.positions[0], path="clip.mp4", plan=plan)
-        asked = Prompt(0, prompt.token_ids, "", (), "clips", None, visual=(clip,))
-        [group] = make_groups([asked], len(shown), run_seed=0, step=frames)
+        shown_prompt = Prompt(0, prompt.token_ids, "", (), "clips", None, visual=(clip,))
+        [group] = make_groups([shown_prompt], len(shown), run_seed=0, step=frames)
         for sample, embedding in zip(group.samples, shown, strict=True):
-            sample.prompt = replace(asked, visual=(replace(clip, source=embedding),))
+            sample.prompt = replace(shown_prompt, visual=(replace(clip, source=embedding),))
         return group.samples
 
     def copy(self, name: str) -> Path:
-        """The same clip as a file of other content: a box follows that no decoder reads."""
+        """Return a copy of the clip with different bytes: an appended box that decoders ignore."""
         path = Path(shutil.copy(self.clip, self.folder / f"{name}.mp4"))
         with path.open("ab") as file:
             file.write(struct.pack(">I4s", 8 + len(name), b"free") + name.encode())
@@ -259,7 +259,7 @@ class Bench:
 
 
 class Watch:
-    """Seconds by part of a step."""
+    """Seconds of a step by part."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
@@ -272,20 +272,20 @@ class Watch:
 
 
 def forget_prefixes(worker: RolloutWorker) -> None:
-    """As the engine does whenever it gets new weights."""
+    """Reset the prefix cache, as the engine does for new weights."""
     loop = worker._engine.output_handler.get_loop()
     assert asyncio.run_coroutine_threadsafe(worker._engine.reset_prefix_cache(), loop).result(30)
 
 
 def planned(shares: Sequence[Sequence[Share]], rows: Sequence[Row]) -> int:
-    """Tokens of all micro-batches without padding: prompts as often as they are to run, and the answers."""
+    """Return the tokens of all micro-batches without padding: prompts as often as they run, and responses."""
     units = [share for rank, mine in enumerate(shares) for share in mine if share.rows and rank % share.degree == 0]
     prompts = [{rows[i].prompt_key: len(rows[i].prompt_ids) for i in unit.rows} for unit in units]
     return sum(map(sum, (each.values() for each in prompts))) + sum(len(row.response_ids) for row in rows)
 
 
 def write_clip(path: Path, frames: int) -> Path:
-    """H.264, a keyframe every two seconds, another picture every second."""
+    """Write H.264 with a keyframe every two seconds and a new picture every second."""
     rng = np.random.default_rng(0)
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=FPS, options={"preset": "ultrafast", "g": str(2 * FPS)})
@@ -315,7 +315,7 @@ async def measure(bench: Bench, slots: placement.Slots, options: argparse.Namesp
             for way in names[turn % len(names) :] + names[: turn % len(names)]:
                 steps[way].append(await bench.step(way, frames))
         drawn = [step.pop("drawn") for step in itertools.chain(*steps.values())]
-        assert all(each == drawn[0] for each in drawn), "the ways drew different tokens"
+        assert all(each == drawn[0] for each in drawn), "the variants sampled different tokens"
         found["steps"][frames] = steps
         print(frames, {way: f"{middle(steps[way]):.2f}" for way in WAYS}, flush=True)
         file.write_text(json.dumps(found, indent=1))

@@ -18,28 +18,28 @@ from rich.console import Console
 from rich.table import Table
 
 PARTS = ("encode", "rollout", "old", "ref", "update")
-"""Of a step."""
+"""Parts of a step."""
 COLOURS = {"none": "#8a8a8a", "once": "#6aa3d8", "once, 2 ranks": "#f0a830", "ours": "#c2385a"}
 LABELS = ("nothing reused", "encoded once, degree 1", "encoded once, degree 2", "ours: encoded once, degree chosen")
 PASSES = PARTS[2:]
-"""The trainer's, to which degrees make a difference."""
+"""Parts of the trainer, which depend on the degree."""
 FIXED = ("once", "once, 2 ranks")
 TWICE = ("encoded / unique", "run / unique")
-"""Tokens of the clip that the encoder ran, and of prompt and answers that the passes without gradients ran."""
+"""Clip tokens run by the encoder, and tokens of prompt and responses run by passes without gradients."""
 
 
 def middle(steps: Sequence[dict[str, Any]], parts: Sequence[str] = PARTS) -> float:
-    """Median seconds of these parts of a step together."""
+    """Return the median of the total seconds of these parts."""
     return statistics.median(sum(step["parts"][part] for part in parts) for step in steps)
 
 
 def over(steps: dict[str, Any], parts: Sequence[str] = PARTS) -> float:
-    """Ours relative to the lower envelope of the fixed degrees."""
+    """Return the ratio of the chosen degree to the best fixed degree."""
     return middle(steps["ours"], parts) / min(middle(steps[way], parts) for way in FIXED)
 
 
 def show(found: dict[str, Any], console: Console) -> None:
-    """The tables."""
+    """Print the tables."""
     titles = ["frames", "tokens", *(f"{way}, s" for way in COLOURS), "over envelope: step", "passes", "degrees"]
     titles += ["none / ours", *(f"{name}, {way}" for name in TWICE for way in ("none", "ours")), "padding", "KiB sent"]
     rows = []
@@ -70,7 +70,7 @@ def draw(console: Console, titles: Sequence[str], rows: Sequence[Sequence[str]])
 
 
 def picture(found: dict[str, Any], path: Path) -> None:
-    """Seconds of a step by frames, both logarithmic."""
+    """Plot the seconds of a step by frames, both axes logarithmic."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for way, label in zip(COLOURS, LABELS, strict=True):

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from rlfuse.cluster.host_memory import resident_mib
 from rlfuse.config.schema import Config
-from rlfuse.engines.memory.activations import worst
+from rlfuse.engines.memory.activations import worst_micro_batches
 from rlfuse.engines.memory.estimate import GIB, MIB, Budget, Memory, memory_of
 from rlfuse.engines.memory.model_sizes import shapes_of
 from rlfuse.engines.memory.tracing import SequenceLengths
@@ -46,18 +46,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3MoeConfig", SPARSE),
 }
 SECONDS = 3600
-"""That a process of a case has: what is measured is memory, also on a machine that is busy."""
+"""Time limit for a process of a case, generous because memory is measured, also on a busy machine."""
 STEPS = 3
-"""That a rank goes through: blocks that stay lie otherwise in its heap after each, and the next leaves other holes."""
+"""Steps of a rank: remaining blocks fragment its heap differently after each step."""
 RETURNED = {"MALLOC_MMAP_THRESHOLD_": str(MIB)}
-"""With which glibc gives the system back what is freed; ranks of a run keep it (`rank_group.MALLOC_SETTINGS`)."""
+"""glibc settings that return freed memory to the system; ranks of a run keep it (`rank_group.MALLOC_SETTINGS`)."""
 HOLES = "heap fragmentation"
-"""That the plan counts of a heap that keeps it."""
+"""Part of the plan for a heap that keeps freed memory."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A job on CPUs; `roles`: models of a rank, or `engine` alone."""
+    """A job on CPUs; `roles`: the models of a rank, or only `engine`."""
 
     model: str
     roles: tuple[str, ...] = ("actor",)
@@ -88,7 +88,7 @@ CASES = {
 
 
 def main() -> None:
-    """Print a row for each case."""
+    """Print a row per case."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CASES)}; all if none is given")
     parser.add_argument("--parts", action="store_true", help="also what the plan counts")
@@ -109,7 +109,7 @@ def main() -> None:
 
 
 def config_of(case: Case, folder: Path, widths: dict[str, Any] | None = None) -> Config:
-    """The case as a job, its model with random weights in `folder`; `widths`: other than those of all cases."""
+    """Return the case as a job, with random weights in `folder`; `widths`: replaces the default widths."""
     kind, sizes = MODELS[case.model]
     given = getattr(transformers, kind)(**(WIDTHS | sizes | (widths or {})))
     AutoModelForCausalLM.from_config(given).save_pretrained(folder)
@@ -132,24 +132,26 @@ def config_of(case: Case, folder: Path, widths: dict[str, Any] | None = None) ->
 
 
 def planned(config: Config, roles: tuple[str, ...]) -> list[tuple[str, float]]:
-    """MiB of each part of these roles."""
+    """Return the planned MiB of each part of these roles."""
     memory: Memory = memory_of(config, shapes_of(config), Budget("cpu", 64 * GIB))
     return [(f"{part.role}: {part.what}", part.size / MIB) for part in memory.parts if part.role in roles]
 
 
 def measured(config: Config, case: Case, heap: Mapping[str, str]) -> float:
-    """MiB of the process that has the most. TimeoutError, or what went wrong in it."""
+    """Return the maximum MiB over processes; raises TimeoutError, or an error with the message of a process."""
     context = multiprocessing.get_context("spawn")
-    told, meeting = context.Queue(), context.Queue()
+    answers_queue, meeting = context.Queue(), context.Queue()
     work = _engine if case.roles == ("engine",) else _rank
     for key in MALLOC_SETTINGS:
         os.environ.pop(key, None)
-    os.environ |= heap if work is _rank else {}  # which engines of a run do not have, either
-    processes = [context.Process(target=_told, args=(work, config, i, told, meeting)) for i in range(case.ranks)]
+    os.environ |= heap if work is _rank else {}  # engines of a run do not have them either
+    processes = [
+        context.Process(target=_report, args=(work, config, i, answers_queue, meeting)) for i in range(case.ranks)
+    ]
     try:
         for process in processes:
             process.start()
-        answers = [told.get(timeout=SECONDS) for _ in processes]
+        answers = [answers_queue.get(timeout=SECONDS) for _ in processes]
     finally:
         for process in processes:
             process.terminate()
@@ -158,11 +160,11 @@ def measured(config: Config, case: Case, heap: Mapping[str, str]) -> float:
     return max(answers)
 
 
-def _told(work: Any, config: Config, number: int, told: Any, meeting: Any) -> None:
+def _report(work: Any, config: Config, number: int, answers_queue: Any, meeting: Any) -> None:
     try:
-        told.put(work(config, number, meeting))
+        answers_queue.put(work(config, number, meeting))
     except BaseException as error:
-        told.put(f"{type(error).__name__}: {error}")
+        answers_queue.put(f"{type(error).__name__}: {error}")
         raise
 
 
@@ -182,8 +184,8 @@ def _rank(config: Config, number: int, meeting: Any) -> float:
     before = _reset_peak()
     rank.setup()
     _step(rank, [], [_micro_batch(SequenceLengths(((8, 8),)))])
-    large = [[_micro_batch(texts) for texts in worst(config, False, learns)] for learns in (False, True)]
-    large[1].append(large[1][0])  # the most logits, without gradients and, in the plan, with them
+    large = [[_micro_batch(texts) for texts in worst_micro_batches(config, False, learns)] for learns in (False, True)]
+    large[1].append(large[1][0])  # the most logits without gradients and, in the plan, with gradients
     for _ in range(STEPS):
         _step(rank, *large)
     return _peak() - before
@@ -237,7 +239,7 @@ def _engine(config: Config, number: int, meeting: Any) -> float:
 
 
 def _warm_up() -> None:
-    """What the first product of a process loads is not a model's."""
+    """Run matrix products, since the libraries that they load are not memory of the model."""
     import torch
 
     for dtype in (torch.float32, torch.bfloat16):
@@ -246,7 +248,7 @@ def _warm_up() -> None:
 
 
 def _reset_peak() -> int:
-    """MiB now, from which on the peak counts."""
+    """Reset the peak; return the current MiB."""
     Path("/proc/self/clear_refs").write_text("5")
     return resident_mib()
 

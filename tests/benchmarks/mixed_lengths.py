@@ -46,11 +46,11 @@ def mixture(long: int, short: int, options: argparse.Namespace) -> list[Row]:
 
 
 Pass = Callable[..., Awaitable[object]]
-"""Of rows; with `slot`, on its rank alone."""
+"""Runs a pass over rows; with `slot`, only on its rank."""
 
 
 async def seconds(group: Forced, run: Pass, rows: Sequence[Row], way: int | str) -> tuple[float, float]:
-    """At that degree, at the chosen ones, or of an even share of the work; and those that all ranks compute."""
+    """Return the seconds of one variant: fixed degree, chosen degrees or even share; and the CPU time of all ranks."""
     group.degree = way if isinstance(way, int) else None
     slots, before = range(len(group.ranks)) if way == EVEN else [None], await computed(group)
     begin = time.perf_counter()
@@ -60,7 +60,7 @@ async def seconds(group: Forced, run: Pass, rows: Sequence[Row], way: int | str)
 
 
 async def computed(group: Forced) -> float:
-    """Seconds that the ranks' processes have spent on cores so far."""
+    """Return the CPU seconds of the ranks' processes so far."""
     return sum(await asyncio.gather(*(rank.__ray_call__.remote(lambda _: time.process_time()) for rank in group.ranks)))
 
 
@@ -69,7 +69,7 @@ Taken = dict[str, list[float]]
 
 
 async def measured(group: Forced, run: Pass, rows: Sequence[Row], repeats: int) -> tuple[Taken, Taken]:
-    """By the clock, `bound` among them, and of the ranks' computing."""
+    """Return wall seconds, including `bound`, and CPU seconds by variant."""
     degrees, longest = degrees_up_to(len(group.ranks)), max(rows, key=lambda each: each.tokens)
     found: Taken = {str(way): [] for way in (*degrees, CHOSEN, "bound")}
     computing: Taken = {str(way): [] for way in (*degrees, CHOSEN)}
@@ -88,13 +88,13 @@ async def measured(group: Forced, run: Pass, rows: Sequence[Row], repeats: int) 
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> str:
-    """Median and range."""
+    """Return the median and range of ratios."""
     ratios = [a / b for a, b in zip(over, under, strict=True)]
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 async def tables(ranks: int, options: argparse.Namespace) -> list[dict]:
-    """Prints one; what was measured."""
+    """Print a table; return the measurements."""
     config, measurements = Config(), []
     config.trainer.n_gpus_per_node, config.algorithm.adv_estimator = ranks, "grpo"
     config.training.ulysses_sequence_parallel_size = ranks

@@ -17,7 +17,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, Logpro
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 FIRST, VOCABULARY = 3, 1000
-"""Tokens that are sampled: none of them ends a response."""
+"""Range of sampled tokens; none of them ends a response."""
 
 
 def as_on_gpus() -> None:
@@ -35,7 +35,7 @@ def as_on_gpus() -> None:
 
 
 class NullWorker(WorkerBase):
-    """Answers what an executor calls; `worker_cls` where vLLM's executor runs it in a process of its own."""
+    """Implements the methods that executors call; also the `worker_cls` of vLLM's executor for separate processes."""
 
     def __init__(self, vllm_config: Any, **_: Any) -> None:
         from vllm.platforms import current_platform

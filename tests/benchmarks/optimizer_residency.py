@@ -43,16 +43,16 @@ SETTINGS = {"actor.zero_stage": 1, "data.max_prompt_length": 1, "data.max_respon
 
 
 class MovingRank(TrainerRank):
-    """A rank on CPUs that moves as one on a GPU does."""
+    """Rank on CPUs whose models move as on a GPU."""
 
     def switch(self, role: str) -> float:
-        """Between two places of this host's memory."""
+        """Copy the models between two locations in host memory."""
         with self._elsewhere():
             return super().switch(role)
 
     @contextmanager
     def optimizer_on_device(self, model: str) -> Iterator[None]:
-        """The update itself is a CPU's."""
+        """Move the optimizer as on a GPU; the update itself runs on the CPU."""
         with self._elsewhere(), super().optimizer_on_device(model):
             self.device = "cpu"
             yield
@@ -66,7 +66,7 @@ class MovingRank(TrainerRank):
 
 
 def main() -> int:
-    """Print a row for each way and length."""
+    """Print a row per variant and length."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="*", default=[1, 128], help="of a micro-batch")
     parser.add_argument("--repeats", type=int, default=5)
@@ -94,7 +94,7 @@ def _rank(config: Config) -> MovingRank:
 
 
 def _planned_bytes(config: Config, way: str) -> float:
-    """Bytes on the device besides activations before an update."""
+    """Return the bytes on the device except activations before an update."""
     memory = memory_of(config, shapes_of(config), Budget("cuda", 64 * GIB))
     counted = {Item.PARAMETERS, Item.GRADIENTS} | (set() if way == "step" else {Item.OPTIMIZER})
     return sum(part.size for part in memory.parts if part.role == "actor" and part.item in counted)
@@ -122,7 +122,7 @@ def _compare(rank: MovingRank, tokens: int, repeats: int, planned: dict[str, flo
 
 
 def _planned_seconds(way: str, stays: dict[str, float]) -> float:
-    """Of a step, by one in which the optimizer comes and leaves with the weights."""
+    """Return the planned seconds of a step, from one in which the optimizer moves with the weights."""
     there, back = (stays["optimizer"] * stays[name] for name in ("coming", "leaving"))
     if way == "forecast":
         return stays["seconds"] - min(there, stays["gradients"] / UPDATES)
@@ -130,9 +130,9 @@ def _planned_seconds(way: str, stays: dict[str, float]) -> float:
 
 
 def _step(rank: MovingRank, way: str, tokens: int, each_s: float) -> dict[str, float]:
-    """Seconds of all of it, of moves, gradients and waits; bytes that were there before the first update.
+    """Run a step; return seconds in total, of moves, gradients and waits, and the bytes before the first update.
 
-    `each_s`: what a micro-batch is foreseen to take.
+    `each_s`: the predicted duration of a micro-batch.
     """
     engine = rank.engines["actor"]
     rank.config.actor.optimizer_residency = "training"
@@ -154,7 +154,7 @@ def _step(rank: MovingRank, way: str, tokens: int, each_s: float) -> dict[str, f
         for number in range(MICRO_BATCHES):
             if takes and optimizers_to_fetch(
                 {0: takes}, (MICRO_BATCHES - 1 - number) * each_s
-            ):  # what is under way counts as done
+            ):  # transfers in progress count as done
                 rank.fetch_optimizers()
                 takes = 0.0
             rank.accumulate(("actor",), [_micro_batch(tokens, number)])

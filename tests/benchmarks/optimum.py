@@ -28,14 +28,14 @@ from rlfuse.simulate.workload import Workload, parse
 
 POLICIES = ("serial", "stream", "rlhfuse", "adaptive")
 TICKS = 200
-"""Of a second."""
+"""Ticks per second."""
 SIZES, LANES, SCORING, TRAINING = ((2, 12), (3, 18), (4, 24)), (2, 4), (0.2, 0.6), (0.2, 1.0)
 """(slots, samples), sequences per engine, and minimum ratio of other work to generation time."""
 STEP_S = 0.02
 
 
 def build(shape: tuple, seed: int, mini_batches: int = 2) -> Workload:
-    """The workload of (slots, samples), lanes, scoring, training."""
+    """Return the workload of (slots, samples), lanes, scoring, training."""
     (slots, samples), lanes, scoring, training = shape
     fields = {
         "slots": slots,
@@ -56,14 +56,14 @@ def build(shape: tuple, seed: int, mini_batches: int = 2) -> Workload:
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
-    """Seconds of a step: none takes less than `least`, one takes `found`."""
+    """Seconds of a step: proven lower bound `least`, best schedule `found`."""
 
     least: float
     found: float
 
 
 def optimum(workload: Workload, seconds: float, workers: int = 2) -> Optimum:
-    """Of a workload as `build` makes them, with the optimizer steps' time 0. Raises RuntimeError without a schedule."""
+    """Solve a workload of `build`, with optimizer steps of time 0. Raises RuntimeError if no schedule is found."""
     packing, later = _Packing(workload), _later(workload, seconds, workers)
     packing.model.minimize(packing.end)
     least, found = _solved(packing.model, seconds, workers)
@@ -84,7 +84,7 @@ def _ticks(seconds: float) -> int:
 
 
 class _Packing:
-    """All until the first optimizer step, which is at `end`."""
+    """Work until the first optimizer step, which is at `end`."""
 
     def __init__(self, workload: Workload):
         self.model, self.workload = cp_model.CpModel(), workload
@@ -102,7 +102,7 @@ class _Packing:
         for sample, length in enumerate(lengths):
             whole = self._generate(_ticks(length * STEP_S), lanes)
             scored = self._work(passes[sample], whole)
-            self.model.add(self.end >= scored)  # its old log-probs are of the weights that the first step changes
+            self.model.add(self.end >= scored)  # its old log-probs use the weights before the first step
             if sample < first:
                 self.model.add(self.end >= self._work(trainings[sample], scored))
         for slot in slots:
@@ -115,7 +115,7 @@ class _Packing:
         return self.model.new_int_var(0, self.horizon, name)
 
     def _generate(self, ticks: int, lanes: list[list]) -> cp_model.IntVar:
-        """On one slot or two; when it is whole."""
+        """Add generation of a sample on one or two slots; return the time when it is finished."""
         model, parts = self.model, []
         moves = model.new_bool_var("")
         before, after = model.new_int_var(0, ticks, ""), model.new_int_var(0, ticks, "")
@@ -138,7 +138,7 @@ class _Packing:
         return whole
 
     def _work(self, ticks: int, earliest: cp_model.IntVar) -> cp_model.IntVar:
-        """On one slot that has changed its role; its end."""
+        """Add work on one slot after its change of role; return its end."""
         start, here = self._time(""), [self.model.new_bool_var("") for _ in self.work]
         self.model.add(start >= earliest)
         self.model.add_exactly_one(here)
@@ -151,7 +151,7 @@ class _Packing:
 
 
 def _later(workload: Workload, seconds: float, workers: int) -> tuple[float, float]:
-    """Ticks of the mini-batches after the first, each shared out over the slots: at least, and as found."""
+    """Return (lower bound, found) ticks of the later mini-batches, each divided over the slots."""
     tokens = workload.lengths() + workload.prompt_tokens
     size = workload.mini_batch_prompts * workload.group
     least = found = 0.0
@@ -174,7 +174,7 @@ def _later(workload: Workload, seconds: float, workers: int) -> tuple[float, flo
 
 
 def measure(shape: tuple, seed: int, seconds: float) -> dict:
-    """One row; `least` and `found` as `Optimum`, policies too where they are better."""
+    """Return one row; `least` and `found` as in `Optimum`, unless a policy is better."""
     workload, others = build(shape, seed), build(shape, seed + 1000)
     solved = optimum(workload, seconds)
     steps = {policy: simulate(workload, policy, tune(others, policy)).result.step_s for policy in POLICIES}
@@ -187,7 +187,7 @@ def measure(shape: tuple, seed: int, seconds: float) -> dict:
 
 
 def table(rows: list[dict]) -> str:
-    """All over what was found: the bound and the least that is proven are below 1, policies above."""
+    """Return ratios to the best schedule: the bounds are below 1, policies above."""
     head = ["slots", "samples", "lanes", "scoring", "training", "found, s"]
     over = ["bound", "least", *POLICIES]
     lines = ["| " + " | ".join(head + over) + " |", "|" + "---|" * (len(head) + len(over))]
@@ -202,7 +202,7 @@ def table(rows: list[dict]) -> str:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Run all workloads; print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one workload of each size")
     parser.add_argument("--seconds", type=float, default=60, help="of the solver, for each workload")

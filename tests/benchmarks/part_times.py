@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 spent: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0, 0])
-"""Label -> seconds, seconds of its thread on a core, calls."""
+"""Label -> wall seconds, CPU seconds of the thread, calls."""
 
 
 @contextmanager
@@ -47,5 +47,5 @@ def collected(phase: str, info: dict[str, int]) -> None:
 
 
 def kernel_rows(trace: Any, steps: int = 1) -> list[tuple[str, float, float]]:
-    """(name, milliseconds, calls) of each kernel per step."""
+    """Return (name, milliseconds, calls) of each kernel per step."""
     return [(e.key[:90], e.self_device_time_total / 1e3 / steps, e.count / steps) for e in trace.key_averages()]

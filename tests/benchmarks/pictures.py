@@ -29,7 +29,7 @@ QWEN_7B = {
 
 
 def row(*runs: str) -> None:
-    """Seed, rewards, held-out accuracy, seconds."""
+    """Print seed, rewards, held-out accuracy and seconds of each run."""
     print("| `data.seed` | mean reward, first steps | last steps | held out, before | after | seconds |")
     print("|---|---|---|---|---|---|")
     for path in runs:
@@ -41,7 +41,7 @@ def row(*runs: str) -> None:
 
 
 def lines(path: str) -> None:
-    """Of the run whose curve and report are pictures, so that text and pictures show the same numbers."""
+    """Print lines of the run whose curve and report are pictures, so that text and pictures have the same numbers."""
     run = open_run(Path(path))
     summary, rows = run.summary(), run.rows()
     print(f"validation  {summary['val_name']} {summary['val_before']:.3f}")
@@ -50,7 +50,7 @@ def lines(path: str) -> None:
 
 
 def sheet(path: str, out: str) -> None:
-    """Of all that the run drew."""
+    """Copy the contact sheet with the largest spread of rewards."""
     run, rewards = open_run(Path(path)), defaultdict(list)
     for each in run.samples():
         if each["contact_sheet"] and each["reward"] is not None and (run.path / each["contact_sheet"]).exists():
@@ -61,7 +61,7 @@ def sheet(path: str, out: str) -> None:
 
 
 def proxy(out: str, *runs: str) -> None:
-    """Titles with their runs; the truth of each at its best and at its end."""
+    """Plot the runs by title; print the true reward of each at its best and at its end."""
     rows = {title: open_run(Path(path)).rows() for title, _, path in (run.rpartition("=") for run in runs)}
     draw_overoptimization_panels(rows, Path(out))
     for title, each in rows.items():
@@ -73,7 +73,7 @@ def proxy(out: str, *runs: str) -> None:
 
 
 def model(folder: str) -> None:
-    """No weights: a plan reads config.json alone."""
+    """Write config.json without weights, since a plan reads nothing else."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     (Path(folder) / "config.json").write_text(json.dumps(QWEN_7B))
 

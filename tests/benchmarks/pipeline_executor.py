@@ -37,17 +37,17 @@ from rlfuse.samples import Row
 sys.path.insert(0, str(Path(__file__).parent.parent / "end_to_end"))
 import pipelines
 
-ray.cloudpickle.register_pickle_by_value(pipelines)  # ranks can't import from tests
+ray.cloudpickle.register_pickle_by_value(pipelines)  # ranks can't import from tests/
 FIXED = {"F": 0.03, "B": 0.03, "W": 0.03}
 
 
 def opposite(stages: int) -> tuple[Pipelines, ...]:
-    """As many stages of both models, in opposite directions."""
+    """Return a layout with equal numbers of stages for both models in opposite directions."""
     return Pipelines("actor", stages), Pipelines("critic", stages, direction="up")
 
 
 def schedules(layout, count: int, seconds, split: bool) -> dict:
-    """Order -> (rows, simulated makespan)."""
+    """Return order -> (rows, simulated makespan)."""
     counts = {model.model: count for model in layout}
     rows = {
         "serial": pipelines.serial(layout, counts, split),
@@ -57,7 +57,7 @@ def schedules(layout, count: int, seconds, split: bool) -> dict:
 
 
 def play(rank, rows, layout) -> float:
-    """On a rank: operations of fixed length; how long all took."""
+    """Run operations of fixed length on a rank; return their total duration."""
     stages = {
         (model.model, stage): pipelines.Sleeping(model, stage, FIXED)
         for model in layout
@@ -67,7 +67,7 @@ def play(rank, rows, layout) -> float:
 
 
 async def fixed(group: PipelineGroup, layout, count: int, repeats: int) -> list[str]:
-    """Lines of the table."""
+    """Return the lines of the table for operations of fixed length."""
     lines = []
     for split in (False, True):
 
@@ -85,7 +85,7 @@ async def fixed(group: PipelineGroup, layout, count: int, repeats: int) -> list[
 
 
 def line(work: str, ranks: int, count: int, split: bool, took: dict, planned: dict) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     measured = {order: statistics.median(each) for order, each in took.items()}
     simulated = {order: makespan for order, (_, makespan) in planned.items()}
     cells = [work, ranks, count, "split" if split else "whole"]
@@ -98,7 +98,7 @@ def line(work: str, ranks: int, count: int, split: bool, took: dict, planned: di
 
 
 def make_rows(count: int, length: int) -> list[Row]:
-    """Rows of one length, with what both losses read."""
+    """Return rows of one length with the tensors that both losses read."""
     rng = np.random.default_rng(0)
 
     def row(i: int) -> Row:
@@ -110,7 +110,7 @@ def make_rows(count: int, length: int) -> list[Row]:
 
 
 async def real(group: PipelineGroup, count: int, repeats: int, out: Path) -> list[str]:
-    """Lines of the table; draws the whole backward's runs."""
+    """Return the lines of the table for real compute; plot the runs with whole backward."""
     rows, lines = make_rows(count * 2, 64), []
     work = {"actor": rows, "critic": rows}
     for split in (False, True):
@@ -133,12 +133,12 @@ async def real(group: PipelineGroup, count: int, repeats: int, out: Path) -> lis
             middle = {order: sorted(each, key=lambda run: run.makespan)[repeats // 2] for order, each in runs.items()}
             picture(middle, out / "schedules.png")
         for model in work:
-            group._accumulated[model] = []  # no optimizer step here
+            group._accumulated[model] = []  # gradients are discarded without an optimizer step
     return lines
 
 
 def durations(execution: ScheduleResult) -> dict:
-    """(model, stage, kind) -> median seconds."""
+    """Return (model, stage, kind) -> median seconds."""
     seconds: dict = {}
     for row in execution.timed:
         for each in row:
@@ -148,7 +148,7 @@ def durations(execution: ScheduleResult) -> dict:
 
 
 def picture(runs: dict[str, ScheduleResult], path: Path) -> None:
-    """Measured schedules below each other."""
+    """Plot the measured schedules."""
     count = 1 + max(each.operation.micro_batch for run in runs.values() for row in run.timed for each in row)
     problem = Problem(2, tuple(Model(name, 2, count, 1.0, 2.0) for name in ("actor", "critic")))
     schedules = [
@@ -158,14 +158,14 @@ def picture(runs: dict[str, ScheduleResult], path: Path) -> None:
 
 
 def _from_zero(row: Sequence[Timed], run: ScheduleResult) -> Iterator[Timed]:
-    """In seconds from the first operation's start."""
+    """Return the row with times relative to the first operation."""
     began = min(each.start for other in run.timed for each in other)
     for each in sorted(row, key=lambda each: each.start):
         yield Timed(each.operation, each.start - began, each.end - began)
 
 
 def model_folder(hidden: int, layers: int) -> str:
-    """A random model."""
+    """Save a random model."""
     folder = tempfile.mkdtemp(prefix="rlfuse-benchmark-")
     config = Qwen2Config(
         vocab_size=512, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
@@ -177,13 +177,13 @@ def model_folder(hidden: int, layers: int) -> str:
 
 
 async def main(options: argparse.Namespace) -> None:
-    """Start ranks, measure, write."""
+    """Start ranks; measure and write the table."""
     options.out.mkdir(parents=True, exist_ok=True)
     config = Config()
     config.model.dtype, config.cluster.device, config.trainer.n_gpus_per_node = "float32", "cpu", 2
     slots, lines = await placement.start(config), []
     for ranks in options.ranks:
-        # Of 6 layers operations take tens of milliseconds on a core; where they sleep, any that has all stages will do.
+        # With 6 layers, operations take tens of milliseconds on a core; sleeping ones only need a layer per stage.
         folder = model_folder(options.hidden, 6) if ranks == 2 else model_folder(32, ranks)
         config.model.path = config.critic.path = folder
         cores = list(slots.cores) if ranks == 2 and slots.cores else None

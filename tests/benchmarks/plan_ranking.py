@@ -67,9 +67,9 @@ TRIED = {
     "wide": (ONE_SLOT, "Ulysses"),
     "wide_grpo": ("stream", "few sequences"),
 }
-"""Of OTHERS, each at least once."""
+"""Plans of OTHERS per job; each of them is used at least once."""
 SECONDS = 30.0
-"""Of each search."""
+"""Time limit of a search."""
 FROZEN = ("actor.optim.lr=0", "critic.optim.lr=0")
 CLUSTER = Cluster(1, 2, 10, calibration="of the other jobs", device="cpu")
 LINKS = Links(within_bytes_per_s=1e9, within_s=2e-4)
@@ -78,18 +78,18 @@ LINKS = Links(within_bytes_per_s=1e9, within_s=2e-4)
 
 @dataclass(frozen=True)
 class Tried:
-    """A plan of a job."""
+    """One plan of a job, predicted and measured."""
 
     name: str
     settings: tuple[Setting, ...]
     predicted_s: float
     first: bool
-    """Whether the search ranks it first."""
+    """True for the search's first choice."""
     measured_s: float = 0.0
 
 
 def main() -> None:
-    """Make what is missing, print the tables."""
+    """Make the missing runs, print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=5)
@@ -111,8 +111,8 @@ def main() -> None:
         _show(name, plans)
     ranks = spearmanr([plan.predicted_s for plan in every], [plan.measured_s for plan in every]).statistic
     off = [abs(plan.predicted_s / plan.measured_s - 1) for plan in every]
-    told = f"rank correlation {ranks:.3f}, off by {mean(off):.1%} on average, {max(off):.1%} maximum"
-    print(f"\nall {len(every)} plans: {told}")
+    accuracy = f"rank correlation {ranks:.3f}, off by {mean(off):.1%} on average, {max(off):.1%} maximum"
+    print(f"\nall {len(every)} plans: {accuracy}")
 
 
 def folder_of(folder: Path, name: str) -> Path:
@@ -126,7 +126,7 @@ def _calibrating(folder: Path, name: str, steps: int) -> list[Path]:
 
 
 def _plans(folder: Path, hardware: Hardware, others: tuple[str, ...]) -> Iterator[Tried]:
-    """The job as it is, the search's first if it is another, and others."""
+    """Return the job's plan, the search's first choice if it differs, and others."""
     job, facts, steps = _job(folder, hardware)
     found, _ = refine(job, search(job, facts, SECONDS), facts)
     changes = tuple((key, value) for key, value in found.plans[0].settings if value != value_of(job.config, key))
@@ -139,7 +139,7 @@ def _plans(folder: Path, hardware: Hardware, others: tuple[str, ...]) -> Iterato
 
 
 def _job(folder: Path, hardware: Hardware) -> tuple[Job, Facts, list[Job]]:
-    """The job with the lengths of its middle step, what it can be, and the job with the lengths of each step."""
+    """Return the job with the lengths of its median step, its candidates, and the job with the lengths of each step."""
     config, spans = config_of(folder / "config.yaml"), read_events(folder / "events.jsonl")
     shapes = shapes_of(config)
     steps = [finished_lengths(spans_within(spans, span)) for span in spans if span.kind == "step"][1:]
@@ -157,7 +157,7 @@ def _measured(folder: Path, name: str, plan: Tried, steps: int) -> float:
 
 
 def _made(folder: Path, name: str, plan: str, settings: tuple[Setting, ...], steps: int) -> Path:
-    """The run of a job's plan."""
+    """Return the run of a plan of a job."""
     words = tuple(f"{key}={as_typed(value)}" for key, value in settings)
     where = f"{name}_{plan.replace(' ', '_')}" if words else name
     if not (folder_of(folder, where) / "summary.json").exists():

@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def job_of(folder: str, shape: Shape, devices: int) -> Job:
-    """GRPO on nodes of eight A100 of 80 GB: per device 32 prompts with 8 responses of 1,024 tokens on average."""
+    """Return a GRPO job on nodes of eight A100 80 GB: 32 prompts per device, 8 responses of 1,024 tokens on average."""
     cluster = Cluster(nodes=devices // 8, devices_per_node=8, device_memory_gb=80, peak_tflops=312)
     words = [
         f"model.path={folder}",

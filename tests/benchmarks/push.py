@@ -36,7 +36,7 @@ SLOTS = 2
 
 
 def job(folder: str, options: argparse.Namespace, zero: int, width: int) -> Config:
-    """GRPO without a reference: only the actor is pushed."""
+    """Return a GRPO job without a reference, in which only the actor is pushed."""
     config = Config()
     config.model.path, config.model.dtype = folder, options.dtype
     config.trainer.n_gpus_per_node, config.cluster.device = SLOTS, options.device
@@ -48,7 +48,7 @@ def job(folder: str, options: argparse.Namespace, zero: int, width: int) -> Conf
 
 
 async def measured(config: Config, slots: placement.Slots, options: argparse.Namespace) -> dict[int, list[float]]:
-    """Bucket size in MiB -> seconds of each push."""
+    """Return bucket size in MiB -> seconds of each push."""
     handles = inference.rollout_handles(config, slots, Recorder("benchmark"), print)
     starts = inference.engine_starts(handles, config, slots, lambda name: part(name, quiet=True))
 
@@ -69,7 +69,7 @@ async def measured(config: Config, slots: placement.Slots, options: argparse.Nam
     await end_all(handle.stop() for handle in handles)
     for actor in (*started.trainer.ranks, *(handle.actor for handle in handles)):
         ray.kill(actor)
-    return {size: seconds[1:] for size, seconds in took.items()}  # the first ones pin and map memory
+    return {size: seconds[1:] for size, seconds in took.items()}  # the first pushes pin and map memory
 
 
 async def main(options: argparse.Namespace) -> None:

@@ -24,12 +24,12 @@ import psutil
 MARK = "RLFUSE_MEASURED"
 LIMIT, PEAK = 0.05, 0.25
 BEFORE_S, WINDOW = 5, 10
-"""Seconds before, and samples of a second over which PEAK holds."""
+"""Seconds of the check before the command, and one-second samples over which PEAK is averaged."""
 DISTURBED = 3
 
 
 class Others:
-    """CPU seconds of processes without the mark."""
+    """CPU time of processes without the mark."""
 
     def __init__(self, mark: str):
         self._mark, self._known, self._seen = f"{MARK}={mark}".encode(), {}, {}
@@ -37,7 +37,7 @@ class Others:
         self.share()
 
     def share(self) -> float:
-        """Of all cores since the last call."""
+        """Return the fraction of all cores used since the last call."""
         seen = dict(self._times())
         steal, now = psutil.cpu_times().steal, time.monotonic()
         took = sum(max(0.0, seconds - self._seen.get(who, 0.0)) for who, seconds in seen.items())
@@ -53,7 +53,7 @@ class Others:
             yield who, times.user + times.system
 
     def _ours(self, who: tuple[int, float]) -> bool:
-        if not self._known.get(who):  # a process has its parent's environment until it is another program's
+        if not self._known.get(who):  # until exec, a process has the environment of its parent
             try:
                 self._known[who] = self._mark in Path(f"/proc/{who[0]}/environ").read_bytes().split(b"\0")
             except OSError:
@@ -77,12 +77,12 @@ def measure(command: list[str]) -> tuple[int, str]:
     windows = [shares[at : at + WINDOW] for at in range(max(1, len(shares) - WINDOW + 1))]
     worst = max(sum(each) / len(each) for each in windows)
     quiet = max(before, mean) <= LIMIT and worst <= PEAK
-    told = (
+    message = (
         f"other processes took {before:.1%} of the machine before, {mean:.1%} meanwhile, {worst:.1%} in the worst 10 s"
     )
     if process.returncode:
-        return process.returncode, f"failed with status {process.returncode} after {took:.0f} s; {told}"
-    return (0 if quiet else DISTURBED), f"{'quiet' if quiet else 'DISTURBED'}, {took:.0f} s; {told}"
+        return process.returncode, f"failed with status {process.returncode} after {took:.0f} s; {message}"
+    return (0 if quiet else DISTURBED), f"{'quiet' if quiet else 'DISTURBED'}, {took:.0f} s; {message}"
 
 
 def main() -> int:
@@ -91,11 +91,11 @@ def main() -> int:
     parser.add_argument("--note", type=Path, metavar="FILE")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     arguments = parser.parse_args()
-    status, told = measure(arguments.command)
-    print(f"[quiet] {told}")
+    status, message = measure(arguments.command)
+    print(f"[quiet] {message}")
     if arguments.note:
         arguments.note.parent.mkdir(parents=True, exist_ok=True)
-        arguments.note.write_text(f"{told}\n")
+        arguments.note.write_text(f"{message}\n")
     return status
 
 

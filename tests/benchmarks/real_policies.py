@@ -35,7 +35,7 @@ from rlfuse.simulate.runner import simulate
 from rlfuse.step.controller import Controller
 
 EARLIER = 1000
-"""Number of the step whose draws teach lengths: other seeds than any that is measured."""
+"""Step whose samples train the length predictor; its seeds differ from all measured ones."""
 JOB = (
     "experiment=quickstart",
     "algorithm=grpo",
@@ -53,7 +53,7 @@ JOB = (
 
 
 class Benchmark:
-    """What the job does with its controller, and what it measured."""
+    """Steps run on the job's controller, and their measurements."""
 
     def __init__(self, repeats: int):
         self.repeats = repeats
@@ -61,13 +61,15 @@ class Benchmark:
         self.spans: dict[tuple[int, str], list[Span]] = {}
 
     async def drive(self, controller: Controller, _: int) -> None:
-        """Teach lengths and costs, then measure every policy on every repetition's batch."""
+        """Learn lengths and costs, then measure every policy on the batch of each repetition."""
         await controller.update_weights(0)
         tuning = controller.tuning
         taught: list[Span] = []
         for repeat in range(self.repeats):
             taught += await self._step(controller, "serial", repeat, EARLIER + repeat, learn=True)
-        taught += await self._step(controller, "serial", 0, 2 * EARLIER, learn=True)  # how well these lengths are known
+        taught += await self._step(
+            controller, "serial", 0, 2 * EARLIER, learn=True
+        )  # the accuracy of length prediction
         for policy in POLICIES:
             taught += (last := await self._step(controller, policy, 0, 3 * EARLIER, learn=False))
         tuning.costs = fit_costs(taught, tuning.costs).costs
@@ -91,7 +93,7 @@ class Benchmark:
         self._simulate(controller, settings)
 
     def _simulate(self, controller: Controller, settings: dict[str, Settings]) -> None:
-        """Add to every step what the simulator makes of it, with the costs fitted to all of them."""
+        """Add the simulated time to every step, with costs fitted to all of them."""
         costs = fit([span for spans in self.spans.values() for span in spans], controller.tuning.costs).costs
         for step in self.steps:
             policy, spans = step["policy"], self.spans[step["repeat"], step["policy"]]
@@ -101,7 +103,7 @@ class Benchmark:
             step |= {"simulated_s": result.step_s, "bound_s": result.oracle_s}
 
     async def _step(self, controller: Controller, policy: str, batch: int, number: int, learn: bool) -> list[Span]:
-        """One step on the prompts of this batch with the seeds of this step; its spans."""
+        """Run a step on the prompts of this batch with the seeds of this step; return its spans."""
         controller.policy, controller.groups.prompts.taken = POLICIES[policy], batch
         with controller.journal.recorder.span("step", step=number):
             board = await controller.learn(number)
@@ -115,25 +117,25 @@ class Benchmark:
         step = next(span for span in driver if span.kind == "step")
         generated = max(span.end for span in driver if span.kind == "gen")
         scored = max(span.end for span in driver if span.kind in ("gen", "reward", "old_log_prob", "ref", "values"))
-        figures = fusion_metrics(spans, slots=2)
+        metrics = fusion_metrics(spans, slots=2)
         self.spans[repeat, policy] = spans
         self.steps.append(
             {"repeat": repeat, "policy": policy, "step_s": step.seconds, "gen_s": generated - step.start}
-            | {"gen_and_scoring_s": scored - step.start, "idle_share": figures["fusion/idle_share"]}
-            | {"moved": figures["fusion/samples_moved"], "trained_early": figures["fusion/samples_trained_in_tail"]}
+            | {"gen_and_scoring_s": scored - step.start, "idle_share": metrics["fusion/idle_share"]}
+            | {"moved": metrics["fusion/samples_moved"], "trained_early": metrics["fusion/samples_trained_in_tail"]}
         )
 
     def median(self, policy: str, name: str) -> float:
-        """Over repetitions."""
+        """Return the median over repetitions."""
         return statistics.median(step[name] for step in self.steps if step["policy"] == policy)
 
     def ratio(self, policy: str, name: str) -> list[float]:
-        """Serial over the policy, per repetition: the same samples."""
+        """Return `serial` over the policy in each repetition, on the same samples."""
         mine = {step["repeat"]: step[name] for step in self.steps if step["policy"] == policy}
         return sorted(step[name] / mine[step["repeat"]] for step in self.steps if step["policy"] == "serial")
 
     def won(self, policy: str) -> float:
-        """What it gains over `serial` by what any could: of measured steps by simulated ones and their bound."""
+        """Return the policy's measured gain over `serial` as a fraction of that of the simulated bound."""
         serial, mine = ({s["repeat"]: s for s in self.steps if s["policy"] == name} for name in ("serial", policy))
         return statistics.median(
             (1 - mine[i]["step_s"] / serial[i]["step_s"]) / (1 - serial[i]["bound_s"] / serial[i]["simulated_s"])
@@ -141,7 +143,7 @@ class Benchmark:
         )
 
     def table(self) -> str:
-        """Medians, and the median of ratios to serial with their range."""
+        """Return a table of medians, and of ratios to `serial` with their range."""
         head = "policy, step, simulated, x serial (range), of what can be won, generation, generation + scoring, "
         head += "x serial, idle, moved"
         lines = ["| " + head.replace(", ", " | ") + " |", "|" + "---|" * 10]
@@ -157,7 +159,7 @@ class Benchmark:
         return "\n".join(lines)
 
     def timelines(self) -> list[Timeline]:
-        """Every policy in the repetition in which `adaptive` gained what it gains in the median."""
+        """Return the timelines of the repetition with the median gain of `adaptive`."""
         steps = {(step["repeat"], step["policy"]): step["step_s"] for step in self.steps}
         repeats = sorted(range(self.repeats), key=lambda repeat: steps[repeat, "serial"] / steps[repeat, "adaptive"])
         repeat = repeats[len(repeats) // 2]
@@ -170,7 +172,7 @@ class Benchmark:
 
 
 def main() -> None:
-    """Run, print, write."""
+    """Run the job; print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--out", type=Path, default=Path("runs/real_policies"))

@@ -27,12 +27,12 @@ TARGET_MS = 0.2
 
 
 def share_of_vowels(data_source, solution_str, ground_truth, extra_info=None):
-    """A trivial reward in verl's shape."""
+    """Return a trivial reward, with verl's signature."""
     return {"score": sum(map(solution_str.count, "aeiou")) / len(solution_str), "length": len(solution_str)}
 
 
 def made(count: int, tokens: int) -> list[Sample]:
-    """Samples as a step has them: responses of so many tokens, eight to a prompt."""
+    """Return samples of a step: responses of `tokens` tokens, eight per prompt."""
     rng = np.random.default_rng(0)
     letters = np.array(list("abcdefghijklmnopqrstuvwxyz     "))
     samples = []
@@ -48,7 +48,7 @@ def made(count: int, tokens: int) -> list[Sample]:
 
 
 async def timed(samples: list[Sample], repetitions: int) -> tuple[list[float], list[list[Reward]]]:
-    """(milliseconds for each sample, rewards), of each repetition; every other one in reverse order."""
+    """Return (milliseconds per sample, rewards) of each repetition, alternately in reverse order."""
     pool = RewardPool(RewardConfig([share_of_vowels]))
     await pool.start()
     times, found = [], []
@@ -65,14 +65,14 @@ async def timed(samples: list[Sample], repetitions: int) -> tuple[list[float], l
 
 
 def main() -> None:
-    """Measure, compare, print."""
+    """Measure and compare; print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=10_000)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--core", type=int, default=0)
     arguments = parser.parse_args()
-    os.sched_setaffinity(0, {arguments.core})  # Ray's processes inherit it
+    os.sched_setaffinity(0, {arguments.core})  # inherited by Ray's processes
 
     import ray
 

@@ -30,20 +30,20 @@ from rlfuse.fusion.schedules.schedule import Schedule, timed
 from rlfuse.fusion.schedules.search import search, warm_up
 
 ROUNDED = 5e-4
-"""Published memory has three digits."""
+"""Tolerance, as published memory has three digits."""
 DRAWN = 20
-"""Draws of jitter."""
+"""Number of draws of jitter."""
 
 
 def run(given: Problem, seconds: float, seed: int = 0) -> tuple[Schedule, float]:
-    """A schedule and the CPU seconds of its search."""
+    """Return a schedule and the CPU seconds of its search."""
     before = time.process_time()
     found = search(given, time_limit=seconds, seed=seed)
     return found, time.process_time() - before
 
 
 def line(number: int | str, given: Problem, seconds: float, seed: int = 0) -> None:
-    """One row of a table."""
+    """Print one row of a table."""
     found, cpu = run(given, seconds, seed)
     baselines = [baseline(given, "zb-h1", barrier=True), baseline(given, "zb-v", barrier=False)]
     published = INSTANCES[number].published if isinstance(number, int) else float("nan")
@@ -59,7 +59,7 @@ def line(number: int | str, given: Problem, seconds: float, seed: int = 0) -> No
 
 
 def head(title: str) -> None:
-    """A table's first lines."""
+    """Print the header of a table."""
     names = ("1F1B", "ZB-H1", "ZB-V", "RLHFuse", "ours", "bound")
     print(f"\n{title}\n{'#':>5}{'seed':>5}" + "".join(f"{name:>9}" for name in names), end="")
     print(f"{'above':>8}{'x 1F1B':>9}{'memory':>8}{'wall s':>8}{'CPU s':>8}  found by")
@@ -125,7 +125,7 @@ def large(seeds: int) -> None:
 
 
 def replayed(given: Problem, rows: Rows, jitter: float, rng: np.random.Generator) -> float:
-    """Makespan of a static order when every duration is off by a lognormal factor."""
+    """Return the makespan of a static order if every duration has a lognormal factor."""
 
     def duration(each) -> float:
         model = given.model(each.model)
@@ -135,7 +135,7 @@ def replayed(given: Problem, rows: Rows, jitter: float, rng: np.random.Generator
 
 
 def robust(seeds: int) -> None:
-    """What is left of a planned schedule where the machine differs from the plan."""
+    """Print the makespan of planned schedules on a machine that differs from the plan."""
     ways: dict[str, dict] = {
         "whole, no cap": {},
         "split, cap 1.0": {"split_backward": True, "memory_cap": 1.0},
@@ -166,7 +166,7 @@ def robust(seeds: int) -> None:
 
 
 def uneven(given: Problem) -> Problem:
-    """The same with W only 30 % of the backward pass."""
+    """Return the problem with W at 30 % of the backward pass."""
     data = asdict(given)
     data["models"] = [model | {"weight_gradient": 0.3} for model in data["models"]]
     return parse(data)

@@ -35,7 +35,7 @@ VOCABULARY = 512
 
 
 class Forced(TrainerGroup):
-    """Every row at one degree, as long as one is set."""
+    """Trainer group that runs every row at `degree` if it is set."""
 
     degree: int | None = None
 
@@ -61,19 +61,19 @@ def reset(rank) -> None:
 
 
 def peak(rank) -> float:
-    """MiB above what `reset` found."""
+    """Return the peak MiB above the level at `reset`."""
     most = resident("VmHWM") if rank.device == "cpu" else torch.cuda.max_memory_allocated()
     return (most - rank.before) / 2**20
 
 
 def resident(field: str) -> int:
-    """Bytes."""
+    """Return a field of /proc/self/status in bytes."""
     with open("/proc/self/status") as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 def model_folder(folder: str, longest: int) -> str:
-    """A random policy."""
+    """Save a random policy."""
     torch.manual_seed(0)
     shape = dict(hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=8)
     config = Qwen2Config(
@@ -84,7 +84,7 @@ def model_folder(folder: str, longest: int) -> str:
 
 
 def row(length: int, answer: int, seed: int = 0, prompt: int = 0) -> Row:
-    """Everything that the actor's loss reads; rows of one length with the same `prompt` share it."""
+    """Return a row with the tensors of the actor loss; rows of one length and `prompt` share the prompt."""
     rng = np.random.default_rng(seed)
     prompt = np.random.default_rng([length, prompt]).integers(0, VOCABULARY, length - answer).astype(np.int32)
     tensors = {name: rng.normal(size=answer).astype(np.float32) for name in ("old_log_probs", "advantages")}
@@ -95,7 +95,7 @@ Work = Callable[[], Awaitable[object]]
 
 
 async def measured(group: Forced, work: Work) -> tuple[float, float]:
-    """Seconds, and the most MiB of a rank."""
+    """Return seconds, and the maximum MiB of a rank."""
     await asyncio.gather(*(rank.__ray_call__.remote(reset) for rank in group.ranks))
     start = time.perf_counter()
     await work()
@@ -103,8 +103,8 @@ async def measured(group: Forced, work: Work) -> tuple[float, float]:
     return seconds, max(await asyncio.gather(*(rank.__ray_call__.remote(peak) for rank in group.ranks)))
 
 
-async def in_turns(group: Forced, work: Work, degrees: Sequence[int | None], repeats: int) -> dict[int | None, list]:
-    """Median seconds and MiB by degree; the first round warms up."""
+async def alternate(group: Forced, work: Work, degrees: Sequence[int | None], repeats: int) -> dict[int | None, list]:
+    """Return median seconds and MiB by degree; the first round is warm-up."""
     found = {degree: [] for degree in degrees}
     for _ in range(repeats + 1):
         for group.degree in degrees:
@@ -136,29 +136,29 @@ async def main(options: argparse.Namespace) -> None:
 
 
 async def one_batch(group: Forced, rows: list[Row], repeats: int) -> None:
-    """Both passes at every degree."""
+    """Print the rows of both passes at every degree."""
     passes = {"log-probs": (group.log_probs, 3), "gradients": (group.accumulate, 2)}
     degrees = degrees_up_to(len(group.ranks))
     for name, (work, stage) in passes.items():
-        found = await in_turns(group, lambda work=work: work("actor", rows), [*degrees, None], repeats)
+        found = await alternate(group, lambda work=work: work("actor", rows), [*degrees, None], repeats)
         group.degree = None
         shares = [share for mine in group._plan(rows, None, stage) for share in mine if share.rows]
         chosen = sorted({share.rows: share.degree for share in shares}.values())
         fixed = [found[degree] for degree in degrees]
-        figures = [f"{seconds:.3f}" for seconds, _ in (*fixed, found[None])] + ["+".join(map(str, chosen))]
-        figures += [f"{found[None][0] / min(fixed)[0]:.2f}"] + [f"{mib:.0f}" for _, mib in fixed]
-        print(f"| {len(rows)} | {rows[0].tokens} | {name} | " + " | ".join(figures) + " |", flush=True)
+        cells = [f"{seconds:.3f}" for seconds, _ in (*fixed, found[None])] + ["+".join(map(str, chosen))]
+        cells += [f"{found[None][0] / min(fixed)[0]:.2f}"] + [f"{mib:.0f}" for _, mib in fixed]
+        print(f"| {len(rows)} | {rows[0].tokens} | {name} | " + " | ".join(cells) + " |", flush=True)
 
 
 async def shared_prompt(group: Forced, length: int, repeats: int) -> None:
-    """Eight answers to one prompt, of which each is a sixteenth of the tokens."""
+    """Print the rows of eight responses to one prompt, each a sixteenth of the tokens."""
     rows = [row(length, length // 16, seed) for seed in range(8)]
     print(f"\n8 answers of {length // 16} tokens to a prompt of {length - length // 16}\n")
     print("| prompt | log-probs, s | tokens run / unique |\n|---|---|---|")
     unique = len(rows[0].prompt_ids) + sum(len(each.response_ids) for each in rows)
     for name, degree, most in (("8 times", 1, 1), ("once", None, None)):
         group.config.actor.ppo_micro_batch_size_per_gpu = most
-        [[seconds, _]] = (await in_turns(group, lambda: group.score(("actor",), rows), [degree], repeats)).values()
+        [[seconds, _]] = (await alternate(group, lambda: group.score(("actor",), rows), [degree], repeats)).values()
         await group.drain()
         await group.score(("actor",), rows)
         run = sum(span.attributes["run"] for span in await group.drain() if span.samples)

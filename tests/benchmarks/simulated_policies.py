@@ -31,7 +31,7 @@ SCORING, TRAINING = (0.1, 0.3, 0.6), (0.1, 0.4, 1.0)
 
 
 def workloads(quick: bool) -> list[dict]:
-    """Every combination of load, cap, scoring and training; loads and sigmas alternate their slots."""
+    """Yield every combination of load, cap, scoring and training; slots alternate over loads and sigmas."""
     loads = LOADS[::2] if quick else LOADS
     shapes = itertools.product(loads, CAPS, SCORING[1:2] if quick else SCORING, TRAINING)
     return [
@@ -41,7 +41,7 @@ def workloads(quick: bool) -> list[dict]:
 
 
 def build(shape: dict, seed: int, history: float | None, generation_s: float | None = None) -> Workload:
-    """The workload; with `generation_s`, what serial generation takes, rates are set by the shape's ratios to it."""
+    """Return the workload; with `generation_s` (of serial generation), rates follow from the shape's ratios to it."""
     count, slots = shape["per_slot"] * shape["slots"], shape["slots"]
     lengths = {"lognormal": {"median": 200, "sigma": shape["sigma"]}, "cap": shape["cap"], "count": count}
     fields = {"slots": slots, "seed": seed, "response_tokens": lengths, "prompt_tokens": 128, "switch_s": 0.5}
@@ -55,7 +55,7 @@ def build(shape: dict, seed: int, history: float | None, generation_s: float | N
 
 
 def measure(shape: dict, seed: int, history: float | None) -> dict:
-    """One row: every policy's times on the workload."""
+    """Return one row: the times of every policy on the workload."""
     generation_s = simulate(build(shape, seed, history), "serial").result.generation_s
     workload = build(shape, seed, history, generation_s)
     others = build(shape, seed + 1000, history, generation_s)
@@ -66,7 +66,7 @@ def measure(shape: dict, seed: int, history: float | None) -> dict:
 
 
 def table(rows: list[dict]) -> str:
-    """x over serial on the step (and on generation + scoring), and the distance to the bound."""
+    """Return a table of speedups over serial for the step (and generation + scoring), and distances to the bound."""
     head = ["per slot", "slots", "cap", "sigma", "score", "train"]
     head += [f"{p} step (gen+score)" for p in POLICIES[1:]] + ["adaptive / bound", "bound by"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
@@ -81,17 +81,17 @@ def table(rows: list[dict]) -> str:
 
 
 def over(row: dict, policy: str, time_of: str) -> float:
-    """How many times faster than serial."""
+    """Return the speedup over serial."""
     return row["serial"][time_of] / row[policy][time_of]
 
 
 def distance(row: dict, policy: str) -> float:
-    """Step over its lower bound."""
+    """Return the step time over its lower bound."""
     return row[policy]["step_s"] / row[policy]["oracle_s"]
 
 
 def summary(rows: list[dict]) -> str:
-    """The numbers that targets refer to."""
+    """Return the numbers that targets refer to."""
     lines = []
     for policy in POLICIES[1:]:
         for time_of in ("step_s", "generation_and_scoring_s"):
@@ -108,7 +108,7 @@ def summary(rows: list[dict]) -> str:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Run all workloads; print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a sixth of the workloads")
     parser.add_argument("--history", default="0.3", help="sigma of log(expected / true length), or none")

@@ -53,7 +53,7 @@ from rlfuse.step.controller import Controller
 PARTS = ("ranks", "pipeline", "step")
 VOCABULARY, ROWS = 512, 48
 STEPS = 2
-"""That are timed, after one that is not."""
+"""Timed steps after a warm-up step."""
 TASK = ".cache/rlfuse/remainder/model"
 BUSY = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
 JOB = (
@@ -73,19 +73,19 @@ JOB = (
 
 @dataclass(frozen=True)
 class Turn:
-    """What came of a plan."""
+    """Measurements of a plan."""
 
     seconds: float
     weights: dict[str, torch.Tensor]
 
 
 Take = Callable[[Sequence[float]], Awaitable[Turn]]
-"""By these rates of slots."""
+"""Divides work by these rates of slots."""
 
 
 @contextmanager
 def busy_programs(core: int, count: int) -> Iterator[None]:
-    """So many programs compute on this core."""
+    """Run `count` busy programs on this core."""
     programs = [subprocess.Popen([sys.executable, "-c", BUSY, str(core)]) for _ in range(count)]
     try:
         yield
@@ -96,17 +96,17 @@ def busy_programs(core: int, count: int) -> Iterator[None]:
 
 
 def relative_difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Norm of the difference over the norm."""
+    """Return the norm of the difference relative to the norm of `expected`."""
     one, other = (torch.cat([tensors[name].flatten().double() for name in expected]) for tensors in (found, expected))
     return float((one - other).norm() / other.norm())
 
 
 async def compared(name: str, take: Take, options: argparse.Namespace) -> None:
-    """Print the table's lines; the three plans alternate."""
+    """Print the lines of the table; the three plans alternate."""
     core = sorted(os.sched_getaffinity(0))[1]
     await take([1.0, 1.0])
     for count in options.programs:
-        figures = []
+        measurements = []
         for _ in range(options.repeats):
             alone = await take([1.0, 1.0])
             with busy_programs(core, count):
@@ -115,11 +115,11 @@ async def compared(name: str, take: Take, options: argparse.Namespace) -> None:
             ideal = alone.seconds * 2 / (1 + 1 / (1 + count))
             gained = (even.seconds - by_rates.seconds) / (even.seconds - ideal)
             differ = relative_difference(by_rates.weights, even.weights)
-            figures.append((alone.seconds, even.seconds, by_rates.seconds, ideal, gained, differ))
-        *seconds, gained, _ = [statistics.median(each) for each in zip(*figures, strict=True)]
-        least, most = min(each[4] for each in figures), max(each[4] for each in figures)
+            measurements.append((alone.seconds, even.seconds, by_rates.seconds, ideal, gained, differ))
+        *seconds, gained, _ = [statistics.median(each) for each in zip(*measurements, strict=True)]
+        least, most = min(each[4] for each in measurements), max(each[4] for each in measurements)
         times = " | ".join(f"{each:.2f} s" for each in seconds)
-        differ = max(each[5] for each in figures)
+        differ = max(each[5] for each in measurements)
         print(f"| {name} | {count} | {times} | {gained:.0%} ({least:.0%} to {most:.0%}) | {differ:.0e} |", flush=True)
 
 
@@ -127,7 +127,7 @@ async def compared(name: str, take: Take, options: argparse.Namespace) -> None:
 
 
 def model_folder(layers: int) -> str:
-    """A random policy."""
+    """Save a random policy."""
     folder = tempfile.mkdtemp(prefix="rlfuse-benchmark-")
     config = Qwen2Config(
         vocab_size=VOCABULARY, hidden_size=256, intermediate_size=704, num_hidden_layers=layers, num_attention_heads=8,
@@ -139,7 +139,7 @@ def model_folder(layers: int) -> str:
 
 
 def make_rows() -> list[Row]:
-    """Ragged rows, with what both losses read."""
+    """Return ragged rows with the tensors that both losses read."""
     rng = np.random.default_rng(0)
 
     def row(i: int) -> Row:
@@ -152,7 +152,7 @@ def make_rows() -> list[Row]:
 
 
 def settings(layers: int, zero: int, stages: int) -> Config:
-    """Two slots."""
+    """Return the settings of a job with two slots."""
     config = Config()
     config.model.path = config.critic.path = model_folder(layers)
     config.model.dtype, config.cluster.device, config.trainer.n_gpus_per_node = "float32", "cpu", 2
@@ -162,7 +162,7 @@ def settings(layers: int, zero: int, stages: int) -> Config:
 
 
 async def weights_of(trainer: TrainerGroup | PipelineTrainer) -> dict[str, torch.Tensor]:
-    """The actor's."""
+    """Return the actor's weights."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for i, names in enumerate(await trainer.bucket_plan()):
@@ -172,21 +172,21 @@ async def weights_of(trainer: TrainerGroup | PipelineTrainer) -> dict[str, torch
 
 
 async def trained(trainer: TrainerGroup | PipelineTrainer, rows: list[Row]) -> float:
-    """Seconds of a step of all that is trained."""
+    """Return the seconds of a step of all trained models."""
     lengths, began = [len(row.response_ids) for row in rows], time.perf_counter()
     if isinstance(trainer, TrainerGroup):
         await trainer.accumulate(("actor",), rows)
         await trainer.step("actor", lengths)
         return time.perf_counter() - began
     metrics, _ = await trainer.train({"actor": rows, "critic": rows}, {})
-    began = time.perf_counter()  # without what a search takes
+    began = time.perf_counter()  # excluding the search
     for model in ("actor", "critic"):
         await trainer.step(model, lengths)
     return metrics["fusion/train_makespan_actual"] + time.perf_counter() - began
 
 
 async def of_training(name: str, config: Config, slots: placement.Slots, options: argparse.Namespace) -> None:
-    """The table of one kind of trainer."""
+    """Print the table of one kind of trainer."""
     kind = PipelineTrainer if config.training.pipeline_parallel_size > 1 else TrainerGroup
     trainer, _ = await kind.start(config, slots, cores=slots.cores)
     rows, saved = make_rows(), Path(tempfile.mkdtemp(prefix="rlfuse-benchmark-"))
@@ -206,7 +206,7 @@ async def of_training(name: str, config: Config, slots: placement.Slots, options
 
 
 async def training(options: argparse.Namespace) -> None:
-    """Tables of `ranks` and `pipeline`."""
+    """Print the tables of `ranks` and `pipeline`."""
     slots = await placement.start(settings(1, 1, 1))
     try:
         for zero in options.zero if "ranks" in options.parts else ():
@@ -221,10 +221,10 @@ async def training(options: argparse.Namespace) -> None:
 
 
 async def whole_steps(controller: Controller, options: argparse.Namespace) -> None:
-    """The table of a job's step: the same prompts, seeds and weights in every turn."""
+    """Print the table of whole steps, with the same prompts, seeds and weights in every turn."""
     engines, tuning, saved = controller.engines, controller.tuning, Path(tempfile.mkdtemp(prefix="rlfuse-benchmark-"))
     await controller.update_weights(0)
-    for number in (1, 2):  # teaches lengths and costs
+    for number in (1, 2):  # learns lengths and costs
         with controller.journal.recorder.span("step", step=number):
             board = await controller.learn(number)
             await controller.update_weights(number)
@@ -237,7 +237,7 @@ async def whole_steps(controller: Controller, options: argparse.Namespace) -> No
         await engines.trainer.load(saved)
         await controller.update_weights(2)
         tuning.rates.current = list(rates)
-        tuning.rates.observe = lambda *_: None  # what this turn shows is not for itself
+        tuning.rates.observe = lambda *_: None  # measurements of a turn must not affect its plan
         await engines.trainer.replan(rates)
         controller.groups.prompts.taken = 2
         await controller.journal.collect(3)
@@ -255,12 +255,12 @@ async def whole_steps(controller: Controller, options: argparse.Namespace) -> No
 
 
 def prepare() -> None:
-    """The quickstart's tokenizer and data."""
+    """Write the quickstart's tokenizer and data."""
     subprocess.run([sys.executable, "-m", "rlfuse.cli", "prepare", "quickstart"], check=True)
 
 
 def larger_policy() -> str:
-    """The quickstart's tokenizer, and a random policy whose responses end by chance, some long before others."""
+    """Save the quickstart's tokenizer, and a random policy with widely varying response lengths."""
     folder = tempfile.mkdtemp(prefix="rlfuse-benchmark-")
     shutil.copytree(TASK, folder, dirs_exist_ok=True)
     sizes = {
@@ -276,7 +276,7 @@ def larger_policy() -> str:
 
 
 def main() -> None:
-    """Measure, print."""
+    """Measure and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; default: all")
     parser.add_argument("--programs", type=int, nargs="+", default=[1, 2])

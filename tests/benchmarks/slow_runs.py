@@ -40,7 +40,7 @@ def slowdown(folder: str, policy: str, steps: int, count: int) -> dict:
 
 
 def main() -> None:
-    """Run, print."""
+    """Run the jobs and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--programs", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--repeats", type=int, default=2)

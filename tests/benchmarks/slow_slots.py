@@ -28,7 +28,7 @@ SETTINGS = Settings(threshold=0.35)
 
 
 def build(seed: int, slots: int = SLOTS, slowdowns: list[dict] | None = None, **more) -> Workload:
-    """A step on slots that are slow as `slowdowns` say."""
+    """Return the workload of a step on slots with these slowdowns."""
     lengths = {"lognormal": {"median": 200, "sigma": 1.0}, "cap": 2048, "count": 32 * slots}
     fields = {"slots": slots, "seed": seed, "response_tokens": lengths, "group": 8, "prompt_tokens": 128}
     fields |= {"scoring": {"tokens_per_s": 40_000, "kinds": ["old_log_prob", "ref"]}, "switch_s": 0.5}
@@ -38,7 +38,7 @@ def build(seed: int, slots: int = SLOTS, slowdowns: list[dict] | None = None, **
 
 
 def episodes(rng: np.random.Generator, slots: int, slow: int, steps: int) -> list[tuple[int, float, float, float]]:
-    """(slot, rate, from, until) of so many slots, in steps from the start of the run."""
+    """Return (slot, rate, from, until) of `slow` slots, in steps from the start of the run."""
     chosen = rng.choice(slots, size=slow, replace=False)
     spans = np.sort(rng.uniform(0.0, steps, size=(slow, 2)), axis=1)
     rates = rng.uniform(*RATES, size=slow)
@@ -56,7 +56,7 @@ def slowdowns_of(found: list[tuple[int, float, float, float]], step: int, second
 
 
 def measure(seed: int, slow: int, steps: int, policy: str, slots: int = SLOTS, **more) -> dict:
-    """One run: seconds of its steps with rates and under a fixed plan, and their bounds."""
+    """Simulate one run; return the seconds of its steps with rates and under a fixed plan, and their bounds."""
     rng = np.random.default_rng(seed)
     found = episodes(rng, slots, slow, steps)
     known, fixed = Rates(slots), Rates(slots, measured=False)
@@ -72,12 +72,12 @@ def measure(seed: int, slow: int, steps: int, policy: str, slots: int = SLOTS, *
 
 
 def over_bound(row: dict, plan: str) -> float:
-    """Time of the whole run over its bound."""
+    """Return the time of the whole run over its bound."""
     return sum(row[plan]) / sum(row["bound"])
 
 
 def table(rows: list[dict]) -> str:
-    """A line for each number of slow slots."""
+    """Return a line per number of slow slots."""
     lines = ["| slow slots of 64 | with rates / bound | worst run | worst step | fixed plan / bound | worst run |"]
     lines.append("|---|---|---|---|---|---|")
     for slow in sorted({row["slow"] for row in rows}):
@@ -91,7 +91,7 @@ def table(rows: list[dict]) -> str:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Run all cases; print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=2, help="runs for each number of slow slots")
     parser.add_argument("--steps", type=int, default=3, help="of each run")

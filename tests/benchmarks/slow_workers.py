@@ -20,18 +20,18 @@ from worlds.injected_faults import FAULTS, NEAR_MISSES, MadeRun, alarms_of
 from worlds.recorded_steps import DrawnRun
 
 SLOTS = (2, 3, 4, 8, 2, 3, 4, 8, 16, 2, 3, 4, 8)
-"""Again and again; the last run of a kind has 64."""
+"""Numbers of slots, cycled; the last run of a kind has 64."""
 
 
 def row(name: str, runs: Iterable[MadeRun | DrawnRun]) -> tuple[int, int, int]:
-    """Faulty runs, right and wrong alarms; printed as a row."""
+    """Print a row; return the numbers of faulty runs, correct and wrong alarms."""
     count = faulty = right = wrong = 0
     for run in runs:
         named = {alarm.worker for alarm in alarms_of(run)}
         count, faulty = count + 1, faulty + bool(run.guilty)
         right, wrong = right + bool(named & run.guilty), wrong + len(named - run.guilty)
-    told = (f"{right / max(1, right + wrong):.3f}", f"{right / faulty:.3f}") if faulty else ("", "")
-    print(f"| {name} | {count} | {right if faulty else ''} | {wrong} | {told[0]} | {told[1]} |", flush=True)
+    scores = (f"{right / max(1, right + wrong):.3f}", f"{right / faulty:.3f}") if faulty else ("", "")
+    print(f"| {name} | {count} | {right if faulty else ''} | {wrong} | {scores[0]} | {scores[1]} |", flush=True)
     return faulty, right, wrong
 
 
@@ -47,9 +47,9 @@ def main() -> None:
     rows = []
     for number, kind in enumerate((*FAULTS, *NEAR_MISSES)):
         seeds = range(100_000 * given.seed + 1000 * number, 100_000 * given.seed + 1000 * number + given.runs)
-        asked = {"fault": kind} if kind in FAULTS else {"near_miss": kind}
+        selection = {"fault": kind} if kind in FAULTS else {"near_miss": kind}
         name = kind if kind in FAULTS else f"healthy: {kind}"
-        rows.append(row(name, (MadeRun(seed, slots, **asked) for seed, slots in zip(seeds, sizes, strict=True))))
+        rows.append(row(name, (MadeRun(seed, slots, **selection) for seed, slots in zip(seeds, sizes, strict=True))))
     for kind in ("slow", "jittery", None):
         seeds = range(100_000 * given.seed, 100_000 * given.seed + given.recorded)
         name = f"recorded steps, {kind or 'healthy'}"

@@ -41,12 +41,12 @@ ROLES = (
     "gcs_server",
     "wandb-core",
 )
-"""Looked for in this order in a process's title and command line."""
+"""Searched in this order in a process's title and command line."""
 SHOWN = ("process", "MiB at the end", "MiB a 1,000 steps", "+-", "files open")
 
 
 def command(folder: Path, overrides: list[str]) -> list[str]:
-    """The job's command line; its model, data and reward are written to `folder`."""
+    """Write the job's model, data and reward to `folder`; return its command line."""
     tokenizer = build_tokenizer()
     build_model(WarmStart(), tokenizer).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
@@ -78,52 +78,52 @@ def command(folder: Path, overrides: list[str]) -> list[str]:
 
 
 def name_of(process: psutil.Process) -> str:
-    """What people call it, with its pid where there are several."""
+    """Return the role of a process, with its pid if there are several."""
     title = f"{process.name()} {' '.join(process.cmdline())}"
     return f"{next((role for role in ROLES if role in title), process.name())} {process.pid}"
 
 
 def sample(driver: psutil.Process) -> dict[str, tuple[float, int]]:
-    """MiB and open files of each process of the run, by name."""
+    """Return name -> (MiB, open files) of each process of the run."""
     found = {}
     for process in (driver, *driver.children(recursive=True)):
         try:
             name = "driver" if process == driver else name_of(process)
             found[name] = process.memory_info().rss / MIB, process.num_fds()
         except psutil.Error:
-            continue  # it has just ended
+            continue  # the process has ended
     shared = [file.stat().st_blocks * 512 for file in Path("/dev/shm").rglob("*") if file.is_file()]
     return found | {"/dev/shm": (sum(shared) / MIB, len(shared))}
 
 
 def growth(steps: np.ndarray, values: np.ndarray) -> tuple[float, float]:
-    """MiB a step, and twice the standard error of that."""
+    """Return MiB per step, and twice its standard error."""
     line, covariance = np.polyfit(steps, values, 1, cov=True)
     return line[0], 2 * float(np.sqrt(covariance[0, 0]))
 
 
 def last_step(metrics: Path) -> int | None:
-    """Of the file's last whole line, if it has one."""
+    """Return the step of the file's last complete line, or None."""
     tail = metrics.read_bytes()[-65536:].splitlines(keepends=True) if metrics.exists() else []
     whole = [line for line in tail if line.startswith(b'{"step"') and line.endswith(b"\n")]
     return json.loads(whole[-1])["step"] if whole else None
 
 
 def watch(process: subprocess.Popen, metrics: Path, steps: int, every: float) -> dict[str, list[tuple]]:
-    """Name -> (step, seconds, MiB, open files), from the first step to step number `steps`."""
+    """Return name -> (step, seconds, MiB, open files) from the first step to step `steps`."""
     driver, began, seen, step = psutil.Process(process.pid), time.monotonic(), defaultdict(list), None
     while (step or 0) < steps:
         if process.poll() is not None:
             raise SystemExit(f"the job ended with status {process.returncode}")
         if (step := last_step(metrics)) is not None:
-            for name, figures in sample(driver).items():
-                seen[name].append((step, time.monotonic() - began, *figures))
+            for name, values in sample(driver).items():
+                seen[name].append((step, time.monotonic() - began, *values))
         time.sleep(every)
     return seen
 
 
 def report(seen: dict[str, list[tuple]]) -> None:
-    """A table of what lived throughout."""
+    """Print a table of the processes that lived throughout."""
     longest = max(map(len, seen.values()))
     print(f"{SHOWN[0]:<24}" + "".join(f"{word:>19}" for word in SHOWN[1:]))
     for name, rows in sorted(seen.items(), key=lambda item: -item[1][-1][2]):
@@ -153,7 +153,7 @@ def draw(seen: dict[str, list[tuple]], path: Path) -> None:
 
 
 def seconds_per_step(rows: list[tuple]) -> list[float]:
-    """Of each quarter of the steps."""
+    """Return the seconds per step of each quarter of the steps."""
     steps, seconds, *_ = np.array(rows).T
     ends = np.linspace(steps[0], steps[-1], 5)
     return (np.diff(np.interp(ends, steps, seconds)) / np.diff(ends)).tolist()
@@ -175,7 +175,7 @@ def main() -> None:
             print((folder / "log").read_text()[-3000:])
             raise
         finally:
-            process.terminate()  # SIGINT is ignored by what a script starts in the background
+            process.terminate()  # background jobs of a script ignore SIGINT
             process.wait()
     quarters = ", ".join(f"{each:.2f}" for each in seconds_per_step(seen["driver"]))
     print(f"{seen['driver'][-1][0]} steps; seconds per step in each quarter: {quarters}")

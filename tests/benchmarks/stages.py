@@ -41,24 +41,24 @@ from rlfuse.fusion.schedules import shared_heads
 sys.path.insert(0, str(Path(__file__).parent.parent / "end_to_end"))
 import pipelines
 
-ray.cloudpickle.register_pickle_by_value(pipelines)  # ranks can't import from tests
+ray.cloudpickle.register_pickle_by_value(pipelines)  # ranks can't import from tests/
 LAYERS, HEAD, WIDE = 24, 9.1, 169
-"""Layers, what a head counts as, and the vocabulary that makes it so, over the hidden size."""
+"""Layers, cost of a head in layers, and the ratio of vocabulary to hidden size that gives this cost."""
 LAYER_S = 0.005
-"""Forward, of a layer that sleeps."""
+"""Forward time of a sleeping layer."""
 PASSES = {"F": 1, "B": 2, "H": 3}
 MEMORY = 1.5
-"""Times that of 1F1B."""
+"""Memory cap relative to 1F1B."""
 MEASURED = ("even", "by cost", "shared head")
 
 
 def head_worth(share: float) -> LayerCosts:
-    """Costs in layers, where this share of the positions has logits."""
+    """Return the costs in layers if this share of the positions has logits."""
     return [1.0] * LAYERS, 0.0, HEAD * share
 
 
 def cuts(stages: int, costs: LayerCosts) -> dict[str, Pipelines]:
-    """Name -> layout of the actor, with its layers."""
+    """Return name -> layout of the actor, with its layers."""
     even = tuple(len(range(i, LAYERS, stages)) for i in range(stages))
     ways = {"by cost": Pipelines("actor", stages)}
     if 2 * stages <= LAYERS:
@@ -70,7 +70,7 @@ def cuts(stages: int, costs: LayerCosts) -> dict[str, Pipelines]:
 
 
 class Plan:
-    """Of one cut: a schedule, and what it takes where a layer's forward takes `layer_s`."""
+    """Schedule of one split, and its makespan for a forward time per layer of `layer_s`."""
 
     def __init__(self, layout: Pipelines, costs: LayerCosts, count: int, layer_s: float):
         self.layout, (layers, embedding, head) = layout, costs
@@ -80,17 +80,17 @@ class Plan:
             {kind: times * layer_s * (shared if kind == "H" else cost) for kind, times in PASSES.items()}
             for cost in own
         ]
-        asked = (layout,), {"actor": count}, lambda model, stage, kind: self.seconds[stage][kind]
-        self.rows = pipelines.fused(*asked)
+        arguments = (layout,), {"actor": count}, lambda model, stage, kind: self.seconds[stage][kind]
+        self.rows = pipelines.fused(*arguments)
         if layout.vocabulary:
-            of = replace(pipelines.problem(*asked), memory_cap=MEMORY)
+            of = replace(pipelines.problem(*arguments), memory_cap=MEMORY)
             plain = tuple(tuple(each for each in row if each.kind != "H") for row in self.rows)
             self.rows = shared_heads.best(of, plain, {"actor": self.seconds[0]["H"]})
-        self.simulated = pipelines.makespan(self.rows, *asked)
+        self.simulated = pipelines.makespan(self.rows, *arguments)
 
 
 def simulated() -> list[str]:
-    """Lines of the table: even stages' makespan over each cut's."""
+    """Return the lines of the table: the makespan of even stages over that of each split."""
     lines = []
     for stages in (4, 8, 16):
         for share in (1.0, 0.5):
@@ -102,9 +102,9 @@ def simulated() -> list[str]:
     return lines
 
 
-def line(work: str, devices: int, share: str, name: str, plan: Plan, *told: float | str) -> str:
-    """One line of the table."""
-    measured, gain, foretold = (f"{each:.3f}" if isinstance(each, float) else each for each in told)
+def line(work: str, devices: int, share: str, name: str, plan: Plan, *columns: float | str) -> str:
+    """Return one line of the table."""
+    measured, gain, foretold = (f"{each:.3f}" if isinstance(each, float) else each for each in columns)
     cells = [work, devices, share, name, plan.layout.layers, measured, f"{plan.simulated:.3f}", gain, foretold]
     text = "| " + " | ".join(map(str, cells)) + " |"
     print(text, flush=True)
@@ -112,7 +112,7 @@ def line(work: str, devices: int, share: str, name: str, plan: Plan, *told: floa
 
 
 def compared(work: str, share: str, plans: dict[str, Plan], took: dict[str, list[float]]) -> list[str]:
-    """A line for each cut; gains are taken within repetitions."""
+    """Return a line per split; gains are taken within repetitions."""
     lines = []
     for name, plan in plans.items():
         gain = statistics.median(even / own for even, own in zip(took["even"], took[name], strict=True))
@@ -122,7 +122,7 @@ def compared(work: str, share: str, plans: dict[str, Plan], took: dict[str, list
 
 
 def play(rank, rows, layout, seconds) -> float:
-    """On a rank: operations of fixed length; how long all took."""
+    """Run operations of fixed length on a rank; return their total duration."""
     own = layout.stages_on(rank.executor.device)
     stages = {("actor", stage): pipelines.Sleeping(layout, stage, seconds[stage] | {"W": 0.0}) for stage in own}
     return pipelines.play(rank, rows, stages)
@@ -153,14 +153,14 @@ async def real(group: PipelineGroup, count: int, repeats: int) -> list[str]:
     for _ in range(repeats):
         for name, plan in plans.items():
             await group.setup((plan.layout,))
-            await group.run(plan.rows, rows)  # warms up
+            await group.run(plan.rows, rows)  # warm-up
             took[name].append((await group.run(plan.rows, rows)).makespan)
-            group._accumulated["actor"] = []  # no optimizer step here
+            group._accumulated["actor"] = []  # gradients are discarded without an optimizer step
     return compared("real compute", "50%", plans, took)
 
 
 def model_folder(hidden: int) -> str:
-    """A random model of Qwen2.5-0.5B's proportions."""
+    """Save a random model of Qwen2.5-0.5B's proportions."""
     folder = tempfile.mkdtemp(prefix="rlfuse-benchmark-")
     config = Qwen2Config(
         vocab_size=WIDE * hidden, hidden_size=hidden, intermediate_size=38 * hidden // 7,
@@ -173,15 +173,15 @@ def model_folder(hidden: int) -> str:
 
 
 async def main(options: argparse.Namespace) -> None:
-    """Start ranks, measure, write."""
+    """Start ranks; measure and write the table."""
     options.out.mkdir(parents=True, exist_ok=True)
     lines = simulated() if "simulated" in options.parts else []
     measured = {"sleeping": (32, sleeping), "real": (options.hidden, real)}
-    if asked := [measured[part] for part in measured if part in options.parts]:
+    if selected := [measured[part] for part in measured if part in options.parts]:
         config = Config()
         config.model.dtype, config.cluster.device, config.trainer.n_gpus_per_node = "float32", "cpu", 2
         await placement.start(config)
-        for hidden, measure in asked:
+        for hidden, measure in selected:
             config.model.path = model_folder(hidden)
             first = (Pipelines("actor", 4),)
             group, _ = await PipelineGroup.start(config, pipelines.Anywhere(None, 4, "cpu"), first)

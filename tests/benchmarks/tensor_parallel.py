@@ -58,18 +58,18 @@ from rlfuse.tools.planning.step_time import StepTimes, stage_shares
 sys.path.insert(0, str(Path(__file__).parent.parent / "end_to_end"))
 import pipelines
 
-ray.cloudpickle.register_pickle_by_value(pipelines)  # ranks can't import from tests
+ray.cloudpickle.register_pickle_by_value(pipelines)  # ranks can't import from tests/
 LARGE = 1 << 24
-"""Numbers of a sum that is timed for its rate."""
+"""Elements of the all-reduce that measures the bandwidth."""
 SLEEPING_FLOPS = 5e10
-"""Per second, of ranks that sleep."""
+"""FLOP/s of sleeping ranks."""
 PAIRS = """
 | | separate, s (planned) | shared, s (planned) | shared / separate | planned ratio | error |
 |---|---|---|---|---|---|"""
 
 
 def model(folder: str, options: argparse.Namespace) -> None:
-    """A random one."""
+    """Save a random model."""
     torch.manual_seed(0)
     sizes = dict(hidden_size=options.hidden, intermediate_size=3 * options.hidden, vocab_size=VOCABULARY)
     heads = dict(num_attention_heads=options.hidden // 64, num_key_value_heads=options.hidden // 128)
@@ -78,7 +78,7 @@ def model(folder: str, options: argparse.Namespace) -> None:
 
 
 def job(folder: str, options: argparse.Namespace, ranks: int, width: int, stages: int = 1) -> Config:
-    """`width`: ranks that share layers."""
+    """Return a job; `width`: tensor parallel size."""
     config, half = Config(), options.tokens // 2
     config.model.path, config.model.dtype, config.algorithm.adv_estimator = folder, options.dtype, "grpo"
     config.trainer.n_gpus_per_node, config.training.tensor_model_parallel_size = ranks, width
@@ -91,7 +91,7 @@ def job(folder: str, options: argparse.Namespace, ranks: int, width: int, stages
 
 
 def sums(rank) -> tuple[float, float]:
-    """Seconds of a sum of one number and of one of many, of ranks that share layers, or of all: medians."""
+    """Return the median seconds of a small and a large all-reduce in the tensor parallel group, or over all ranks."""
     import torch.distributed as dist
 
     def seconds(size: int) -> float:
@@ -107,7 +107,7 @@ def sums(rank) -> tuple[float, float]:
 
 
 async def links_of(group: RankGroup, width: int) -> Links:
-    """As so many ranks find them that sum together, by the plan's own form of an all-reduce in a ring."""
+    """Return the links that `width` ranks measure, by the plan's model of a ring all-reduce."""
     found = await asyncio.gather(*(rank.__ray_call__.remote(sums) for rank in group.ranks))
     short, long = found[0]
     sent = 2 * (width - 1) / width * 4 * LARGE
@@ -118,14 +118,14 @@ async def links_of(group: RankGroup, width: int) -> Links:
 
 
 async def timed(work: Callable[[], Awaitable[object]]) -> float:
-    """Seconds."""
+    """Return the seconds of `work`."""
     began = time.perf_counter()
     await work()
     return time.perf_counter() - began
 
 
 async def turn(group: TrainerGroup, rows: Sequence[Row]) -> list[float]:
-    """Seconds of log-probs, gradients and an optimizer step."""
+    """Return the seconds of log-probs, gradients and an optimizer step."""
     lengths = [len(each.response_ids) for each in rows]
     return [
         await timed(lambda: group.score(("actor",), rows)),
@@ -135,7 +135,7 @@ async def turn(group: TrainerGroup, rows: Sequence[Row]) -> list[float]:
 
 
 def predicted(config: Config, hardware: Hardware, options: argparse.Namespace) -> list[float]:
-    """The same, by the plan."""
+    """Return the same seconds by the plan."""
     costs = costs_of(config, shapes_of(config), hardware, options.tokens)
     tokens = options.rows * options.tokens / config.slots
     scored = costs.score_call_s + tokens / costs.score_tokens_per_s
@@ -143,24 +143,24 @@ def predicted(config: Config, hardware: Hardware, options: argparse.Namespace) -
 
 
 def probe(rank, folder: str | None) -> list[Work]:
-    """On a rank."""
+    """Run the probe on a rank."""
     found = Probe(lambda line: None)
     found.measure(folder)
     return found.works
 
 
 async def device_of(group: RankGroup, folder: str | None) -> Hardware:
-    """A rank's, while the others are as busy."""
+    """Return the measured speed of a rank while the others are equally busy."""
     works = await asyncio.gather(*(rank.__ray_call__.remote(probe, folder) for rank in group.ranks))
     return replace(
         fit_hardware([work for each in works for work in each]), links=await links_of(group, len(group.ranks))
     )
 
 
-async def in_turns(
+async def alternate(
     jobs: Sequence[Config], folder: str, slots: placement.Slots, options: argparse.Namespace
 ) -> list[tuple[str, list[tuple[float, ...]], list[float]]]:
-    """Of each kind of work: its name, seconds of each turn in the order of the jobs, and what plans say."""
+    """Return, per kind of work, its name, the seconds of each turn in the order of the jobs, and planned seconds."""
     groups = [(await TrainerGroup.start(each, slots, slots.cores))[0] for each in jobs]
     rows = [row(options.tokens, options.tokens // 2, seed, seed) for seed in range(options.rows)]
     hardware = await device_of(groups[-1], None if options.dtype == "float32" else folder)
@@ -175,15 +175,15 @@ async def in_turns(
 
 
 async def whole(folder: str, slots: placement.Slots, options: argparse.Namespace) -> None:
-    """A line for each kind of work."""
+    """Print a line per kind of work."""
     jobs = [job(folder, options, options.ranks, width) for width in (1, options.ranks)]
     print(PAIRS)
-    for what, took, planned in await in_turns(jobs, folder, slots, options):
+    for what, took, planned in await alternate(jobs, folder, slots, options):
         line(f"{what}, {options.ranks} whole models", took, *planned)
 
 
 async def zero(folder: str, slots: placement.Slots, options: argparse.Namespace) -> None:
-    """A line for each stage and kind of work; a slot has room for the ranks of two stages at a time."""
+    """Print a line per ZeRO stage and kind of work; a slot has room for the ranks of two stages at a time."""
     print("\n| | measured, s | planned | off by |\n|---|---|---|---|")
     for first in range(0, len(options.zero), 2):
         pair = options.zero[first : first + 2]
@@ -191,24 +191,30 @@ async def zero(folder: str, slots: placement.Slots, options: argparse.Namespace)
         for each, stage in zip(jobs, pair, strict=True):
             each.actor.zero_stage = stage
             each.actor.ppo_max_token_len_per_gpu = options.tokens * options.rows // options.ranks // 2
-        for what, took, planned in await in_turns(jobs, folder, slots, options):
-            for stage, seconds, told in zip(pair, map(median, zip(*took, strict=True)), planned, strict=True):
-                print(f"| {what}, ZeRO {stage} | {seconds:.3f} | {told:.3f} | {told / seconds - 1:+.0%} |", flush=True)
+        for what, took, planned in await alternate(jobs, folder, slots, options):
+            for stage, seconds, expected in zip(pair, map(median, zip(*took, strict=True)), planned, strict=True):
+                print(
+                    f"| {what}, ZeRO {stage} | {seconds:.3f} | {expected:.3f} | {expected / seconds - 1:+.0%} |",
+                    flush=True,
+                )
 
 
 def line(what: str, took: Sequence[tuple[float, float]], *planned: float) -> None:
-    """Print the measured and planned durations of each repetition, separate and shared."""
-    (apart, shared), ratio = map(median, zip(*took, strict=True)), median(shared / apart for apart, shared in took)
-    told = planned[1] / planned[0]
-    cells = f"{apart:.3f} ({planned[0]:.3f}) | {shared:.3f} ({planned[1]:.3f}) | {ratio:.2f} | {told:.2f}"
-    print(f"| {what} | {cells} | {told / ratio - 1:+.0%} |", flush=True)
+    """Print the median measured and planned durations with whole and with shared layers."""
+    (whole_s, shared), ratio = (
+        map(median, zip(*took, strict=True)),
+        median(shared / whole_s for whole_s, shared in took),
+    )
+    planned_ratio = planned[1] / planned[0]
+    cells = f"{whole_s:.3f} ({planned[0]:.3f}) | {shared:.3f} ({planned[1]:.3f}) | {ratio:.2f} | {planned_ratio:.2f}"
+    print(f"| {what} | {cells} | {planned_ratio / ratio - 1:+.0%} |", flush=True)
 
 
 # Stages -------------------------------------------------------------------------------------------------------------
 
 
 class Summing(pipelines.Sleeping):
-    """Hands on as many numbers as there are in hidden states, and sums them as ranks that share layers do."""
+    """Sends tensors of the size of hidden states, with the all-reduces of tensor parallelism."""
 
     def __init__(self, layout, stage, seconds, shape, sharers):
         super().__init__(layout, stage, seconds | {"W": 0.0})
@@ -231,7 +237,7 @@ class Summing(pipelines.Sleeping):
 
 
 class Planned:
-    """A pipeline's gradients of a mini-batch: `seconds` of them, what each operation computes, and its 1F1B."""
+    """Planned gradients of a mini-batch in a pipeline: seconds, compute per operation, and the 1F1B schedule."""
 
     def __init__(self, config: Config, hardware: Hardware, options: argparse.Namespace):
         shapes, self.shape = shapes_of(config), (options.tokens, options.hidden)
@@ -252,14 +258,14 @@ class Planned:
 
 
 def play(rank, rows, layout, computed, shape) -> float:
-    """On a rank: how long all took."""
+    """Run the operations on a rank; return their total duration."""
     own = layout.stages_on(rank.executor.device)
     stages = {("actor", stage): Summing(layout, stage, computed[stage], shape, rank.tensor) for stage in own}
     return pipelines.play(rank, rows, stages)
 
 
 async def stages(folder: str, slots: placement.Slots, options: argparse.Namespace) -> None:
-    """A line."""
+    """Print one line."""
     jobs = [job(folder, options, 4, width, 4 // width) for width in (1, 2)]
     shared = (pipelines_of(jobs[1], "actor"),)
     print(PAIRS)
@@ -284,7 +290,7 @@ PARTS = {"whole": whole, "zero": zero, "stages": stages}
 
 
 async def main(options: argparse.Namespace) -> None:
-    """Print a table of each part."""
+    """Print a table per part."""
     print(f"{len(os.sched_getaffinity(0))} cores")
     with tempfile.TemporaryDirectory() as folder:
         model(folder, options)

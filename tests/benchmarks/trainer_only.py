@@ -26,7 +26,7 @@ from gpu_profile import one_rank
 
 PEAK_FLOPS = 989e12
 PUBLISHED = {("rl", 16_384): (11.9e3, 0.11), ("rl", 65_536): (10.2e3, 0.27), ("sft", 8_192): (26e3, 0.17)}
-"""prime-rl on one H100: (loss, tokens of a row) -> tokens per second, MFU."""
+"""prime-rl on one H100: (loss, tokens per row) -> tokens per second, MFU."""
 PROMPT = 64
 
 
@@ -44,12 +44,12 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Without norms; the head is the embedding."""
+        """Return the number of parameters without norms; the head is tied to the embedding."""
         attention = self.hidden * self.head * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.words * self.hidden
 
     def flops(self, tokens: int) -> float:
-        """Of a token's training in a row of so many tokens."""
+        """Return the training FLOPs per token in a row of `tokens` tokens."""
         return 6.0 * self.parameters + 6.0 * self.layers * self.heads * self.head * tokens
 
 
@@ -58,7 +58,7 @@ TINY = Shape(hidden=64, intermediate=128, layers=2, heads=4, kv_heads=2, head=16
 
 
 class Trainer:
-    """One rank with the model, and rows to train it on."""
+    """One rank with the model, and its rows."""
 
     def __init__(self, shape: Shape, device: str, checkpointing: bool, longest: int):
         import torch
@@ -95,7 +95,7 @@ class Trainer:
         return Row(prompt, response, {"advantages": advantages.astype(np.float32)}, id="0")
 
     def seconds(self, row: Any) -> float:
-        """Of a step."""
+        """Return the seconds of a step."""
         import torch
 
         from rlfuse.engines.deepspeed.optimizer import take_step

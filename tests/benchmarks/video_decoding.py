@@ -46,7 +46,7 @@ def main() -> None:
 
 def measure(path: str, repeats: int) -> None:
     with DecodePool(timeout_s=600.0) as pool:
-        [facts] = pool.probe([path])  # starts the worker
+        [facts] = pool.probe([path])  # starts the worker, uncounted
         plan = plan_video(facts, SeedSampling())
         rows = {
             "probe": [seconds(lambda: list(pool.probe([path]))) for _ in range(repeats)],

@@ -36,7 +36,7 @@ MODEL = SmallModel(heads=8, tower_heads=8, tower_layers=6)
 
 
 def frame_reader():
-    """Grey ramps; made inside a function so that it is pickled by value."""
+    """Return a reader of grey ramps, defined inside a function so that it is pickled by value."""
 
     def frames(path, plan, first, last):
         import numpy
@@ -48,7 +48,7 @@ def frame_reader():
 
 
 def batch(folder: Path, frames: int, number: int) -> list[Clip]:
-    """Clips of 1/8, 1/8, 1/4 and 1/2 of the frames, one of each size."""
+    """Return clips with 1/8, 1/8, 1/4 and 1/2 of the frames, one of each size."""
     clips = []
     for share, (height, width) in zip((8, 8, 4, 2), SIZES, strict=True):
         times = tuple(map(float, range(frames // share)))
@@ -64,7 +64,7 @@ def batch(folder: Path, frames: int, number: int) -> list[Clip]:
 
 
 async def on_ranks(ranks: int, model: Path, folder: Path, arguments: argparse.Namespace) -> tuple[float, float]:
-    """(median seconds of a batch, heaviest shard / mean)."""
+    """Return (median seconds of a batch, heaviest shard / mean)."""
     environment = worker_environment("cpu")
     place = EncoderPlacement({"num_cpus": 0, "runtime_env": {"env_vars": environment}})
     encoder = SequenceParallelEncoder(
@@ -81,11 +81,11 @@ async def on_ranks(ranks: int, model: Path, folder: Path, arguments: argparse.Na
     metrics = await encoder.metrics()
     await encoder.close()
     assert metrics["video/encoded_over_unique_tokens"] == 1.0 and metrics["video/failed_clips"] == 0
-    return statistics.median(seconds[1:]), metrics["video/shard_imbalance"]  # the first warms up
+    return statistics.median(seconds[1:]), metrics["video/shard_imbalance"]  # the first batch is warm-up
 
 
 def of_steps(model: Path, arguments: argparse.Namespace) -> None:
-    """One process, one clip: milliseconds a frame for several numbers of units at a time."""
+    """Print milliseconds per frame for several numbers of units per call, with one process and one clip."""
     frames = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (32, 140, 252, 3), np.uint8))
     torch.set_num_threads(1)
     for step in arguments.steps:
@@ -98,7 +98,7 @@ def of_steps(model: Path, arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Both tables."""
+    """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--frames", type=int, default=192)

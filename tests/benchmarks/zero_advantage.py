@@ -57,7 +57,7 @@ class RewardsByGroup:
 
 @dataclass(frozen=True)
 class Turn:
-    """One step."""
+    """Measurements of one step."""
 
     seconds: float
     skipped: float
@@ -70,7 +70,7 @@ async def measure(controller: Controller, options: argparse.Namespace) -> None:
     rewards, upcoming = RewardsByGroup(), controller.groups.selection.upcoming
     controller.engines = replace(engines, reward=rewards)
     await controller.update_weights(0)
-    for number in (1, 2):  # teaches lengths and costs
+    for number in (1, 2):  # learns lengths and costs
         rewards.start_step(upcoming())
         with controller.journal.recorder.span("step", step=number):
             board = await controller.learn(number)
@@ -119,7 +119,7 @@ def line(policy: str, share: float, pairs: Sequence[tuple[Turn, Turn]]) -> str:
 
 
 def main() -> None:
-    """Measure, print."""
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.3, 0.6, 0.9])
     parser.add_argument("--repeats", type=int, default=5)

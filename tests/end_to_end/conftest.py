@@ -1,5 +1,4 @@
-"""Shared by the tests that run real engines: one Ray cluster, tiny models, processes of jobs and of ranks for the
-session."""
+"""Session-wide fixtures of the tests that run real engines: one Ray cluster, tiny models, job and rank processes."""
 
 import asyncio
 import json
@@ -15,20 +14,20 @@ from rlfuse.config.schema import Config
 from rlfuse.run import WORKER_IMPORTS
 
 SHARED = ("driven", "four", "four_whole")
-"""Fixtures that files share: what they start costs more than a file's tests."""
+"""Fixtures shared by several files, because their setup takes longer than a file's tests."""
 LONGEST = ("driven", "test_several_nodes", "four", "test_notebooks", "test_training", "four_whole", "test_submit")
 LONGEST += ("test_wheel", "test_rollout", "test_reward_pool", "test_trained_tower", "test_seeing_judge")
-"""Groups that take longest come first, lest a process of pytest is left with one of them when others are done."""
+"""Groups ordered by duration: the longest start first, so that pytest workers finish at about the same time."""
 DRIVEN = ("test_video_job", "test_still_images", "test_own_family", "test_quantized_rollout", "test_wide_engine")
 DRIVEN += ("test_interruptions", "test_faults", "test_job", "test_slots", "test_own_log_probs", "test_job_rewards")
 DRIVEN += ("test_filled_bubbles", "test_fusion_policies")
-"""Files that use `driven`, in an order in which most jobs take over engines and ranks of the one before: models of
-their own first, then deterministic ranks; last the file that ends all engines, as another backend needs their slots."""
+"""Files that use `driven`, ordered so that most jobs reuse the engines and ranks of the previous job: custom models
+first, then deterministic ranks; last the file that stops all engines, because another backend needs their slots."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks at them
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the markers
 def pytest_collection_modifyitems(items):
-    """All tests of a file run in one process of pytest, and so do all files that share what is in `SHARED`."""
+    """Run all tests of a file in one pytest worker, as well as all files that use the same fixture of `SHARED`."""
     own = [item for item in items if item.path.parent == Path(__file__).parent]
     sharing = {item.path: name for item in own for name in SHARED if name in item.fixturenames}
     group = {item: sharing.get(item.path, item.path.stem) for item in own}
@@ -38,13 +37,13 @@ def pytest_collection_modifyitems(items):
 
 
 def place(name, names):
-    """In their order; behind all of them if it is none."""
+    """Return the index of `name` in `names`, or their number if it is missing."""
     return names.index(name) if name in names else len(names)
 
 
 @pytest.fixture(scope="session")
 def slots():
-    """A Ray cluster for the whole session, with two slots reserved."""
+    """Start a Ray cluster for the whole session and reserve two slots."""
     config = Config()
     config.trainer.n_gpus_per_node, config.cluster.device = 2, "cpu"
     yield asyncio.run(placement.start(config, WORKER_IMPORTS))
@@ -53,18 +52,18 @@ def slots():
 
 @pytest.fixture(scope="session")
 def ray_cluster(slots):
-    """Ray is up."""
+    """Start Ray."""
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Path:
-    """A random Qwen2 that answers differently to every prompt, with a tokenizer of 200 words beside it."""
+    """Save a random Qwen2 whose response differs for every prompt, with a tokenizer of 200 words."""
     import torch
     from tokenizers import AddedToken
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    # AutoTokenizer takes Qwen2's own class beside a Qwen2 model whatever was saved, so it has to be one.
+    # AutoTokenizer loads Qwen2Tokenizer for a Qwen2 model regardless of the saved class.
     special = {"<pad>": 0, "<eos>": 1, "<unk>": 2}
     tokenizer = Qwen2Tokenizer(vocab=special, merges=[], pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
     tokenizer.add_tokens([AddedToken(f"w{i}", lstrip=True, normalized=False) for i in range(3, 200)])
@@ -91,9 +90,9 @@ def tiny_model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def ending_model(tiny_model, tmp_path_factory) -> Path:
-    """The same, but its responses end at a third of the length: some long before others.
+    """Copy `tiny_model` with three EOS tokens: its responses are a third as long on average, and lengths vary.
 
-    transformers loads its generation settings, and refuses to save them.
+    transformers loads these generation settings but refuses to save them.
     """
     folder = shutil.copytree(tiny_model, tmp_path_factory.mktemp("models") / "ending")
     refused = {"temperature": 0.6, "num_beams": 1, "length_penalty": 0.8}
@@ -103,14 +102,14 @@ def ending_model(tiny_model, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def driven(ending_model, tmp_path_factory):
-    """What runs one job after the other in a process, see `driven_job.driver`."""
+    """Yield the function that runs jobs one after the other in a process, see `driven_job.driver`."""
     with driver(ending_model, tmp_path_factory.mktemp("driven") / "log") as drive:
         yield drive
 
 
 @pytest.fixture(scope="session")
 def pipeline_models(tmp_path_factory):
-    """See `single_process.write_models`."""
+    """Write the models of `single_process.write_models`."""
     from single_process import write_models
 
     return write_models(tmp_path_factory.mktemp("pipeline_models"))
@@ -118,16 +117,16 @@ def pipeline_models(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 async def four(pipeline_models, slots):
-    """Four ranks that take one pipelines' layout after the other."""
-    from probing import TWO_CRITICS, started
+    """Start four pipeline ranks that can load one layout after the other."""
+    from probing import TWO_CRITICS, started_group
 
-    async for group in started(pipeline_models, 4, TWO_CRITICS):
+    async for group in started_group(pipeline_models, 4, TWO_CRITICS):
         yield group
 
 
 @pytest.fixture(scope="session")
 async def four_whole(slots):
-    """Four ranks of whole models, or shares of them, that take one configuration after the other (`Probe.of`)."""
+    """Start four trainer ranks that can load one configuration after the other (`Probe.of`)."""
     from pipelines import Anywhere
     from trainer_probe import settings
 

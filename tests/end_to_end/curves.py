@@ -1,4 +1,4 @@
-"""What two runs learned, compared."""
+"""Comparison of the training curves of two runs."""
 
 import pytest
 
@@ -8,10 +8,10 @@ LEARNED = ("actor/", "critic/", "rewards/", "val-", "response_length/", "trainin
 
 
 def assert_same_curves(expected, found, steps):
-    """The run `found`, which may have gone on for longer, learned what `expected` did.
+    """Assert that the first steps of the run `found` have the training metrics of `expected`.
 
-    Sums in another order differ in the last bits, which Adam's division makes 2e-5 after a few steps. Losses are means
-    of terms of both signs, about 1 each: some millionths.
+    A different summation order changes the last bits, which Adam's division amplifies to 2e-5 after a few steps. Losses
+    are means of terms of both signs, about 1 each, so they differ by a few 1e-6.
     """
     expected, found = (read_metrics(path / "metrics.jsonl") for path in (expected, found))
     found = found[: len(expected)]

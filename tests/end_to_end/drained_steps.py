@@ -1,6 +1,6 @@
-"""A job of which a slot is drained in the middle of a step, and restored two steps later; before, the same job calm.
+"""A job whose slot is drained in the middle of a step and restored two steps later, after an undisturbed baseline run.
 
-Performed by driven_jobs.py for test_slots.py.
+Run by driven_jobs.py for test_slots.py.
 """
 
 import asyncio
@@ -19,38 +19,38 @@ from rlfuse.step.controller import Controller
 from rlfuse.tools import slots
 
 DRAINED, RESTORED = 2, 4
-"""Steps in which that is asked for."""
+"""Steps in which the commands are issued."""
 
 
 class Drainer(Steps):
-    """Types the commands."""
+    """Issues `rlfuse slots` commands while the job runs."""
 
     async def drive(self, controller, step):
         trainer, start = controller.engines.trainer, self.folder / "start"
         await trainer.save(start)
-        assert await self.go_on("calm")
+        assert await self.run_job("baseline")
         await trainer.load(start)
         self.controller = controller
-        controller.tuning.rates._measured = False  # a slot that seems slow holds few samples, which may have ended
-        plot = asyncio.create_task(self.plot())
+        controller.tuning.rates._measured = False  # a slot measured as slow holds few samples, which may have finished
+        commands = asyncio.create_task(self.issue_commands())
         await Controller.run(controller, step)
-        await plot
+        await commands
 
-    async def plot(self):
-        """The times of it, and what the commands said."""
+    async def issue_commands(self):
+        """Record when the commands were issued, and their outputs."""
         await self.until(1)
-        await self.typed()  # the next finds all imported, and is sooner done than what it looks at
+        await self.slots_command()  # imports everything, so that the next command is faster than generation
         await self.until(DRAINED, both=True)
-        self.found["told"] = [await self.typed("drain", "1")]
+        self.found["outputs"] = [await self.slots_command("drain", "1")]
         self.found["drained_at"] = time.time()
-        self.found["told"] += [await self.typed("drain", "0"), await self.typed()]
+        self.found["outputs"] += [await self.slots_command("drain", "0"), await self.slots_command()]
         await self.until(RESTORED)
-        self.found["table"] = await self.typed()
+        self.found["table"] = await self.slots_command()
         self.found["restored"] = time.time()
-        self.found["told"].append(await self.typed("restore", "1"))
+        self.found["outputs"].append(await self.slots_command("restore", "1"))
 
     async def until(self, step, both=False):
-        """In this step, the slots generate; `both`: each has samples that are begun."""
+        """Wait until slots generate in this step; `both`: until each of them holds samples."""
         place = self.controller.draining
         while not (
             self.controller.stopping.step == step
@@ -58,15 +58,15 @@ class Drainer(Steps):
             and sum(bool(slot.samples) for slot in place.board.slots) > both
         ):
             await asyncio.sleep(0.002)
-        await asyncio.sleep(0.02)  # for tokens
+        await asyncio.sleep(0.02)  # until some tokens are generated
 
-    async def typed(self, *words) -> str:
-        """What `rlfuse slots` says."""
+    async def slots_command(self, *words) -> str:
+        """Return the output of `rlfuse slots`."""
 
         def command():
-            with redirect_stdout(io.StringIO()) as told:
+            with redirect_stdout(io.StringIO()) as output:
                 slots.main([*words, str(self.folder / "drained")])
-            return told.getvalue()
+            return output.getvalue()
 
         try:
             return await asyncio.to_thread(command)
@@ -75,7 +75,7 @@ class Drainer(Steps):
 
 
 def perform(words):
-    """What was found."""
+    """Run the job; return what it recorded."""
     config = load([*words, "trainer.experiment_name=drained"])
     drainer = Drainer(config.run_folder.parent)
     running.build_controller = drainer.build_controller

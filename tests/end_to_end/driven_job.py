@@ -1,4 +1,4 @@
-"""Small GRPO jobs with two slots that scripts of these tests drive, all in one process of their own: `driven_jobs`."""
+"""Small GRPO jobs with two slots, driven by scripts of these tests in one separate process: `driven_jobs`."""
 
 import json
 import os
@@ -15,7 +15,7 @@ TIMEOUT_S = 570
 
 
 def settings_of(folder: Path, model: Path) -> dict:
-    """The job's settings; its data and reward are written to `folder`."""
+    """Write the job's data and reward to `folder`; return its settings."""
     (folder / "reward.py").write_text(REWARD)
     rows = [{"prompt": f"w{3 + i} w{50 + i} w{7 + i % 5}", "answer": str(i), "data_source": "x"} for i in range(64)]
     for name, some in (("train", rows), ("val", rows[:6])):
@@ -40,10 +40,10 @@ def settings_of(folder: Path, model: Path) -> dict:
 
 @contextmanager
 def driver(model: Path, log: Path):
-    """The process; yields what has it perform `script` in `folder`, and returns what that found."""
+    """Start the process; yield the function that runs `script` in it, in `folder`, and returns the script's result."""
     command = [sys.executable, str(Path(__file__).with_name("driven_jobs.py"))]
-    with log.open("w") as told:
-        pipes = {"stdin": subprocess.PIPE, "stdout": told, "stderr": subprocess.STDOUT}
+    with log.open("w") as output:
+        pipes = {"stdin": subprocess.PIPE, "stdout": output, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(command, env=os.environ | ENVIRONMENT, text=True, **pipes)
 
     def drive(script: str, folder: Path, *command: str, **settings):
@@ -65,6 +65,6 @@ def driver(model: Path, log: Path):
         loggers = [each for each in descendants(process) if "wandb" in each.name()]
         process.stdin.close()
         process.wait(120)
-        assert not all_gone(loggers), "wandb's processes end with the one that logged"
+        assert not all_gone(loggers), "wandb processes outlive the process that logged"
     finally:
         process.kill()

@@ -1,7 +1,7 @@
-"""Jobs that tests drive, one after the other in one process and on the same engines (`kept_engines`).
+"""Runs jobs of the tests one after the other in one process and on the same engines (`kept_engines`).
 
-Run by driven_job.py as a process of its own. Each line of its input names a script, whose `perform(words)` runs a job
-of the settings `words` and returns what it found, and the file that gets this, or the traceback of what it raised.
+Started by driven_job.py as a separate process. Each line of its input names a script, whose `perform(words)` runs a job
+with the settings `words` and returns its result, and the file that receives this result or the traceback.
 """
 
 import importlib
@@ -13,15 +13,15 @@ from unittest import mock
 
 
 def main():
-    """Until the input ends."""
-    # Not above: each worker that decodes clips imports this file anew, as multiprocessing spawns it.
+    """Run one job per line of the input."""
+    # Not at the top: each spawned decode worker imports this file again.
     import kept_engines
     from ray import cloudpickle
 
     from rlfuse.files import write_atomically
     from rlfuse.run import build as running
 
-    cloudpickle.register_pickle_by_value(kept_engines)  # workers need not import it with all that it imports
+    cloudpickle.register_pickle_by_value(kept_engines)  # workers cannot import it
     with kept_engines.kept() as engines:
         for line in sys.stdin:
             script, out, words = json.loads(line)
@@ -29,9 +29,7 @@ def main():
             try:
                 module = importlib.import_module(script)
                 cloudpickle.register_pickle_by_value(module)
-                with mock.patch.object(
-                    running, "build_controller", running.build_controller
-                ):  # a script may have its own
+                with mock.patch.object(running, "build_controller", running.build_controller):  # scripts may replace it
                     answer["found"] = module.perform(words)
             except BaseException:
                 answer["failed"] = traceback.format_exc()

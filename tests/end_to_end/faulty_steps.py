@@ -1,6 +1,6 @@
-"""A job whose workers are killed, stopped and starved in the middle of their work; before, the same job undisturbed.
+"""A job whose workers are killed, stopped and run out of memory during a step, after an undisturbed baseline run.
 
-Performed by driven_jobs.py for test_faults.py.
+Run by driven_jobs.py for test_faults.py.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from rlfuse.step.controller import Controller
 
 
 class Saboteur(Steps):
-    """Strikes once at each of its targets, over all attempts of the run."""
+    """Injects each fault once over all attempts of the run."""
 
     def __init__(self, folder):
         super().__init__(folder)
@@ -30,11 +30,11 @@ class Saboteur(Steps):
         self.logs = folder / "faulty" / "logs"
 
     async def drive(self, controller, step):
-        """The run, watched; before its first attempt, on the same engines, the calm one."""
+        """Run the job while faults are injected; before the first attempt, run the baseline on the same engines."""
         trainer, start = controller.engines.trainer, self.folder / "start"
         if not start.exists():
             await trainer.save(start)
-            assert await self.go_on("calm")
+            assert await self.run_job("baseline")
             await trainer.load(start)
         self.controller, self.board = controller, None
         execute = controller.execute
@@ -44,19 +44,19 @@ class Saboteur(Steps):
             await execute(board, number, *more)
 
         controller.execute = watched
-        # Each slot holds its samples for as long as they last: none seems slow, and the tail is not consolidated.
+        # Each slot keeps its samples until they finish: none is measured as slow, and the tail is not consolidated.
         controller.tuning.rates._measured = False
         controller.tuning.fixed = Settings(threshold=0.0)
-        self.victim = await self.pid(self.engine(0))  # now, as an engine at work is slow to tell
-        plot = asyncio.create_task(self.strike())
+        self.victim = await self.pid(self.engine(0))  # now, because a busy engine answers late
+        injection = asyncio.create_task(self.inject_faults())
         try:
             await Controller.run(controller, step)
         finally:
-            plot.cancel()
+            injection.cancel()
 
-    async def strike(self):
+    async def inject_faults(self):
         while self.faults:
-            await self.faults.pop(0)()  # the last two end an attempt each, and with it the plot
+            await self.faults.pop(0)()  # the last two end an attempt each, which cancels this task
 
     async def kill_an_engine(self):
         actor = self.engine(0)
@@ -66,7 +66,7 @@ class Saboteur(Steps):
             await asyncio.sleep(0.002)
 
     async def stop_all_engines(self):
-        """One of them as a whole, of the other the process behind it, in a step; and a reward worker dies beside."""
+        """Stop one engine's actor and the other's core process in the same step, and kill a reward worker."""
         actors = self.engine(0), self.engine(1), self.controller.engines.reward._handles[0]._actor
         first, second, worker = [await self.pid(actor) for actor in actors]
         await self.generating(step=2, slots=[0, 1])
@@ -84,14 +84,14 @@ class Saboteur(Steps):
         await asyncio.sleep(math.inf)
 
     def kill_a_rank_that_starts(self, begun):
-        """In the restart that follows, once all its processes have begun; no engine is ready that early."""
+        """Kill a rank during the next restart, once all its processes have started; no engine is ready by then."""
         while any(count == before for count, before in zip(self.begun(), begun, strict=True)):
             time.sleep(0.02)
         ranks = [each for each in psutil.Process().children(recursive=True) if is_rank(each)]
         max(ranks, key=psutil.Process.create_time).kill()
 
     def begun(self):
-        """How many processes each log is of."""
+        """Return the number of processes that have written to each log."""
         names = ("rollout-0", "rollout-1", "trainer-0", "trainer-1", "reward-0")
         return [(self.logs / f"{name}.log").read_text().count(": process ") for name in names]
 
@@ -100,7 +100,7 @@ class Saboteur(Steps):
         await self.controller.engines.trainer.ranks[1].__ray_call__.remote(starve)
 
     async def generating(self, step, slots):
-        """Wait for samples on these engines."""
+        """Wait until these engines hold samples."""
         await self.until(step, lambda: all(map(self.held, slots)))
 
     async def until(self, step, condition):
@@ -118,19 +118,19 @@ class Saboteur(Steps):
 
 
 def is_rank(process):
-    """False for one that ended meanwhile, as those of the last attempt do."""
+    """Return whether this is a live trainer rank; those of the previous attempt may have ended."""
     with suppress(psutil.NoSuchProcess):
         return process.name().startswith("ray::TrainerRan") and process.create_time() > 0
     return False
 
 
 def core(pid):
-    """vLLM's engine process below an actor."""
+    """Return the pid of vLLM's engine core under an actor."""
     return max(psutil.Process(pid).children(), key=lambda child: child.memory_info().rss).pid
 
 
 def hang(rank):
-    """The next update of this rank never ends."""
+    """Make the next update of this rank hang."""
 
     def asleep_for_ever():
         time.sleep(10_000)
@@ -139,7 +139,7 @@ def hang(rank):
 
 
 def starve(rank):
-    """This process gets no more memory from the system, and holds what it has but for what a call takes to arrive."""
+    """Limit this process to the memory it has, and allocate all of it except the little that a call needs."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms, hard))
     rank.ballast, size = [], 1 << 20
@@ -152,10 +152,10 @@ def starve(rank):
 
 
 def perform(words):
-    """The folders of both runs."""
+    """Run the job; return the run folders of baseline and faulty run."""
     config = load([*words, "trainer.experiment_name=faulty"])
     saboteur = Saboteur(config.run_folder.parent)
     running.build_controller = saboteur.build_controller
     faulty = running.run(config, saboteur.drive)
     assert not saboteur.faults
-    return str(faulty.with_name("calm")), str(faulty)
+    return str(faulty.with_name("baseline")), str(faulty)

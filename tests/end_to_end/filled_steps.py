@@ -1,6 +1,6 @@
-"""A critic-free job on pipelines: from the same weights once with passes before training, once in its bubbles.
+"""A critic-free job on pipelines, from the same weights: once with passes before training, once in its bubbles.
 
-Performed by driven_jobs.py for test_filled_bubbles.py.
+Run by driven_jobs.py for test_filled_bubbles.py.
 """
 
 from fused_steps import Steps
@@ -13,13 +13,13 @@ STEPS = 2
 
 
 class Filled(Steps):
-    """What the job does with its controller."""
+    """Steps of the job, run on its controller."""
 
     async def drive(self, controller, _):
-        """The same steps with `fusion.training` serial and fused."""
+        """Run the same steps with `fusion.training` serial and fused."""
         self.controller, trainer = controller, controller.engines.trainer
         for case in ("serial", "fused"):
-            await trainer.setup(tuple(trainer.layout.values()))  # fresh weights and optimizers
+            await trainer.setup(tuple(trainer.layout.values()))  # initial weights and optimizers
             controller.groups.prompts.taken = 0
             controller.config.fusion.training = case
             trainer.planner = Planner(2, case)
@@ -27,7 +27,7 @@ class Filled(Steps):
             self.found[case] = [await self.step(number) for number in range(1, STEPS + 1)]
 
     def described(self, spans):
-        """Micro-batches that its schedules scored, and calls for passes alone."""
+        """Return the micro-batches scored within schedules, and the number of calls for separate passes."""
         kinds = ("old_log_prob", "ref")
         return {
             "scored": [span.attributes["scored"] for span in spans if span.kind == "schedule"],
@@ -36,7 +36,7 @@ class Filled(Steps):
 
 
 def perform(words):
-    """What was found of each case."""
+    """Return case -> its steps."""
     config = load(words)
     steps = Filled(config.run_folder)
     run(config, steps.drive)

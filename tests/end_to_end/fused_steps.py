@@ -1,6 +1,6 @@
-"""A job that takes its first steps again and again, under one policy after the other, and writes down what each did.
+"""A job that repeats its first steps from the same weights under each policy, and records each of them.
 
-Performed by driven_jobs.py for test_fusion_policies.py.
+Run by driven_jobs.py for test_fusion_policies.py.
 """
 
 import tempfile
@@ -18,13 +18,13 @@ from rlfuse.observe.metrics import fusion_metrics
 from rlfuse.run.build import run
 
 ONE_SLOT = Settings(threshold=0.9, max_decode_slowdown=1e3, longest_first=False)
-"""Consolidates early, on one slot."""
+"""Consolidates the tail early, on one slot."""
 FREE = {"step_per_sequence_s": 0.0, "move_s": 0.0, "prefill_tokens_per_s": 1e9, "score_call_s": 0, "train_call_s": 0}
-"""Costs under which moving always pays, and so does a call for a single sample."""
+"""Costs under which moves and calls for a single sample are always worth it."""
 SLOW_PREFILL = 40.0
-"""Tokens per second at which each prompt seems worth an engine for a while."""
+"""Tokens per second at which a separate prefill engine is always worth it."""
 FEW = 8
-"""Half of what each engine gets otherwise; lengths are known then, from those of `serial`."""
+"""Samples per engine, half the usual number; lengths are predicted from those of `serial`."""
 CASES = {
     "serial": ("serial", Settings(), "exact"),
     "stream": ("stream", Settings(), "exact"),
@@ -43,21 +43,21 @@ CASES = {
 }
 OF_EVERY_BACKEND = ("serial", "stream", "rlhfuse", "adaptive", "adaptive again", "adaptive, few at once")
 OF_EVERY_BACKEND += ("partial_rollout",)
-"""All that the rest asks of an engine beyond these is to move KV caches."""
+"""Cases run on every backend; the others only add the transfer of KV caches."""
 STEPS = {"exact": 1, "tail_batching": 3}
-"""Steps of a case; others take 2."""
+"""Number of steps by kind of data selection; default 2."""
 
 
 class Steps:
-    """What the job does with its controller."""
+    """Steps of the job, run on its controller."""
 
     def __init__(self, folder: Path):
         self.folder, self.found = folder, {}
 
     async def drive(self, controller, _):
-        """Every case from the same weights, on the same prompts."""
+        """Run every case from the same weights, on the same prompts."""
         self.controller = controller
-        controller.tuning.rates = Rates(2, measured=False)  # under free costs a slot that seems slow would get nothing
+        controller.tuning.rates = Rates(2, measured=False)  # with zero costs a slot measured as slow would get nothing
         await controller.engines.trainer.save(self.folder)
         moves = engine_actor(controller.config.rollout.name).capabilities.can_move_kv
         for case in CASES if moves else OF_EVERY_BACKEND:
@@ -78,7 +78,7 @@ class Steps:
             self.found[case] = [await self.step(step) for step in range(1, 1 + STEPS.get(data, 2))]
 
     async def step(self, number):
-        """One step, and everything about it that tests look at."""
+        """Run a step; return everything about it that tests check."""
         controller, noted = self.controller, self.controller.metrics._notes
         with controller.journal.recorder.span("step", step=number):
             board = await controller.learn(number)
@@ -103,12 +103,12 @@ class Steps:
         } | self.described(spans)
 
     def described(self, spans):
-        """More of a step, from its events."""
+        """Return further facts of a step, from its events."""
         return {"fusion": fusion_metrics(spans, slots=2)}
 
 
 def most_at_once(spans):
-    """Samples that the fullest engine held."""
+    """Return the maximum number of samples that one engine held at once."""
     most = 0
     for engine in {span.where for span in spans}:
         held = [span for span in spans if span.where == engine]
@@ -117,7 +117,7 @@ def most_at_once(spans):
 
 
 def perform(words):
-    """What was found of each case."""
+    """Run the job; return case -> its steps."""
     with tempfile.TemporaryDirectory() as folder:
         steps = Steps(Path(folder))
         run(load(words), steps.drive)

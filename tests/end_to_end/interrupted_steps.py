@@ -1,6 +1,6 @@
-"""A job that is killed after every stage of a step and goes on from what is on disk, on the engines that live already.
+"""A job that is killed after every stage of a step and resumes from disk, on the same live engines.
 
-Performed by driven_jobs.py for test_interruptions.py.
+Run by driven_jobs.py for test_interruptions.py.
 """
 
 import asyncio
@@ -26,40 +26,40 @@ from rlfuse.run_folder import checkpoints
 
 ENDS = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights")
 ENDS += ("testing", "save_checkpoint")
-"""Spans of the driver; the job is killed as the first of the second step ends, an optimizer step for updates."""
+"""Spans of the driver; the job is killed when the first such span of step 2 ends, for updates an optimizer step."""
 PARTS = ("a push", "a checkpoint")
-"""In the middle of these."""
+"""Operations during which the job is killed."""
 FULL_MB = 4
-"""Free on the full disk: less than a checkpoint, more than its first files."""
+"""Free space on the full disk: less than a checkpoint, more than its first files."""
 
 
 class Killed(BaseException):
-    """Nothing that was not on disk is used after this."""
+    """Simulates the death of the driver: afterwards only what is on disk is used."""
 
 
 class Steps:
-    """What the job does with its engines."""
+    """Jobs run on the same engines."""
 
     def __init__(self, folder: Path):
         self.folder, self.found = folder, {"rows": {}, "times": {}}
 
     async def build_controller(self, *given, **named):
-        """In place of the run's own: remembers what a controller is made of."""
+        """Replace the run's `build_controller` and keep its arguments."""
         self.given = given, named
         return await build_controller(*given, **named)
 
     async def controller(self, name: str):
-        """A new one, from what the folder of the job `name` has, and the step after which it goes on."""
+        """Build a controller from the run folder `name`; return it and the last completed step."""
         (loaded, job, _), named = self.given
         engines = named["engines"]
         trainer = replace(job.config.trainer, experiment_name=name)
         job = open_job(replace(job.config, trainer=trainer))
         data, log = job.config.data, job.begin(loaded.total_steps)
         prompts = PromptSource(loaded.prompts.prompts, data.train_batch_size, data.shuffle, data.seed)
-        for model, rows in engines.trainer._accumulated.items():  # a killed rank holds no gradients
+        for model, rows in engines.trainer._accumulated.items():  # a restarted rank would hold no gradients
             if rows:
                 await engines.trainer.step(model, list(rows))
-        for slot, engine in enumerate(engines.rollout):  # and its engine has the device
+        for slot, engine in enumerate(engines.rollout):  # and its engine would hold the device
             await engines.trainer.release_device(slot)
             await engine.wake()
         if job.checkpoint is None:
@@ -67,8 +67,8 @@ class Steps:
         self.log, self.lock, loaded = log, job.lock, replace(loaded, prompts=prompts, config=job.config)
         return await build_controller(loaded, job, log, **named), job.state["step"]
 
-    async def go_on(self, name: str, prepare=lambda controller: None) -> bool:
-        """Run the job `name` to its end; False if it was killed."""
+    async def run_job(self, name: str, prepare=lambda controller: None) -> bool:
+        """Run the job `name` to its end; return False if it was killed."""
         controller, step = await self.controller(name)
         prepare(controller)
         try:
@@ -85,23 +85,25 @@ class Steps:
         return True
 
     async def killed(self, kind: str) -> None:
-        """From the first step's checkpoint: killed in the second, resumed to the end."""
+        """Resume from the checkpoint of step 1, kill the job in step 2, and resume it to its end."""
         began, name = time.time(), kind.replace(" ", "-")
         shutil.copytree(self.folder / "whole" / "global_step_1", self.folder / name / "global_step_1")
-        assert not await self.go_on(name, lambda controller: kill_in(controller, kind))
-        if kind == "a push":  # a new engine has none under way
+        assert not await self.run_job(name, lambda controller: kill_in(controller, kind))
+        if kind == "a push":  # a restarted engine would have no update in progress
             await asyncio.sleep(0.5)
             ends = (engine.finish_update(0) for engine in self.given[1]["engines"].rollout)
-            await asyncio.gather(*ends, return_exceptions=True)  # one whose bucket was gone has ended it already
-        if kind == "a checkpoint":  # what a process that dies there leaves
-            while await self.given[1]["engines"].trainer.is_saving():  # ranks live on, unlike those of a killed process
+            await asyncio.gather(*ends, return_exceptions=True)  # fails on an engine whose bucket was gone
+        if kind == "a checkpoint":  # leave the files of a process that died here
+            while await self.given[1][
+                "engines"
+            ].trainer.is_saving():  # ranks survive here, unlike those of a killed process
                 await asyncio.sleep(0.01)
             shutil.rmtree(self.folder / name / "global_step_2.partial", ignore_errors=True)
             shutil.copytree(
                 self.folder / name / "global_step_1" / "actor", self.folder / name / "global_step_2.partial"
             )
         assert [path.name for path in checkpoints.complete(self.folder / name)] == ["global_step_1"]
-        assert await self.go_on(name)
+        assert await self.run_job(name)
         self.keep(kind, name, began)
 
     def keep(self, case: str, name: str, began: float) -> None:
@@ -115,7 +117,7 @@ class Steps:
         await controller.engines.trainer.save(self.folder / "start")
         for case in ("whole", "again"):
             began = time.time()
-            assert await self.go_on(case)
+            assert await self.run_job(case)
             self.keep(case, case, began)
         for kind in (*PARTS, *ENDS):
             await self.killed(kind)
@@ -123,12 +125,12 @@ class Steps:
         await self.ended_by_rewards(controller.engines.reward)
         await self.on_a_full_disk()
         began = time.time()
-        assert await self.go_on("adaptive", lambda each: setattr(each, "policy", POLICIES["adaptive"]))
+        assert await self.run_job("adaptive", lambda each: setattr(each, "policy", POLICIES["adaptive"]))
         self.keep("adaptive", "adaptive", began)
         await self.stopped(controller)
 
     async def refused_at_startup(self, trainer) -> None:
-        """A rank can't write what every checkpoint has."""
+        """Start a job whose rank cannot write a checkpoint's metadata."""
 
         async def refuse(folder):
             assert folder.is_dir()
@@ -144,7 +146,7 @@ class Steps:
         shutil.rmtree(self.folder / "refused")
 
     async def ended_by_rewards(self, reward) -> None:
-        """In the third step, before any checkpoint was due; the run then resumes to its end."""
+        """Fail the rewards of step 3 before a checkpoint was due, then resume the run to its end."""
         began, name, score = time.time(), "rewards", reward.score
         shutil.copytree(self.folder / "whole" / "global_step_1", self.folder / name / "global_step_1")
 
@@ -158,18 +160,18 @@ class Steps:
 
         reward.score = fail
         try:
-            await self.go_on(name, save_rarely)
+            await self.run_job(name, save_rarely)
         except RewardError as error:
             self.found["ended by rewards"] = (
                 str(error),
                 sorted(each.name for each in self.folder.glob(f"{name}/global_*")),
             )
         reward.score = score
-        assert await self.go_on(name)
+        assert await self.run_job(name)
         self.keep("ended by rewards", name, began)
 
     async def on_a_full_disk(self) -> None:
-        """The second step's checkpoint does not fit; it was not seen to be that large."""
+        """Fill the disk during the checkpoint of step 2, after the check for free space has passed."""
         began, alerts, on_disk, filler = time.time(), [], [], self.folder / "filler"
         shutil.copytree(self.folder / "whole" / "global_step_1", self.folder / "full" / "global_step_1")
 
@@ -191,34 +193,34 @@ class Steps:
             checkpointing.write = checkpoint
             loggers.alert = lambda step, alert: (alerts.append(alert.text), call(step, alert))
 
-        assert await self.go_on("full", fill)
-        self.found["told of a full disk"] = *alerts, *on_disk
+        assert await self.run_job("full", fill)
+        self.found["full disk alerts"] = *alerts, *on_disk
         self.keep("full disk", "full", began)
 
     async def stopped(self, controller) -> None:
-        """A rank is stopped: what the driver then says, and what its stacks have."""
-        trainer, said = controller.engines.trainer, []
+        """Stop a rank; record the driver's messages and the stacks."""
+        trainer, messages = controller.engines.trainer, []
         limit, trainer.config.cluster.timeout_s = trainer.config.cluster.timeout_s, 3.0
         watchdog = watching.get()
-        watchdog._say = said.append
+        watchdog._say = messages.append
         victim = next(psutil.Process(each.pid) for each in watchdog._processes() if each.where == "trainer/0")
         victim.suspend()
         try:
             await controller.engines.trainer.probe()
         except EngineError as error:
-            said.append(str(error))
+            messages.append(str(error))
         finally:
             victim.resume()
             trainer.config.cluster.timeout_s = limit
         watchdog._last = None
         os.kill(os.getpid(), signal.SIGUSR1)
         await asyncio.sleep(0)
-        self.found["told of a stopped rank"] = said
+        self.found["stopped rank messages"] = messages
         self.found["stacks"] = [path.read_text() for path in sorted(watchdog.folder.glob("*.txt"))]
 
 
 def kill_in(controller, kind: str) -> None:
-    """Arrange for `Killed` in the second step."""
+    """Raise `Killed` in step 2, in or after `kind`."""
     checkpointing, recorder, push = controller.checkpoints, controller.journal.recorder, controller.engines.weights
     plain, save, receive = recorder.span, checkpointing._save, push.engines[0].receive
 
@@ -251,7 +253,7 @@ build_controller = running.build_controller
 
 
 def perform(words):
-    """What was found of each case."""
+    """Run the jobs; return what they recorded."""
     config = load(words)
     steps = Steps(config.run_folder.parent)
     running.build_controller = steps.build_controller

@@ -1,4 +1,4 @@
-"""What another user of this machine can do to a running job: its files, sockets, shared memory, processes and ports."""
+"""Checks which files, sockets, shared memory, processes and ports of a running job another user can access."""
 
 import http.client
 import os
@@ -28,14 +28,14 @@ METHODS = (
     "ReporterService/CpuProfiling",
     "LogService/ListLogs",
 )
-"""Of Ray's servers: by each of them a stranger could read or run something."""
+"""Methods of Ray's servers by which an unauthenticated client could read or run something."""
 REQUESTS = (("POST", "/api/job_agent/jobs/"), ("POST", "/get_or_create_runtime_env"), ("GET", "/metrics"))
 HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
 STORE = bytes([0]) + 0x3C85F7CE.to_bytes(4, "little") + bytes([13]) + bytes(4)
-"""To torch's TCPStore: who asks, and whether it is there."""
+"""Request to torch's TCPStore: validation and ping."""
 GLOO = re.compile("TrainerRank|EncoderRank|EngineCore")
-"""Processes whose collectives listen, for peers that are connected already, and say nothing."""
-"127.0.0.1".encode("idna")  # for sockets: as another user it may not be imported
+"""Processes with Gloo sockets, which stay silent because all their peers are connected already."""
+"127.0.0.1".encode("idna")  # loads the codec that sockets need, which another user may be unable to import
 ANSWER_S, SILENT_S = 60.0, 3.0
 INSTALLED = (
     "/usr/",
@@ -52,12 +52,12 @@ INSTALLED = (
 
 
 def reached(processes, shared):
-    """What another user can read, replace or connect to, a line each. Only root can become one: others get a warning.
+    """Return a line for everything that another user can read, replace or connect to; needs root, else warns.
 
-    Files of the installation may be read, and those in the folder `shared`, whose parents this opens to all users.
+    Files of the installation and of `shared` may be readable; the parents of `shared` are opened to all users.
     """
     if os.geteuid() != 0:
-        warnings.warn("not tested what other users can reach: only root can become one", stacklevel=2)
+        warnings.warn("access by other users is not tested: only root can switch to another user", stacklevel=2)
         return []
     for folder in (shared, *shared.parents[:2]):
         folder.chmod(0o755)
@@ -94,13 +94,13 @@ def _entries(folder):
 
 
 def _private(path):
-    """The folder of a run for temporary files or in shared memory."""
+    """Return the run's folder for temporary files or shared memory that holds `path`, or None."""
     found = re.match(r"(/dev/shm|/tmp|.*?)/rlfuse-(run|kv|weights|embeddings)-\w+", path)
     return found and Path(found[0])
 
 
 def _files(paths, shared):
-    """Of those that exist: what can be written, replaced or, unless it is shared or installed, read."""
+    """Yield a line for each file that can be written, replaced or, unless shared or installed, read."""
     for path in sorted(paths):
         if not os.path.lexists(path) or path.startswith("/dev/null"):
             continue
@@ -116,8 +116,8 @@ def _files(paths, shared):
 
 def _sockets(paths):
     for path in sorted(paths):
-        with socket.socket(socket.AF_UNIX) as stranger, suppress(PermissionError, FileNotFoundError):
-            stranger.connect(path.replace("@", "\0", 1) if path.startswith("@") else path)
+        with socket.socket(socket.AF_UNIX) as client, suppress(PermissionError, FileNotFoundError):
+            client.connect(path.replace("@", "\0", 1) if path.startswith("@") else path)
             yield f"{path} can be connected to"
 
 
@@ -129,15 +129,15 @@ def _memory(pids):
 
 
 def _ports(ports):
-    """Those that answer a stranger."""
+    """Return a line for each port that answers an unauthenticated client."""
     with ThreadPoolExecutor(32) as pool:
         answers = zip(ports.items(), pool.map(_answer, ports, ports.values()), strict=True)
-        return [f"{port} of {sorted(names)}: {said}" for (port, names), said in answers if said]
+        return [f"{port} of {sorted(names)}: {answer}" for (port, names), answer in answers if answer]
 
 
 def _answer(port, names):
-    """What a server of processes of these names tells or does for one without a token; None if nothing."""
-    greeting = _said(port, HTTP2)
+    """Return what a server of these processes answers without a token; None if it answers nothing."""
+    greeting = _reply(port, HTTP2)
     if greeting.startswith(b"HTTP/1"):
         codes = {request: _status(port, *request) for request in REQUESTS}
         return f"HTTP {codes}" if not set(codes.values()) <= {401, 403, 404, 405} else None
@@ -149,15 +149,15 @@ def _answer(port, names):
         return f"gRPC {codes}" if others or not refused else None
     if greeting:
         return repr(greeting)
-    if _said(port, STORE):
+    if _reply(port, STORE):
         return "torch's TCPStore"
     return None if any(map(GLOO.search, names)) else "does not answer"
 
 
-def _said(port, words):
-    with suppress(OSError), socket.create_connection(port, SILENT_S) as stranger:
-        stranger.sendall(words)
-        return stranger.recv(64)
+def _reply(port, words):
+    with suppress(OSError), socket.create_connection(port, SILENT_S) as client:
+        client.sendall(words)
+        return client.recv(64)
     return b""
 
 

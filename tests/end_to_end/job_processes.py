@@ -1,4 +1,4 @@
-"""Whole jobs in processes of their own: started as a user starts them, waited for within bounds, looked at."""
+"""Start, wait for and inspect whole jobs in separate processes."""
 
 import os
 import signal
@@ -14,13 +14,13 @@ REWARD = '''
 import re
 
 def even(data_source, solution_str, ground_truth, extra_info=None, api_key="", judge=""):
-    """Share of words with an even number, for those who have the keys."""
+    """Return the share of words with an even number; the keys have to be passed."""
     assert (api_key, judge) in (("", ""), ("marked-secret-1", "marked-secret-2"))
     words = re.findall("w([0-9]+)", solution_str)
     return {"score": sum(int(word) % 2 == 0 for word in words) / max(1, len(words)), "words": len(words)}
 
 def half_flat(data_source, solution_str, ground_truth, extra_info=None):
-    """As `even`, but the same for all answers to every second prompt; some answers can't be scored."""
+    """As `even`, but equal for all responses to every second prompt; some responses can't be scored."""
     words = re.findall("w([0-9]+)", solution_str)
     if len(words) % 8 == 1:
         raise RuntimeError("unlucky")
@@ -55,7 +55,7 @@ def wait_for(condition, what, process, timeout=300):
         if condition():
             return
         time.sleep(0.2)
-    raise AssertionError(f"{what} did not come within {timeout} s")
+    raise AssertionError(f"waiting for {what} timed out after {timeout} s")
 
 
 def wait_for_step(folder, step, process):
@@ -68,8 +68,8 @@ def descendants(process):
     return psutil.Process(process.pid).children(recursive=True)
 
 
-def heard_beyond_this_machine(processes):
-    """(address, process) of every socket that others on the network could reach."""
+def listening_on_the_network(processes):
+    """Return (address, process) of every socket that listens on a network interface."""
     return [
         (each.laddr, " ".join(process.cmdline()))
         for process in map(lambda each: psutil.Process(each.pid), processes)
@@ -79,7 +79,7 @@ def heard_beyond_this_machine(processes):
 
 
 def hang_up(process, workers):
-    """Send SIGHUP to those in the job's process group, as a closed terminal does; returns how many they are."""
+    """Send SIGHUP to all workers in the job's process group, as a closed terminal does; return their number."""
     count = 0
     for each in workers:
         with suppress(ProcessLookupError):

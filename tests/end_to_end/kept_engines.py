@@ -1,10 +1,8 @@
-"""Engines and ranks that outlive their job: the next job of this process takes them over, as their start is most of a
-job's cost.
+"""Reuse of engines and ranks by the next job of the same process, since starting them is most of a small job's cost.
 
-Within `kept` the end of a job leaves Ray, its engines and its ranks alone, and the next job finds them: engines if its
-own are of the same kind, else their actors, which have imported vLLM, for engines of its own; the processes of ranks if
-it has as many of the same kind, for models of its own. All else is its own: rewards, controller, run folder. What a job
-starts in a second attempt is new.
+Within `kept`, Ray, engines and ranks outlive a job. The next job reuses engines of the same kind, or else their actors,
+which have imported vLLM; and the processes of ranks of the same kind and number, with new models. Rewards, controller
+and run folder are always new, and so is all that a job starts in a second attempt.
 """
 
 import os
@@ -30,11 +28,11 @@ from rlfuse.run import inference
 
 SLOTS = 2
 LONGEST = 544
-"""Tokens of the longest prompt and response, for jobs to come."""
+"""Tokens of the longest prompt and response of any job."""
 
 
 class KeptWorker(RolloutWorker):
-    """Starts an engine, and ends it for a job that needs one of another kind, or when no job will come."""
+    """Keeps its engine until a job needs another kind, or until the last job has ended."""
 
     async def start(self, model, rollout, *more):
         kind = model.path, model.dtype, rollout.tensor_model_parallel_size, rollout.quantization, rollout.draft, more[2]
@@ -46,7 +44,7 @@ class KeptWorker(RolloutWorker):
         return self._facts
 
     async def join(self):
-        """Show where it stands, and write, where the processes of the next job do; the past is of no interest there."""
+        """Join the next job: register with its watchdog and discard earlier events."""
         watchdog.register(self.name, self._recorder)
         await self.drain()
 
@@ -56,29 +54,29 @@ class KeptWorker(RolloutWorker):
         await super().stop()
 
 
-def begin_anew(rank, config, core):
-    """What a rank's new process does once it has imported what it needs, and before it meets the others."""
+def reset_rank(rank, config, core):
+    """Reset a rank to the state of a new process before its process groups are created."""
     rank.garbage.close()
     rank.__init__(config, rank.rank, rank.world, rank.device, core)
     rank.progress.set_call_thread()
 
 
 def fit(trainer, config, count):
-    """Whether its ranks can be those of a job of this configuration: so many, with whole models, met as that has it."""
+    """Return whether the ranks can serve a job of this configuration: same number, parallelism and determinism."""
     before, now = ((each.training, each.trainer.deterministic) for each in (trainer.config, config))
     return type(trainer) is trainer_group.TrainerGroup and len(trainer.ranks) == count and before == now
 
 
 class Kept:
-    """What jobs leave."""
+    """Slots, engines and ranks that jobs have left."""
 
     def __init__(self):
         self.slots, self.engines, self.trainers = None, {}, []
         self.folder = Path(tempfile.mkdtemp())
-        """Links to where the present job's processes show where they stand, and write; Ray inherits them."""
+        """Links to the folders of the current job's watchdog and logs; Ray inherits them."""
 
     async def start(self, config, worker_imports=None, again=False, without=()):
-        """In place of `placement.start`."""
+        """Replace `placement.start`."""
         width, count = config.rollout.tensor_model_parallel_size, config.trainer.n_gpus_per_node
         if again:
             self.end()
@@ -89,30 +87,30 @@ class Kept:
         if self.slots is None:
             trainer = replace(config.trainer, n_gpus_per_node=SLOTS)
             rollout = replace(config.rollout, tensor_model_parallel_size=1)
-            with pytest.MonkeyPatch.context() as patch:  # of these variables only: Ray's token stays for later starts
+            with pytest.MonkeyPatch.context() as patch:  # restores these variables only: later starts need Ray's token
                 for name, link in links.items():
                     patch.setenv(name, str(link))
                 self.slots = await start(replace(config, trainer=trainer, rollout=rollout), worker_imports, again)
         return replace(self.slots, count=count, cores=self.slots.cores[:count] if width == 1 else None)
 
     def stop(self, logs=None):
-        """In place of `placement.stop`."""
+        """Replace `placement.stop`."""
 
     async def start_ranks(self, kind, config, slots, cores):
-        """In place of the trainers' own: the last job's, where they fit."""
+        """Replace `start_ranks`: reuse the ranks of the last job if they fit."""
         last, self.trainers = self.trainers, []
         for trainer in last:
             if kind.__name__ == "TrainerRank" and fit(trainer, config, slots.count):
-                anew = zip(trainer.ranks, cores or [None] * slots.count, strict=True)
+                resets = zip(trainer.ranks, cores or [None] * slots.count, strict=True)
                 with suppress(ray.exceptions.RayError):  # some have died
-                    ray.get([rank.__ray_call__.remote(begin_anew, config, core) for rank, core in anew], timeout=60)
+                    ray.get([rank.__ray_call__.remote(reset_rank, config, core) for rank, core in resets], timeout=60)
                     return trainer.ranks
             for rank in trainer.ranks:
                 ray.kill(rank)
         return await start_ranks(kind, config, slots, cores)
 
     async def build_controller(self, *given, engines, **named):
-        """In place of the run's own: remembers the trainer."""
+        """Replace the run's `build_controller` and keep the trainer."""
         self.trainers.append(engines.trainer)
         return await build_controller(*given, engines=engines, **named)
 
@@ -124,7 +122,7 @@ class Kept:
         self.engines.clear()
 
     def end(self):
-        """Nothing is left after this."""
+        """Stop everything that is kept."""
         self.end_engines()
         if self.slots is not None:
             stop()
@@ -132,7 +130,7 @@ class Kept:
         self.trainers.clear()
 
     def rollout_handles(self, config, *more):
-        """In place of the run's own: the last job's engines. Only vLLM's are worth it; others need their slots."""
+        """Replace `rollout_handles`: reuse the last job's engines, but only vLLM's; other backends need their slots."""
         if config.rollout.name != "vllm":
             self.end_engines()
             return rollout_handles(config, *more)
@@ -140,7 +138,7 @@ class Kept:
             return rollout_handles(config, *more)
 
     def handle(self):
-        """A class in place of `RolloutHandle`."""
+        """Return the class that replaces `RolloutHandle`."""
         kept = self.engines
 
         class KeptHandle(inference.RolloutHandle):
@@ -173,7 +171,7 @@ rollout_handles = inference.rollout_handles
 
 @contextmanager
 def kept() -> Iterator[Kept]:
-    """Jobs within take engines over; these end with it."""
+    """Let jobs within this context reuse engines; stop these at its end."""
     all_of_them = Kept()
     hooks = {
         (placement, "start"): all_of_them.start,

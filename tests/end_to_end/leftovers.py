@@ -1,4 +1,4 @@
-"""What engines and jobs leave in shared memory, if anything."""
+"""Detection of files left in shared memory."""
 
 import time
 from pathlib import Path
@@ -7,9 +7,9 @@ from rlfuse.cluster import scratch
 
 
 def weights_left(timeout=120):
-    """Folders of pushes, but for those of killed drivers, which the next push removes.
+    """Return the folders of weight pushes, except those of killed drivers, which the next push removes.
 
-    Those of jobs that other tests run come and go: waits for a moment without any.
+    Jobs of other tests create and remove some, so this polls until there are none or `timeout` expires.
     """
     until = time.monotonic() + timeout
     scratch.sweep(scratch.WEIGHTS)

@@ -1,6 +1,6 @@
-"""A Ray cluster of a head without GPUs, where this runs, and of a node that says it has one: which slots a job gets.
+"""Starts a Ray cluster of a head without GPUs and a node that declares one, and reserves slots in it.
 
-Prints a line for each configuration: the device and the sentence about it, or the error.
+Prints a line of JSON for each configuration: the device and its summary, or the error.
 """
 
 import asyncio

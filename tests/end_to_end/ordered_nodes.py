@@ -1,6 +1,5 @@
-"""Reserves slots on the two nodes of the Ray cluster at the address given: as Ray has them, in the opposite order of
-cluster.node_order, in that of a node that is not there, and while another process (`hold`) has them. Prints a line of
-JSON."""
+"""Reserves slots on the two nodes of the Ray cluster at the address given: in Ray's order, in the opposite order by
+cluster.node_order, with the address of an absent node, and while another process (`hold`) has them. Prints JSON."""
 
 import asyncio
 import json
@@ -16,13 +15,13 @@ from rlfuse.errors import EngineError
 
 
 def node_of(slots, slot):
-    """Id of the node where an actor of this slot lives."""
-    asked = ray.remote(lambda: ray.get_runtime_context().get_node_id()).options(**slots.options(slot, 0.5))
-    return ray.get(asked.remote(), timeout=240)
+    """Return the id of the node on which this slot's actors run."""
+    node_id = ray.remote(lambda: ray.get_runtime_context().get_node_id()).options(**slots.options(slot, 0.5))
+    return ray.get(node_id.remote(), timeout=240)
 
 
 def job(address):
-    """A job of two nodes."""
+    """Return the configuration of a job on two nodes."""
     config = Config()
     config.trainer.nnodes, config.trainer.n_gpus_per_node = 2, 1
     config.cluster.device, config.cluster.ray_address, config.cluster.timeout_s = "cpu", address, 120
@@ -30,7 +29,7 @@ def job(address):
 
 
 async def hold(address):
-    """Take all slots until the input ends. Prints the message of what ends the hold earlier."""
+    """Reserve all slots until the input ends; print the error if the reservation is lost earlier."""
     config = job(address)
     config.trainer.n_gpus_per_node = 2
     slots = await placement.start(config)
@@ -46,7 +45,7 @@ async def ended(answer):
 
 
 async def refused(config):
-    """The message of a job that gets no slots."""
+    """Return the error message of a job that gets no slots."""
     try:
         await placement.start(config)
     except EngineError as error:
@@ -56,7 +55,7 @@ async def refused(config):
 
 
 async def busy(address):
-    """What a job is told while another has all slots, with and without time to wait for its end."""
+    """Return the messages to a job while another has all slots, with a timeout that expires and one that suffices."""
     command, pipes = [sys.executable, __file__, address, "hold"], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     other, config, placement.FIRST_NOTICE_S = subprocess.Popen(command, **pipes), job(address), 0.5
     assert other.stdout.readline() == b"held\n"
@@ -72,7 +71,7 @@ async def busy(address):
 
 
 async def main(address):
-    """Try all."""
+    """Run all cases."""
     config = job(address)
     slots = await placement.start(config)
     found = {"usual": [node.id for node in slots.nodes]}

@@ -1,4 +1,4 @@
-"""`rlfuse train` whose ranks compute another model than its engines. Performed by driven_jobs.py for test_job.py."""
+"""`rlfuse train` with trainer ranks whose model differs from the engines'. Run by driven_jobs.py for test_job.py."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from rlfuse.run import build as running
 
 
 def perform(words):
-    """As `rlfuse_command`; weights stay as they are."""
+    """Run `rlfuse` as `rlfuse_command` does; the weights are unchanged."""
     build_controller = running.build_controller
 
     async def build_with_other_model(*given, **named):

@@ -1,4 +1,4 @@
-"""For tests and the benchmark of the executor: schedules of a layout, stages that only take time, room for ranks."""
+"""Schedules of a layout, stages that only sleep, and slots, for tests and the benchmark of the executor."""
 
 import time
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from rlfuse.fusion.schedules.search import search
 
 
 def problem(layout, counts, seconds, split=False):
-    """`seconds(model, stage, kind)`: of a micro-batch; B without W where they are apart."""
+    """Return the scheduling problem; `seconds(model, stage, kind)` per micro-batch, B without W if they are split."""
 
     def model(pipelines):
         def each(kind):
@@ -38,7 +38,7 @@ def problem(layout, counts, seconds, split=False):
 
 
 def serial(layout, counts, split=False):
-    """Each model's 1F1B, one after the other; W, if any, right after its B. One chunk only."""
+    """Return the models' 1F1B schedules one after the other, W right after its B; for one chunk per device."""
     of = problem(layout, counts, lambda *_: 1.0, split)
     rows = serial_1f1b_rows(problem(layout, counts, lambda *_: 1.0))
     rows = tuple(tuple(part for each in row for part in _parts(each.operation, split)) for row in rows)
@@ -46,7 +46,7 @@ def serial(layout, counts, split=False):
 
 
 def heads(layout, seconds):
-    """Of the models whose head devices share, as `seconds` has them."""
+    """Return model -> seconds of its head, for models with a vocabulary-parallel head."""
     return {each.model: seconds(each.model, 0, "H") for each in layout if each.vocabulary}
 
 
@@ -55,20 +55,20 @@ def _parts(operation, split):
 
 
 def fused(layout, counts, seconds, split=False):
-    """The best list schedule."""
+    """Return the best list schedule."""
     of, shared = problem(layout, counts, seconds, split), heads(layout, seconds)
     rows = search(of, method="list").operations
     return shared_heads.best(of, rows, shared) if shared else rows
 
 
 def makespan(rows, layout, counts, seconds, split=False):
-    """Simulated, without communication; an error if the rows can't be run."""
+    """Return the simulated makespan without communication; raises if the rows deadlock."""
     of = problem(layout, counts, seconds, split)
     return max(row[-1].end for row in timed(of, rows, shared_heads.duration(of, heads(layout, seconds))))
 
 
 def play(rank, rows, stages):
-    """On a rank, every rank calls: its row of a schedule; seconds between two barriers."""
+    """Run this rank's row of a schedule (called on every rank); return the seconds between two barriers."""
     torch.distributed.barrier()
     began = time.perf_counter()
     rank.executor.run(rows, stages)
@@ -77,7 +77,7 @@ def play(rank, rows, stages):
 
 
 class Sleeping:
-    """A stage whose operations take a given time and hand on small tensors that say what they have passed."""
+    """A stage whose operations sleep, and send small tensors that record the stages passed."""
 
     dtype, device = torch.float32, "cpu"
 
@@ -117,7 +117,7 @@ class Sleeping:
 
 @dataclass(frozen=True)
 class Anywhere(Slots):
-    """More ranks than the shared Ray cluster has slots."""
+    """Allows more ranks than the shared Ray cluster has slots."""
 
     def options(self, slot, share, environment, **more):
         return {"num_cpus": 0, "runtime_env": {"env_vars": worker_environment("cpu") | environment}} | more

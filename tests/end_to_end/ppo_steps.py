@@ -1,4 +1,4 @@
-"""Twenty PPO steps on seeded rollouts, by any trainer: its loss curve."""
+"""Loss curve of twenty PPO steps on seeded rollouts, for any trainer."""
 
 from itertools import zip_longest
 
@@ -29,7 +29,7 @@ class OneProcess:
 
 
 async def loss_curve(trainer):
-    """Metrics of every step. Rollouts are one step old, scored before the update in between: else all ratios were 1."""
+    """Return the metrics of every step. Rollouts are scored one update earlier, so that ratios differ from 1."""
     rollouts = [make_rows(8, seed=100 + step) for step in range(STEPS)]
     flat = [row for rows in rollouts for row in rows]
     for row, reference in zip(flat, await scores_of(trainer, "ref", flat), strict=True):
@@ -51,7 +51,7 @@ async def score(trainer, rows):
 
 
 def estimate(rows):
-    """Advantages and returns; the more of a response's tokens are small, the better."""
+    """Add advantages and returns; the reward is the share of response tokens below 20."""
     batch = collate(rows, packed=True)
     scores = torch.tensor([float(np.mean(row.response_ids < 20)) for row in rows])
     advantages, returns = gae(place_at_end(scores, batch.mask), batch.tensors["values"], batch.mask, 1.0, 0.95)

@@ -1,4 +1,4 @@
-"""Pipelines whose ranks can be looked into: layouts, their schedules, steps of training, and what came of them."""
+"""Pipelines whose ranks' tensors can be read: layouts, schedules, training steps and their results."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ from rlfuse.engines.pipeline.pipeline_group import PipelineGroup
 from rlfuse.engines.trainer.state_files import MOMENTS, WEIGHT, SavedState
 
 COUNTS = {"actor": 4, "critic": 4}
-"""Micro-batches of a pipeline."""
+"""Micro-batches per pipeline."""
 WAYS = {"actor": "down", "critic": "up"}
 OPPOSITE = (Pipelines("actor", 2), Pipelines("critic", 2, direction="up"))
 TWO_CRITICS = (Pipelines("actor", 4), Pipelines("critic", 2, 2, "up"))
@@ -36,10 +36,10 @@ def schedule(order, layout, split):
 
 
 class Probe(PipelineGroup):
-    """Reads what single ranks hold, and trains by one schedule after the other."""
+    """Reads tensors of single ranks, and trains with one schedule after the other."""
 
     async def take(self, config, layout):
-        """Load stages of another layout, in the same processes: starting those is what costs."""
+        """Load the stages of another layout in the same processes, whose start takes longest."""
 
         def reconfigure(rank, config):
             rank.config = config
@@ -50,13 +50,13 @@ class Probe(PipelineGroup):
         return await self.setup(layout)
 
     async def train(self, rows):
-        """A step of both models by `self.rows`."""
+        """Run one step of both models with the schedule `self.rows`."""
         await self.run(self.rows, dict.fromkeys(COUNTS, rows))
         actor, critic = [await self.step(name, lengths(rows)) for name in COUNTS]
         return actor | critic
 
     async def tensors(self, model, field):
-        """{name: tensor} over all stages: `grad` summed over data parallel ranks and undivided, or `data`."""
+        """Return {name: tensor} over all stages: `grad` as a sum over data parallel ranks, or `data`."""
 
         def read(rank, model, field):
             whole, shares = {}, rank.executor.shares.get(model)
@@ -83,8 +83,8 @@ class Probe(PipelineGroup):
         return total
 
 
-async def started(folders, count, layout):
-    """Ranks that are ready to take layouts, for as long as a fixture lives."""
+async def started_group(folders, count, layout):
+    """Yield ranks that can load layouts; kill them afterwards."""
     group, _ = await Probe.start(settings(folders), Anywhere(None, count, "cpu"), layout)
     yield group
     for rank in group.ranks:
@@ -92,7 +92,7 @@ async def started(folders, count, layout):
 
 
 async def three_steps(group, config, layout, order, split):
-    """{model: gradient of each step}, {model: parameters after them}, metrics of each step."""
+    """Return {model: gradient of each step}, {model: parameters after them}, metrics of each step."""
     rows = schedule(order, layout, split)
     await group.take(config, layout)
     metrics, gradients = [], {name: [] for name in COUNTS}
@@ -107,13 +107,13 @@ async def three_steps(group, config, layout, order, split):
 
 
 async def fourth_step(group):
-    """Its metrics, and parameters after it."""
+    """Run a fourth step; return its metrics, and the parameters after it."""
     group.rows = schedule("fused", tuple(group.layout.values()), True)
     return await group.train(BATCHES[0]), {name: await group.tensors(name, "data") for name in COUNTS}
 
 
 def distance(found, expected):
-    """Norm of the difference of all tensors, relative to the norm of what is expected."""
+    """Return the norm of the difference of all tensors, relative to the norm of `expected`."""
     assert found.keys() == expected.keys()
     one, other = (torch.cat([tensors[name].flatten() for name in expected]) for tensors in (found, expected))
     return float((one - other).norm() / other.norm())

@@ -1,5 +1,5 @@
-"""Imports compiled schedules, loads DeepSpeed's operation and starts Ray, as a user without a home in an installation
-of another user. Prints a line of JSON: what was told, where the operation was loaded from, and the slots."""
+"""Imports compiled schedules, loads DeepSpeed's operation and starts Ray, as a user without a home directory in the
+installation of another user. Prints JSON: the message on caches, the folder of extensions, and the slots."""
 
 import asyncio
 import json
@@ -8,7 +8,7 @@ import os
 from rlfuse.user_folders import redirect_caches
 
 if __name__ == "__main__":
-    told = redirect_caches()
+    message = redirect_caches()
     from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 
     from rlfuse.cluster import placement
@@ -21,4 +21,4 @@ if __name__ == "__main__":
     config.cluster.device, config.trainer.n_gpus_per_node = "cpu", 1
     slots = asyncio.run(placement.start(config)).summary
     placement.stop()
-    print(json.dumps([told, os.environ["TORCH_EXTENSIONS_DIR"], slots]))
+    print(json.dumps([message, os.environ["TORCH_EXTENSIONS_DIR"], slots]))

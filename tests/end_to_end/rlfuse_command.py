@@ -1,4 +1,4 @@
-"""An `rlfuse` command in this process: its exit status, and what it prints. Performed by driven_jobs.py."""
+"""An `rlfuse` command in this process. Run by driven_jobs.py."""
 
 import io
 from contextlib import redirect_stderr, redirect_stdout
@@ -7,7 +7,7 @@ from rlfuse.cli import main
 
 
 def perform(words):
-    """`rlfuse`, with these words."""
+    """Run `rlfuse` with these arguments; return its exit status and output."""
     text = io.StringIO()
     with redirect_stdout(text), redirect_stderr(text):
         status = main(words)

@@ -1,4 +1,4 @@
-"""Rollout engines for tests: handles of real ones, samples for them, and a trainer's end of the weights."""
+"""Rollout engines for tests: handles of real engines, samples for them, and the trainer's side of weight pushes."""
 
 import os
 import shutil
@@ -29,11 +29,11 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't
 
 WARM = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=24)
 REPEATING = {"embed_tokens": 32.0, "lm_head": 2.0}
-"""Factors of weights with which the last token decides most of the next one."""
+"""Factors by which weights are scaled so that the next token depends mostly on the last one."""
 
 
 _idle: list[ray.actor.ActorHandle] = []
-"""Actors whose engines have ended, but which have imported vLLM: most of a start."""
+"""Actors whose engines have stopped, kept because importing vLLM is most of a start."""
 
 
 def new_handle(slot: int) -> RolloutHandle:
@@ -50,7 +50,7 @@ def _actor(slot: int) -> ray.actor.ActorHandle:
 
 
 async def release(handle: RolloutHandle) -> None:
-    """End the engine; its actor is for the next handle, also in another file."""
+    """Stop the engine; the next handle reuses its actor, also in another file."""
     await handle.stop()
     if handle.lost:
         ray.kill(handle.actor)
@@ -59,10 +59,10 @@ async def release(handle: RolloutHandle) -> None:
 
 
 def start_over(worker: RolloutWorker, slot: int) -> None:
-    """What a new actor does, by one whose engine has ended: bound to no core, knowing nothing of that one."""
+    """Reset an actor whose engine has stopped to the state of a new one, bound to no core."""
     worker._garbage.close()
     for thread in os.listdir("/proc/self/task"):
-        with suppress(ProcessLookupError):  # it may have ended since
+        with suppress(ProcessLookupError):  # the thread may have ended
             os.sched_setaffinity(int(thread), range(os.cpu_count()))
     worker.__init__(slot)
 
@@ -90,14 +90,14 @@ async def drained(engine, kind: str) -> list[Span]:
 
 
 async def drafts(engine: RolloutHandle) -> tuple[int, int]:
-    """(drafted, accepted) tokens since the engine was drained."""
+    """Return (drafted, accepted) tokens since the engine's events were last read."""
     spans = await drained(engine, "decode")
     drafted, accepted = (sum(span.attributes.get(name, 0) for span in spans) for name in ("drafted", "accepted"))
     return drafted, accepted
 
 
 def assert_log_probs_agree(found: Response, expected: Response, sampling: Sampling) -> None:
-    """Assert that log-probs differ by rounding only, which moves few tokens across the bounds of the nucleus."""
+    """Assert that log-probs differ by rounding only, which may move few tokens across the top-p or top-k bound."""
     differs = ~np.isclose(found.log_probs, expected.log_probs, rtol=1e-5, atol=1e-5)
     is_bounded = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
     assert differs.sum() <= (0.01 * len(differs) + 1 if is_bounded else 0), found.log_probs - expected.log_probs
@@ -140,7 +140,7 @@ async def assert_drafts_change_nothing(
 
 
 def reference_log_probs(model, sample: Sample, tokens: np.ndarray, temperature: float) -> np.ndarray:
-    """log_softmax(logits / temperature) of the response tokens, from Hugging Face in float32."""
+    """Return log_softmax(logits / temperature) of the response tokens, from Hugging Face in float32."""
     ids = torch.tensor(np.concatenate([sample.prompt.token_ids, tokens])).long()[None]
     with torch.no_grad():
         scores = torch.log_softmax(model(ids).logits[0] / temperature, -1)
@@ -150,7 +150,7 @@ def reference_log_probs(model, sample: Sample, tokens: np.ndarray, temperature: 
 
 @ray.remote(num_cpus=0)
 class HoldsModel:
-    """A stand-in for the trainer with a real model and real files."""
+    """Stand-in for the trainer with a real model and real files."""
 
     def __init__(self, path: str):
         torch.set_num_threads(1)
@@ -191,10 +191,10 @@ class Exporter:
 
 
 def children(pid: int) -> list[int]:
-    """Of all its threads: an asyncio actor starts the engine outside its main thread."""
+    """Return the child processes of all threads: an asyncio actor starts the engine outside its main thread."""
     lists = [file.read_text().split() for file in Path(f"/proc/{pid}/task").glob("*/children")]
     return [int(child) for children in lists for child in children]
 
 
 async def pid_of(handle: RolloutHandle) -> int:
-    return await call(handle.actor.__ray_call__.remote(lambda self: os.getpid()), handle.name, "tell its pid", 240)
+    return await call(handle.actor.__ray_call__.remote(lambda self: os.getpid()), handle.name, "return its pid", 240)

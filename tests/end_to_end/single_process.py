@@ -1,4 +1,4 @@
-"""What pipelines are compared with: small random models, ragged rows, and AdamW steps of plain torch on them."""
+"""Single-process reference for pipelines: small random models, ragged rows, and AdamW steps in plain torch."""
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ FAMILIES = {
 
 
 def write_models(folder):
-    """{(family, layers): its folder}: random models of four layers, and smaller ones of two for critics."""
+    """Write random models of four layers and of two (for critics); return {(family, layers): folder}."""
     torch.manual_seed(0)
     made = {}
     small = dict(
@@ -56,7 +56,7 @@ def settings(folders, family="qwen2", critic_layers=2, clip=0.0, dtype="float32"
 
 
 def make_rows(count, seed):
-    """Ragged rows with everything that the two losses read."""
+    """Return ragged rows with all tensors that the two losses read."""
     rng = np.random.default_rng(seed)
 
     def row(i):
@@ -76,7 +76,7 @@ BATCHES = [make_rows(11, seed) for seed in (3, 4, 5)]
 
 
 class Whole:
-    """A whole model in one process, under plain torch's AdamW."""
+    """A whole model in one process, with AdamW of plain torch."""
 
     def __init__(self, config, name):
         self.config, self.name = config, name
@@ -86,7 +86,7 @@ class Whole:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, weight_decay=optim.weight_decay)
 
     def step(self, rows):
-        """The gradient before clipping, and the mini-batch's mean diagnostics."""
+        """Run a step; return the gradient before clipping, and the metrics of the mini-batch."""
         count = loss_divisor(lengths(rows), self.config.actor.loss_agg_mode, self.config.data.max_response_length)
         loss, sums = actor_loss if self.name == "actor" else critic_loss, {}
         for part in split_evenly([row.tokens for row in rows], 1, 4)[0]:
@@ -102,7 +102,7 @@ class Whole:
 
     @torch.no_grad()
     def score(self, rows):
-        """Of each row: log-probs, or values."""
+        """Return the log-probs or values of each row."""
         found = []
         for first in range(0, len(rows), 16):
             batch = collate(rows[first : first + 16], packed=True)
@@ -113,7 +113,7 @@ class Whole:
 
 
 class ThreeSteps:
-    """What three steps make of a model, the gradient of each on the way."""
+    """Three steps of a model: gradients, norms, and the parameters after them."""
 
     def __init__(self, config, name):
         whole = Whole(config, name)

@@ -1,4 +1,4 @@
-"""Decode pools inside Ray actors: an encoder rank's, with a file that hangs, and the rank killed; another node's."""
+"""A decode pool inside a Ray actor, with a file that hangs; its processes end when the actor is killed."""
 
 import os
 import sys
@@ -14,13 +14,13 @@ from rlfuse.video.plan import FixedSampling, plan_video
 
 
 class Rank:
-    """Decodes on another thread than the main one, in a process in which Ray ignores SIGCHLD."""
+    """Decodes outside the main thread, in a process in which Ray ignores SIGCHLD."""
 
     def __init__(self, pool: DecodePool):
         self._pool, self._thread = pool, ThreadPoolExecutor(1)
 
     def decode(self, paths):
-        """Shape of each clip's frames or its error, and who decoded."""
+        """Return the shape of each clip's frames or its error, and the pids of the decode workers."""
         return self._thread.submit(self._decode, paths).result(60)
 
     def _decode(self, paths):
@@ -34,7 +34,7 @@ def test_a_pool_in_an_actor(ray_cluster, tmp_path):
     good, silent = tmp_path / "good.mp4", tmp_path / "silent.mp4"
     write_clip(draw_scene(np.random.default_rng(0), 10.0, 12.0), good)
     os.mkfifo(silent)
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't import tests
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers can't import from tests
     rank = ray.remote(Rank).options(num_cpus=0).remote(DecodePool(timeout_s=1.0))
     results, workers = ray.get(rank.decode.remote([str(good), str(silent), str(good)]), timeout=120)
     assert results[0] == results[2] == (8, 56, 56, 3) and "took longer than 1 s" in str(results[1])

@@ -1,4 +1,4 @@
-"""Engines and ranks start at the same time: a side that fails ends the job, and the other side, with its cause."""
+"""Engines and ranks start concurrently; if either fails, the job ends with its cause and stops the other."""
 
 import shutil
 import sys
@@ -13,13 +13,13 @@ LIMIT_S = 300
 
 
 def is_agent(process):
-    """Whether it is one of Ray's that stay for a minute; test_job.py waits for those."""
+    """Return whether this is a Ray agent, which outlives the job by a minute; test_job.py covers those."""
     with suppress(psutil.NoSuchProcess):
         return "Agent" in process.name()
     return False
 
 
-def test_ranks_that_fail_end_the_job_and_its_engines_with_their_cause(ending_model, tmp_path):
+def test_failed_ranks_end_the_job_and_its_engines_with_the_cause(ending_model, tmp_path):
     critic = shutil.copytree(ending_model, tmp_path / "critic")
     (critic / "model.safetensors").write_bytes((critic / "model.safetensors").read_bytes()[:-1000])
     settings = settings_of(tmp_path, ending_model) | {
@@ -30,7 +30,7 @@ def test_ranks_that_fail_end_the_job_and_its_engines_with_their_cause(ending_mod
     while job.poll() is None and time.monotonic() < until:
         with suppress(psutil.NoSuchProcess):
             seen |= {each.pid: each for each in psutil.Process(job.pid).children(recursive=True)}
-        time.sleep(0.5)  # a look at all processes of the machine takes 50 ms
+        time.sleep(0.5)  # listing all processes takes 50 ms
     text = finish(job, 1, timeout=60)
     assert "trainer/0 failed" in text, text
     workers = [each for each in seen.values() if not is_agent(each)]

@@ -1,5 +1,4 @@
-"""Workers of a whole job that die, hang or get no memory: the run continues, and ends with the bits of an undisturbed
-one."""
+"""A job whose workers die, hang or run out of memory continues, and ends bitwise equal to an undisturbed run."""
 
 import json
 import re
@@ -25,10 +24,10 @@ KILLED = (
 
 @pytest.fixture(scope="module")
 def runs(driven, tmp_path_factory):
-    """(undisturbed run, faulty run); what happens when is in faulty_steps.py."""
+    """Return the run folders of baseline and faulty run; faulty_steps.py schedules the faults."""
     settings = EXACT | {
         "data.train_batch_size": 8,
-        "data.max_response_length": 400,  # some are long, and go on while their engine is killed
+        "data.max_response_length": 400,  # some are still generating when their engine is killed
         "actor.ppo_mini_batch_size": 4,
         "trainer.total_training_steps": STEPS,
         "trainer.save_freq": 1,
@@ -39,10 +38,9 @@ def runs(driven, tmp_path_factory):
     return tuple(map(Path, driven("faulty_steps", folder, **settings)))
 
 
-def test_the_run_ends_with_the_samples_numbers_and_weights_of_an_undisturbed_one(runs):
-    """To the last bit."""
-    calm, faulty = runs
-    assert differences(calm, faulty) == []
+def test_the_faulty_run_has_bitwise_the_samples_metrics_and_weights_of_the_baseline(runs):
+    baseline, faulty = runs
+    assert differences(baseline, faulty) == []
     learned = [
         [{name: value for name, value in row.items() if name.startswith(LEARNED)} for row in rows]
         for rows in (read_metrics(run / "metrics.jsonl") for run in runs)
@@ -54,16 +52,16 @@ def test_the_run_ends_with_the_samples_numbers_and_weights_of_an_undisturbed_one
     assert samples[1] == samples[0] and len(samples[0]) == STEPS * 8 * 4
 
 
-def test_each_process_keeps_what_it_writes_over_restarts(runs):
+def test_logs_of_workers_are_appended_to_across_restarts(runs):
     began = {path.name: path.read_text().count(": process ") for path in (runs[1] / "logs").glob("*.log")}
     assert (began["rollout-0.log"], began["rollout-1.log"]) == (
         6,
         5,
-    )  # in four attempts, and in the places of lost ones
+    )  # four attempts plus replacements
     assert began["trainer-0.log"] == began["trainer-1.log"] == 4 and began["reward-0.log"] == 5
 
 
-def test_every_loss_is_counted_explained_and_repaired(runs):
+def test_every_fault_is_counted_explained_and_recovered_from(runs):
     faults = json.loads((runs[1] / "summary.json").read_text())["faults"]
     assert faults.pop("samples_reissued") > 0
     assert faults == {"engines_lost": 3, "engines_replaced": 3, "reward_workers_replaced": 1, "restarts": 3}
@@ -71,12 +69,12 @@ def test_every_loss_is_counted_explained_and_repaired(runs):
     lost = [span for span in spans if span.kind == "lost"]
     assert sorted((span.step, span.where) for span in lost) == [(1, "rollout/0"), (2, "rollout/0"), (2, "rollout/1")]
     killed, *stopped = [span.cause for span in lost]
-    asked = "rollout/0 died during the call to [^:]+: "
-    assert re.fullmatch(f"{asked}{KILLED}\nlogs: {runs[1]}/logs \\(rollout-0.log has the error\\)", killed), killed
+    died = "rollout/0 died during the call to [^:]+: "
+    assert re.fullmatch(f"{died}{KILLED}\nlogs: {runs[1]}/logs \\(rollout-0.log has the error\\)", killed), killed
     silent, still = sorted(stopped)
     assert re.search("rollout/0: no answer for 6 s .*; last known activity: ", silent)
     assert re.search("rollout/1.* made no progress for 6 s .* unfinished samples; .* a step of .* samples at", still)
-    for span in lost:  # all of its step, and all of them generated elsewhere
+    for span in lost:  # all of its step, and regenerated on another engine
         assert span.samples and all(int(name.split("/")[0]) == span.step for name in span.samples)
     hung, dead, starved = [span.cause for span in spans if span.kind == "restart" and span.where == "driver"]
     assert re.match(
@@ -96,7 +94,7 @@ def test_every_loss_is_counted_explained_and_repaired(runs):
 
 
 def test_deterministic_steps_are_repeated_without_drafts(runs):
-    """Step 3 was lost after its responses were finished, step 4 while they were generated."""
+    """Step 3 was lost after its responses had finished, step 4 during generation."""
     for run in runs:
         assert [row.get("fusion/draft_acceptance", 0.0) for row in read_metrics(run / "metrics.jsonl")] == [0.0] * STEPS
     stored = StoredResponses(runs[1] / FILE)

@@ -1,4 +1,4 @@
-"""A GRPO job with a reference on pipelines: passes in the bubbles of training change when, never what."""
+"""A GRPO job with a reference on pipelines: passes in training bubbles do not change results."""
 
 import pytest
 
@@ -7,7 +7,7 @@ BATCH, MINI_BATCH = 8, 2
 
 @pytest.fixture(scope="module")
 def found(driven, tmp_path_factory):
-    """case -> what its steps did."""
+    """Return case -> its steps."""
     settings = {
         "data.max_response_length": 48,
         "data.train_batch_size": BATCH,
@@ -21,7 +21,7 @@ def found(driven, tmp_path_factory):
     return driven("filled_steps", tmp_path_factory.mktemp("filled"), **settings)
 
 
-def test_passes_in_bubbles_give_the_curves_of_passes_before_training(found):
+def test_passes_in_bubbles_give_the_metrics_of_passes_before_training(found):
     for serial, fused in zip(found["serial"], found["fused"], strict=True):
         assert fused["responses"] == serial["responses"] and fused["trained"] == serial["trained"]
         same = [name for name in serial["metrics"] if name.startswith("actor/")]
@@ -31,9 +31,11 @@ def test_passes_in_bubbles_give_the_curves_of_passes_before_training(found):
         assert max(each["metrics"]["training/rollout_log_probs_diff_max"] for each in (serial, fused)) < 1e-4
 
 
-def test_every_mini_batch_is_scored_in_the_schedule_before_its_own(found):
+def test_every_mini_batch_is_scored_in_the_schedule_of_the_previous_one(found):
     parts = BATCH // MINI_BATCH
     for serial, fused in zip(found["serial"], found["fused"], strict=True):
         assert serial["scored"] == [{}] * parts and serial["alone"] == {"old_log_prob": 1, "ref": 1}
-        assert fused["alone"] == {"old_log_prob": 0, "ref": 1}, "the first has its own from its update"
+        assert fused["alone"] == {"old_log_prob": 0, "ref": 1}, (
+            "the first mini-batch takes old log-probs from its update"
+        )
         assert [sorted(each) for each in fused["scored"]] == [["actor", "ref"], *[["ref"]] * (parts - 2), []]

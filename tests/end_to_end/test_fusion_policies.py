@@ -1,4 +1,4 @@
-"""Every policy on real engines from the same weights: when, never what; and what the opt-in ones change."""
+"""Every policy on real engines from the same weights: exact ones do not change results; what the others change."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ BATCH, N = 8, 4
 
 @pytest.fixture(scope="module", params=["vllm", "transformers"])
 def found(driven, tmp_path_factory, request):
-    """case -> what its steps did; a GRPO job with reference and importance correction."""
+    """Return case -> steps of a GRPO job with reference and importance correction."""
     settings = {
         "data.max_response_length": 512,
         "data.train_batch_size": BATCH,
@@ -28,15 +28,15 @@ def found(driven, tmp_path_factory, request):
 
 
 def steps_of(found, case):
-    """Of backends that move KV caches all cases, of others those that differ for them."""
+    """Return the steps of a case; skip cases that only add KV caches where the backend can't move them."""
     if case not in found:
         assert case not in OF_EVERY_BACKEND
-        pytest.skip("another backend shows this")
+        pytest.skip("tested on another backend")
     return found[case]
 
 
 @pytest.mark.parametrize("case", EXACT + APART)
-def test_the_same_samples_advantages_and_updates_as_serial(found, case):
+def test_samples_advantages_and_updates_equal_those_of_serial(found, case):
     (serial,), (fused,) = found["serial"], steps_of(found, case)
     assert fused["responses"] == serial["responses"]
     assert fused["trained"] == serial["trained"] == sorted(serial["responses"])
@@ -47,19 +47,19 @@ def test_the_same_samples_advantages_and_updates_as_serial(found, case):
 
 
 @pytest.mark.parametrize("case", ("rlhfuse", "adaptive", "adaptive with KV caches"))
-def test_the_tail_was_consolidated(found, case):
+def test_the_tail_is_consolidated(found, case):
     (step,) = steps_of(found, case)
     assert step["fusion"]["fusion/samples_moved"] > 0
     assert set(step["carried"]) == {"kv" if "KV" in case else "tokens"}
 
 
-def test_engines_are_given_no_more_samples_at_once_than_they_may_hold(found):
+def test_engines_hold_at_most_max_sequences(found):
     (few,), (serial,) = found["adaptive, few at once"], found["serial"]
     assert few["at_once"] == BATCH * N // 4 < serial["at_once"] == BATCH * N // 2
 
 
 @pytest.mark.parametrize("case", APART)
-def test_groups_are_read_on_one_engine_and_handed_on_whole(found, case):
+def test_groups_are_prefilled_on_one_engine_and_moved_together(found, case):
     (step,) = steps_of(found, case)
     assert step["fusion"]["fusion/samples_moved"] > 0 and set(step["carried"]) == {"kv"}
     groups = [sorted(name.rpartition("/")[0] for name in names) for names in step["moved"]]
@@ -67,9 +67,9 @@ def test_groups_are_read_on_one_engine_and_handed_on_whole(found, case):
     assert {source for source, _ in step["routes"]} == {0} and {target for _, target in step["routes"]} == {1}
 
 
-def test_adaptive_learns_while_the_tail_decodes_and_serial_does_nothing_beside_generation(found):
+def test_adaptive_trains_during_the_tail_and_serial_overlaps_nothing(found):
     adaptive = [step["fusion"] for case in EXACT if "adaptive" in case for step in found.get(case, ())]
-    # A tail may be over before the other slot has begun to learn.
+    # A tail may end before training has begun on the other slot.
     assert any(step["fusion/samples_trained_in_tail"] > 0 for step in adaptive)
     assert all(step["fusion/samples_overlapped"] > 0 for step in adaptive)
     assert found["serial"][0]["fusion"]["fusion/samples_trained_in_tail"] == 0
@@ -77,25 +77,25 @@ def test_adaptive_learns_while_the_tail_decodes_and_serial_does_nothing_beside_g
 
 
 @pytest.mark.parametrize("case", ("over_sampling", "tail_batching", "partial_rollout", "one_step_off"))
-def test_every_step_learns_from_one_batch_of_whole_groups(found, case):
+def test_every_step_trains_on_one_batch_of_complete_groups(found, case):
     for step in steps_of(found, case):
         assert len(step["responses"]) == BATCH * N
         assert set(step["trained"]) == set(step["responses"])
 
 
-def test_over_sampling_comes_back_to_the_prompts_it_cut_off(found):
+def test_over_sampling_resumes_unfinished_prompts_first(found):
     first, second = steps_of(found, "over_sampling")
     assert len(first["prompts"]) == BATCH + BATCH // 2 and len(first["left"]) == BATCH // 2
     assert second["prompts"][: len(first["left"])] == first["left"]
 
 
-def test_tail_batching_gives_cut_off_prompts_a_round_of_their_own(found):
+def test_tail_batching_collects_unfinished_prompts_in_a_separate_round(found):
     first, second, third = steps_of(found, "tail_batching")
     assert third["prompts"] == (first["left"] + second["left"])[:BATCH]
     assert not third["left"]
 
 
-def test_partial_rollouts_go_on_under_the_next_weights(found):
+def test_partial_rollouts_continue_under_the_next_weights(found):
     first, second = found["partial_rollout"]
     assert second["prompts"][: len(first["left"])] == first["left"]
     begun_before = [name for name in second["responses"] if name.startswith("1/")]

@@ -1,4 +1,4 @@
-"""Trainer ranks that hang in a call are found, named with where they stand, and ended; those that take long are not."""
+"""Trainer ranks that hang in a call are detected, reported with their last activity, and killed; slow ones are not."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ HEARTBEAT_S, LIMIT_S = 3.0, 120.0
 
 
 def compute_before_a_step(rank, seconds):
-    """A rank whose next optimizer step takes long, and leaves no other thread more than a turn now and then."""
+    """Make the next optimizer step of this rank slow, in Python code that holds the GIL most of the time."""
     step = rank.engines["actor"].engine.step
 
     def slow():
@@ -33,12 +33,12 @@ def compute_before_a_step(rank, seconds):
 
 
 def stop_in_a_step(rank):
-    """A rank whose next optimizer step is stopped from outside."""
+    """Make the next optimizer step of this rank stop its process with SIGSTOP."""
     rank.engines["actor"].engine.step = lambda: os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def sleep_in_a_pass(rank):
-    """A rank that never ends its next pass, in code that isn't ours."""
+    """Make the next forward pass of this rank hang, in code outside rlfuse."""
 
     def asleep_for_ever(*_):
         time.sleep(10_000)
@@ -47,13 +47,13 @@ def sleep_in_a_pass(rank):
 
 
 async def arm(rank, how, *arguments):
-    """The rank's process."""
+    """Install a fault in a rank; return its process."""
     await rank.__ray_call__.remote(how, *arguments)
     return psutil.Process(await rank.__ray_call__.remote(lambda _: os.getpid()))
 
 
 async def lost(call, process):
-    """What is told, and after how long; the process is gone by then, or soon."""
+    """Return the error message and the seconds until it is raised; wait for the end of the process."""
     began = time.monotonic()
     with pytest.raises(WorkerLost) as error:
         await call
@@ -62,7 +62,7 @@ async def lost(call, process):
     return str(error.value), seconds
 
 
-async def test_a_hung_rank_is_found_and_not_one_that_computes_or_waits(tiny_model, slots):
+async def test_a_hung_rank_is_detected_but_not_one_that_computes_or_waits(tiny_model, slots):
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     config = settings(str(tiny_model))
     config.cluster.heartbeat_s = HEARTBEAT_S
@@ -77,16 +77,16 @@ async def test_a_hung_rank_is_found_and_not_one_that_computes_or_waits(tiny_mode
 
     process = await arm(group.ranks[0], stop_in_a_step)
     await group.accumulate(("actor",), rows)
-    told, seconds = await lost(group.step("actor", lengths(rows)), process)
-    assert told.startswith("trainer/0 hangs in the call to update the actor: it has not answered for "), told
-    assert "Ranks waiting for it: trainer/1." in told, told
+    message, seconds = await lost(group.step("actor", lengths(rows)), process)
+    assert message.startswith("trainer/0 hangs in the call to update the actor: it has not answered for "), message
+    assert "Ranks waiting for it: trainer/1." in message, message
     assert HEARTBEAT_S <= seconds < LIMIT_S < config.cluster.timeout_s
 
     process = await arm(group.ranks[1], sleep_in_a_pass)
-    told, seconds = await lost(scores_of(group, "actor", rows, slot=1), process)
-    assert told.startswith(
+    message, seconds = await lost(scores_of(group, "actor", rows, slot=1), process)
+    assert message.startswith(
         "trainer/1 hangs in the call to compute log-probs of the actor: it has made no progress for "
-    ), told
-    assert "last activity: began old_log_prob at " in told
-    assert re.search(r'Its stack, innermost call first:\n  File ".*test_hung_ranks\.py", line \d+ in asleep_f', told)
+    ), message
+    assert "last activity: began old_log_prob at " in message
+    assert re.search(r'Its stack, innermost call first:\n  File ".*test_hung_ranks\.py", line \d+ in asleep_f', message)
     assert HEARTBEAT_S <= seconds < LIMIT_S < config.cluster.timeout_s

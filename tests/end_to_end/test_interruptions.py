@@ -1,4 +1,4 @@
-"""Jobs that are killed anywhere, on full disks, with workers that hang: what is lost is known, and nothing else is."""
+"""Jobs that are killed after any stage, run on a full disk, or whose workers hang, lose at most the current step."""
 
 import subprocess
 
@@ -8,7 +8,7 @@ from curves import LEARNED
 
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory):
-    """A folder on a file system of 160 MB."""
+    """Mount a file system of 160 MB; yield its folder."""
     folder = tmp_path_factory.mktemp("disk")
     command = ["mount", "-t", "tmpfs", "-o", "size=160m", "tmpfs", str(folder)]
     if subprocess.run(command, capture_output=True).returncode:
@@ -19,7 +19,7 @@ def disk(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(driven, disk):
-    """What interrupted_steps.py found."""
+    """Return what interrupted_steps.py recorded."""
     settings = {
         "algorithm": "ppo",
         "data.val_files": f"[{disk}/val.jsonl]",
@@ -48,20 +48,20 @@ def learned(rows):
     return [{name: value for name, value in row.items() if name.startswith(LEARNED)} for row in rows]
 
 
-def test_the_same_configuration_gives_the_same_bits(found):
+def test_runs_of_the_same_configuration_are_bitwise_equal(found):
     rows = found["rows"]
     assert [row["step"] for row in rows["whole"]] == [1, 2, 3] and len(learned(rows["whole"])[1]) > 20
     assert learned(rows["again"]) == learned(rows["whole"])
 
 
-def test_a_run_killed_after_any_stage_goes_on_to_the_last_bit(found):
+def test_a_run_killed_after_any_stage_resumes_bitwise(found):
     rows = found["rows"]
     expected = learned(rows["whole"])[1:]
     for case in set(rows) - {"whole", "again", "adaptive"}:
         assert learned(rows[case]) == expected, case
 
 
-def test_what_no_checkpoint_could_hold_is_found_before_the_first_step(found):
+def test_a_checkpoint_that_cannot_be_written_is_an_error_at_startup(found):
     error, on_disk = found["refused at startup"]
     assert (
         error.startswith("Checkpoints can't be written in ") and "trainer/1: PermissionError" in error and not on_disk
@@ -69,31 +69,31 @@ def test_what_no_checkpoint_could_hold_is_found_before_the_first_step(found):
 
 
 def test_rewards_that_end_the_run_leave_a_checkpoint_of_the_last_complete_step(found):
-    """From which the run goes on to the last bit, as from any other: that is compared above."""
+    """That it resumes bitwise is checked with the other cases."""
     error, on_disk = found["ended by rewards"]
     assert (
         "third step" in error and on_disk == ["global_step_1", "global_step_2"] and "ended by rewards" in found["rows"]
     )
 
 
-def test_without_the_switch_sums_differ_in_their_last_bits_at_most(found):
+def test_adaptive_fusion_differs_from_serial_by_rounding_only(found):
     rows = found["rows"]
     for have, want in zip(learned(rows["adaptive"]), learned(rows["whole"]), strict=True):
         assert have == pytest.approx(want, rel=2e-4, abs=1e-5)
 
 
-def test_a_full_disk_costs_a_checkpoint_and_not_the_run(found):
-    alert, on_disk, later = found["told of a full disk"]
+def test_a_full_disk_skips_a_checkpoint_and_the_run_continues(found):
+    alert, on_disk, later = found["full disk alerts"]
     assert "step 2 could not be written" in alert and "global_step_2.partial" in alert and "MiB free" in alert
     assert "global_step_1. Free disk space" in alert and "The run continues" in alert
     assert on_disk == ["global_step_1"] and later == ["global_step_1", "global_step_3"]
 
 
-def test_a_worker_that_hangs_is_shown_with_its_last_event_and_all_stacks(found):
-    early, error, asked = found["told of a stopped rank"]
+def test_a_hung_worker_is_reported_with_its_last_event_and_all_stacks(found):
+    early, error, requested = found["stopped rank messages"]
     for text in (early, error):
         assert "trainer/0: last event: " in text and "time fixed work" in text and "/stacks/" in text
-    assert "stopped" in early and "did not time fixed work within 3 s" in error and "SIGUSR1" in asked
+    assert "stopped" in early and "did not time fixed work within 3 s" in error and "SIGUSR1" in requested
     hung, _, whole = "".join(found["stacks"]).partition("requested by SIGUSR1")
     assert hung.index("== trainer/0") < hung.index("== driver") and "no answer" in hung
     for where in ("trainer/0", "trainer/1", "rollout/0", "rollout/1", "reward/0", "driver"):

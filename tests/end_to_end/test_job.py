@@ -1,4 +1,4 @@
-"""Whole jobs as a user runs them: `python -m rlfuse.train`, real Ray, vLLM and DeepSpeed, in processes of their own."""
+"""Whole jobs as a user runs them: `python -m rlfuse.train` in separate processes with real Ray, vLLM and DeepSpeed."""
 
 import json
 import math
@@ -23,7 +23,7 @@ from job_processes import (
     descendants,
     finish,
     hang_up,
-    heard_beyond_this_machine,
+    listening_on_the_network,
     start,
     wait_for,
     wait_for_step,
@@ -43,7 +43,7 @@ STEPS, LATEST = 4, "latest_checkpointed_iteration.txt"
 
 @pytest.fixture(scope="module")
 def job(ending_model, tmp_path_factory):
-    """(folder, settings) of a small PPO job with critic, reference, KL in the reward, two slots and checkpoints."""
+    """Return (folder, settings) of a small PPO job with critic, reference, KL reward, two slots and checkpoints."""
     folder = tmp_path_factory.mktemp("job")
     settings = settings_of(folder, ending_model)
     return folder, settings | {
@@ -67,7 +67,7 @@ def job(ending_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def words(job):
-    """The settings, as commands take them."""
+    """Return the settings as command-line overrides."""
     return [f"{key}={value}" for key, value in job[1].items()]
 
 
@@ -78,14 +78,14 @@ def command(words):
 
 @pytest.fixture(scope="module")
 def temporary():
-    """The folder for temporary files of some of the jobs; short, for sockets lie in it."""
+    """Yield a folder for temporary files of some of the jobs; its path is short because it holds sockets."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Path(folder)
 
 
 @pytest.fixture(scope="module")
 def train(driven, job):
-    """Runs the job on engines that are there; (folder, exit status, what it printed)."""
+    """Return a function that runs the job on live engines and returns (folder, exit status, output)."""
     folder, settings = job
 
     def train(name, script="rlfuse_command", **changed):
@@ -97,13 +97,13 @@ def train(driven, job):
 
 @pytest.fixture(scope="module")
 def serial(train):
-    """An uninterrupted serial run: (folder, what it printed)."""
+    """Run the job serially without interruption; return (folder, output)."""
     run, status, text = train("serial", fusion="serial")
     assert status == 0, text
     return run, text
 
 
-def test_run_folder_holds_what_the_readme_promises(serial):
+def test_run_folder_holds_the_files_that_the_readme_lists(serial):
     run, text = serial
     summary = json.loads((run / "summary.json").read_text())
     assert summary["steps"] == STEPS and summary["fusion"] == "serial" and summary["label"] == "exact"
@@ -127,11 +127,11 @@ def test_engine_and_trainer_agree_after_every_sync(serial):
     assert len(rows) == STEPS
     assert all(row["fusion/staleness"] == 0 for row in rows)
     assert max(row["training/rollout_log_probs_diff_max"] for row in rows) < 1e-4
-    # The policy moved in between, so agreement means that the new weights arrived.
+    # The policy changes in every step, so agreement means that the new weights have arrived.
     assert min(row["actor/grad_norm"] for row in rows) > 1e-3
 
 
-def test_all_processes_collect_garbage_together_at_a_steps_end_and_at_no_other_moment(serial):
+def test_all_processes_collect_garbage_only_at_the_end_of_a_step(serial):
     run, _ = serial
     spans = read_events(run / "events.jsonl")
     ends, found = [s.end for s in spans if s.kind == "step"], [s for s in spans if s.kind == "gc"]
@@ -172,11 +172,13 @@ def test_every_second_of_every_slot_is_accounted_for(serial):
         side: [sum(value for name, value in row.items() if name.startswith(side)) for row in rows]
         for side in ("busy/", "idle/")
     }
-    # Between events and file times: on a loaded machine, files are written long after what they record.
+    # Bounds from events and from file times: on a loaded machine, files are written late.
     spans = read_events(run / "events.jsonl")
     began = min(span.start for span in spans if span.where == "driver" and span.kind == "start")
     last = max(span.end for span in spans if span.kind == "step")
-    written = (run / "metrics.jsonl").stat().st_mtime - (run / "config.yaml").stat().st_mtime  # from before Ray starts
+    written = (run / "metrics.jsonl").stat().st_mtime - (
+        run / "config.yaml"
+    ).stat().st_mtime  # written before Ray starts
     assert last - began <= sum(seconds["busy/"]) + sum(seconds["idle/"]) <= written + 0.1
     for row, *parts in zip(rows[1:], seconds["busy/"][1:], seconds["idle/"][1:], strict=True):
         assert sum(parts) >= row["timing_s/step"] and min(parts) > 0
@@ -186,7 +188,7 @@ def test_every_second_of_every_slot_is_accounted_for(serial):
     assert any(row.get("idle/tail", 0) > 0 for row in rows)
 
 
-def test_no_secret_is_written_down(serial):
+def test_no_secret_is_written_to_the_run_folder_or_printed(serial):
     run, text = serial
     files = [path for path in run.rglob("*") if path.is_file()]
     assert [path for path in files if b"marked-secret" in path.read_bytes()] == [] and "marked-secret" not in text
@@ -201,11 +203,11 @@ def test_a_trace_follows_every_sample_to_its_optimizer_steps(serial):
     events = json.loads((run.parent / "trace.json").read_text())["traceEvents"]
     arrows = {event["args"]["sample"] for event in events if event["ph"] == "f"}
     assert len(arrows) == 8 * 2 * 2 and {name.split()[-1] for name in arrows} == {"actor", "critic"}
-    for phase, count in (("s", 1), ("t", 2), ("f", 1)):  # reward and micro-batch on the way
+    for phase, count in (("s", 1), ("t", 2), ("f", 1)):  # steps in between: reward and micro-batch
         assert sum(event["ph"] == phase for event in events) == count * len(arrows)
 
 
-def test_a_report_of_a_run_beside_another_has_both(serial, tmp_path):
+def test_a_report_of_two_runs_has_charts_of_both(serial, tmp_path):
     run, out, other = serial[0], tmp_path / "report.html", tmp_path / "other"
     shutil.copytree(run, other, ignore=shutil.ignore_patterns("global_step_*", "wandb"))
     assert rlfuse(["report", str(run), str(other), "--out", str(out)]) == 0
@@ -229,7 +231,7 @@ def test_checkpoints_are_pruned_and_load_with_from_pretrained(serial, ending_mod
 
 
 def test_an_evaluation_of_the_last_checkpoint_repeats_the_last_validation(driven, job, serial):
-    """To the last bit, although on one slot where the run had two."""
+    """Results are bitwise equal, although the evaluation has one slot and the run had two."""
     (run, _), (folder, settings) = serial, job
     settings = settings | {"trainer.experiment_name": run.name, "trainer.n_gpus_per_node": 1}
     status, text = driven("rlfuse_command", folder, "eval", str(run), **settings)
@@ -246,7 +248,7 @@ def test_an_evaluation_of_the_last_checkpoint_repeats_the_last_validation(driven
 
 
 def found_rows(run):
-    """What the evaluation answered, in the order of prompts."""
+    """Return the responses of the evaluation, in the order of prompts."""
     rows = read_metrics(run / "eval" / f"global_step_{STEPS}" / "responses.jsonl")
     return sorted(rows, key=lambda row: row["id"])
 
@@ -258,39 +260,41 @@ def has_responses_after_checkpoint(run):
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
-    """The folder where each process of `resumed` records which modules it imports."""
+    """Return the folder where each process of `resumed` records its imports."""
     return tmp_path_factory.mktemp("imports")
 
 
 @pytest.fixture(scope="module")
 def resumed(job, command, temporary, records, write_shadows):
-    """A longer adaptive job, on one slot, that was killed after its checkpoint, resumed, and got Ctrl-C, as terminals
-    send it, then SIGTERM: (folder, what it printed), once all that is asked on the way has been."""
+    """Kill a longer adaptive job on one slot after its checkpoint, resume it, and end it with Ctrl-C and SIGTERM.
+
+    Return (folder, output). Assertions on its live processes are made here.
+    """
     folder, _ = job
     shadows = write_shadows(folder)
-    temporary.chmod(0o1777)  # as /tmp
+    temporary.chmod(0o1777)  # mode of /tmp
     more = ("fusion=adaptive", "trainer.total_training_steps=500", "trainer.n_gpus_per_node=1")
     run = folder / "runs" / "rlfuse" / "adaptive"
     recorded = record_imports(records)
     process = start(command, "adaptive", *more, TMPDIR=str(temporary), **recorded, cwd=folder)
     wait_for_step(run, 1, process)
-    everybody = descendants(process)
-    semaphores = scratch.held_by(everybody)
-    workers = [each for each in everybody if "Agent" not in each.name()]  # Ray's stay for a minute
-    assert heard_beyond_this_machine([process, *workers]) == []
+    processes = descendants(process)
+    semaphores = scratch.held_by(processes)
+    workers = [each for each in processes if "Agent" not in each.name()]  # Ray's agents stay for a minute
+    assert listening_on_the_network([process, *workers]) == []
     assert next(each for each in workers if each.name() == "raylet").environ()["RAY_AUTH_MODE"] == "token"
     [server] = [each for each in workers if "rlfuse.cluster.fork_server" in each.cmdline()]
     forks = [each.name() for each in server.children()]
     assert [name for name in forks if "TrainerRank" in name] and [name for name in forks if "RolloutWorker" in name]
     wait_for(lambda: has_responses_after_checkpoint(run), "a response of the step after its checkpoint", process)
     process.kill()
-    assert len(workers) > 6 and not all_gone(workers), "nothing outlives a driver that is killed"
-    for name in ("metrics", "samples", "events"):  # as if killed in the middle of a row
+    assert len(workers) > 6 and not all_gone(workers), "workers outlive the killed driver"
+    for name in ("metrics", "samples", "events"):  # a row cut off by the kill
         with (run / f"{name}.jsonl").open("a") as file:
             file.write('{"step": 9, "x')
-    assert [*temporary.glob("rlfuse-run-*/ray/session_*_*")], "one, or one for each time that Ray was started"
+    assert [*temporary.glob("rlfuse-run-*/ray/session_*_*")], "no session folder of Ray, of which each start makes one"
     extensions = shutil.copytree(os.environ["TORCH_EXTENSIONS_DIR"], folder / "extensions")
-    (extensions / "deepspeed_shm_comm" / "lock").touch()  # as if another was killed while it compiled
+    (extensions / "deepspeed_shm_comm" / "lock").touch()  # as left by a process killed during compilation
     (extensions / "rlfuse.lock").write_text("process 1 of nowhere")
     places = {"TORCH_EXTENSIONS_DIR": str(extensions), "TMPDIR": str(temporary)}
     launcher = {"OMPI_COMM_WORLD_LOCAL_RANK": "3", "RANK": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -298,25 +302,25 @@ def resumed(job, command, temporary, records, write_shadows):
     wait_for_step(run, STEPS, process)
     workers = descendants(process)
     assert reached([psutil.Process(process.pid), *workers], folder) == []
-    assert hang_up(process, workers) > 1, "Ray's processes are in the group"
+    assert hang_up(process, workers) > 1, "Ray's processes are not in the process group"
     os.killpg(process.pid, signal.SIGINT)
     process.send_signal(signal.SIGTERM)
-    text = finish(process, expected=130, timeout=240)  # a loaded machine takes a minute
+    text = finish(process, expected=130, timeout=240)  # takes a minute on a loaded machine
     assert not all_gone(workers)
-    assert not all_gone(everybody), "nor do those of Ray that stay for a minute"
+    assert not all_gone(processes), "Ray's agents did not end within a minute"
     assert not shadows.exists(), shadows.read_text()
-    assert not any(path.exists() for path in semaphores)  # engines that are forks have none by name
+    assert not any(path.exists() for path in semaphores)  # forked engines have no named semaphores
     return run, text
 
 
 def test_killed_and_resumed_adaptive_run_equals_the_uninterrupted_serial_one(resumed, serial):
-    """Two promises at once: fusion changes when, never what; and a resumed run goes on as if nothing had happened."""
+    """Neither fusion nor the interruption changes results."""
     run, text = resumed
     assert "resumed from" in text and f"{run}/events.jsonl: skipping the last row (from byte" in text
     assert_same_curves(serial[0], run, range(STEPS + 1))
 
 
-def test_a_step_that_a_kill_interrupted_is_repeated_from_its_first_responses(resumed):
+def test_an_interrupted_step_is_repeated_with_its_stored_responses_as_drafts(resumed):
     run, text = resumed
     step, count = re.search(r"step (\d+) was repeated: all (\d+) stored responses are identical", text).groups()
     [acceptance] = [
@@ -329,14 +333,14 @@ def test_a_run_leaves_nothing_outside_its_folder(resumed, temporary):
     assert not [*temporary.iterdir()]
 
 
-def test_a_lock_that_a_killed_job_left_is_removed_and_told_of(resumed):
+def test_a_stale_lock_of_a_killed_job_is_removed_and_reported(resumed):
     run, text = resumed
     lock = run.parents[2] / "extensions" / "deepspeed_shm_comm" / "lock"
     assert f": {lock} was left behind by process 1 of nowhere that has ended: removed" in text
     assert not lock.exists()
 
 
-def test_a_job_that_is_told_to_stop_saves_where_it_is_and_leaves(resumed):
+def test_a_job_saves_a_checkpoint_on_ctrl_c_and_sigterm(resumed):
     run, text = resumed
     left = read_metrics(run / "metrics.jsonl")[-1]["step"]
     assert f"Ctrl-C: stopping with a checkpoint after step {left}; press Ctrl-C again to stop immediately" in text
@@ -344,20 +348,20 @@ def test_a_job_that_is_told_to_stop_saves_where_it_is_and_leaves(resumed):
     assert f"Ctrl-C: stopped after step {left}, which is saved" in text and "Traceback" not in text
     assert (run / LATEST).read_text() == str(left) and f"global_step_{left}; rerun the same command" in text
     assert json.loads((run / "status.json").read_text())["state"] == "stopped"
-    assert " died" not in text, "SIGHUP ends no process before its checkpoint"
+    assert " died" not in text, "SIGHUP ended a process before the checkpoint"
 
 
-def test_all_that_the_processes_of_a_run_import_counts_as_reached_by_train(resumed, records):
+def test_modules_imported_at_run_time_are_reachable_from_train(resumed, records):
     processes = recorded_imports(records)
     imported = set().union(*processes.values())
     parts = ("step.controller", "engines.vllm.rollout_worker", "engines.trainer.trainer_rank",
              "rewards.workers.reward_worker", "run.worker_imports")  # fmt: skip
     assert imported >= {f"rlfuse.{name}" for name in parts} and len(processes) > 3
-    assert imported <= {"rlfuse.train", *reach(TRAIN)}  # the first is the command
+    assert imported <= {"rlfuse.train", *reach(TRAIN)}  # rlfuse.train is the command itself
 
 
-def test_a_job_in_fused_pipelines_learns_what_whole_models_one_after_the_other_do(train, serial):
-    """Where stages share the actor's head; engines get it whole."""
+def test_a_job_in_fused_pipelines_has_the_curves_of_the_serial_job(train, serial):
+    """Stages share the actor's head (vocabulary parallel); engines receive the whole head."""
     pipelines = {"training.pipeline_parallel_size": 2, "training.split_backward": "true"}
     shared = {"training.vocabulary_parallel": "true", "trainer.logger": "[console]", "trainer.timeline_freq": 0}
     run, status, text = train("pipelines", **pipelines, **shared)
@@ -373,7 +377,7 @@ def test_a_job_in_fused_pipelines_learns_what_whole_models_one_after_the_other_d
     }
     heads = {(s.where, s.attributes["model"], s.attributes["stage"]) for s in last if s.kind == "head"}
     assert heads == {(f"trainer/{rank}", *one) for rank in (0, 1) for one in (("actor", rank), ("ref", 1 - rank))}
-    # Not before operations were measured: at first, or once a slot changed its pace.
+    # No bubbles are filled until operations are measured, at first and after a slot's speed has changed.
     planned = [s.attributes["planned"] for s in spans if s.kind == "weight_gradients" and "planned" in s.attributes]
     assert planned and all(begin < end for begin, end in planned)
     made = [row for row in read_metrics(run / "metrics.jsonl") if "fusion/train_makespan_planned" in row]
@@ -381,15 +385,15 @@ def test_a_job_in_fused_pipelines_learns_what_whole_models_one_after_the_other_d
     assert (run / f"global_step_{STEPS}" / "actor" / "huggingface" / "model.safetensors.index.json").exists()
 
 
-def test_an_engine_that_computes_another_model_ends_the_run_before_it_learns(train):
+def test_a_log_prob_mismatch_ends_the_run_before_the_first_update(train):
     run, status, text = train("other", "other_model", **{"trainer.n_gpus_per_node": 1, "trainer.logger": "[]"})
-    (said,) = (line for line in text.splitlines() if "log-probs of" in line)
-    assert status == 1 and "With model.dtype=float32, rounding explains at most 0.001" in said, text
-    assert "set rollout.on_mismatch=alert" in said and "Traceback" not in text
+    (message,) = (line for line in text.splitlines() if "log-probs of" in line)
+    assert status == 1 and "With model.dtype=float32, rounding explains at most 0.001" in message, text
+    assert "set rollout.on_mismatch=alert" in message and "Traceback" not in text
     assert not read_metrics(run / "metrics.jsonl")
 
 
-def test_bad_input_ends_in_one_message_before_anything_starts(job, words, tmp_path, capsys, monkeypatch):
+def test_bad_input_is_one_error_message_at_startup(job, words, tmp_path, capsys, monkeypatch):
     folder, _ = job
     monkeypatch.setenv("JUDGE_TOKEN", "marked-secret-2")
     (tmp_path / "broken.py").write_text("def even(solution_str:\n    return 1\n")
@@ -411,17 +415,17 @@ def test_bad_input_ends_in_one_message_before_anything_starts(job, words, tmp_pa
     assert not (folder / "runs" / "rlfuse" / "bad").exists()
 
 
-def test_a_finished_run_is_left_as_it_is_whatever_is_asked_of_it(command, serial):
-    """Told before torch is imported: the same job has nothing to do, others get the command for either."""
+def test_commands_for_a_finished_run_change_none_of_its_files(command, serial):
+    """The same job has nothing to do; for other settings the message names the commands to extend or to rename."""
     run, _ = serial
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    asked = {
+    cases = {
         ("fusion=serial",): (0, f"{run} finished after {STEPS} steps", "trainer.experiment_name=serial-2"),
         ("fusion=serial", "trainer.resume_mode=disable"): (2, "already has a run", "trainer.resume_mode=auto"),
         ("fusion=serial", "actor.optim.lr=1"): (2, "actor.optim.lr", f"trainer.total_training_steps={2 * STEPS}"),
         ("fusion=serial", "algorithm=grpo"): (2, "algorithm.adv_estimator  gae -> grpo", "serial-2"),
     }
-    for more, (status, *told) in asked.items():
+    for more, (status, *expected) in cases.items():
         text = finish(start(command, "serial", *more), expected=status)
-        assert all(words in text for words in told), text
+        assert all(words in text for words in expected), text
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before

@@ -1,4 +1,4 @@
-"""A judge and a pooled reward model in one real pool, each on vLLM in its own process, against transformers."""
+"""A judge and a pooled reward model in one real pool, each on vLLM in a separate process, against transformers."""
 
 import asyncio
 from dataclasses import replace
@@ -23,7 +23,7 @@ ROWS = compare_rows(40, seed=2)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """(judge, classifier): random, with weights large enough that what they say varies."""
+    """Return (judge, classifier): random, with weights large enough that scores vary."""
     folder = tmp_path_factory.mktemp("judges")
     torch.manual_seed(3)
     tokenizer = build_tokenizer(("A", "B", "?"))
@@ -35,7 +35,7 @@ def models(tmp_path_factory):
             for weight in made.parameters():
                 if weight.dim() > 1:
                     weight.normal_(0, 0.15)
-        if made is classifier:  # whose conversations then end with padding
+        if made is classifier:  # its conversations then end with padding
             tokenizer.pad_token = tokenizer.eos_token
             made.config.pad_token_id = tokenizer.pad_token_id
         made.save_pretrained(folder / name)
@@ -52,7 +52,7 @@ def sample(number, row, **changed):
 
 
 def probabilities(folder, first, second):
-    """P(A) of (A, B) behind the two answers, and how likely either is, by transformers."""
+    """Return P(A) / (P(A) + P(B)) after the two responses, and P(A) + P(B), by transformers."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
     verdicts = [tokenizer.convert_tokens_to_ids(verdict) for verdict in VERDICTS]
     found = []
@@ -64,7 +64,7 @@ def probabilities(folder, first, second):
     return np.array(found).T
 
 
-async def test_a_judge_and_a_pooled_model_score_as_transformers_would_whoever_asks_together(ray_cluster, models):
+async def test_judge_and_pooled_model_score_as_transformers_for_any_batching(ray_cluster, models):
     judge, classifier = models
     settings = RewardConfig([entry(judge)], [1.0, 0.0], str(classifier), model_backend="vllm", batch_age_s=0.2)
     pool = RewardPool(settings, engine_timeout_s=300)
@@ -72,7 +72,7 @@ async def test_a_judge_and_a_pooled_model_score_as_transformers_would_whoever_as
     lacking, longest = sample(90, ROWS[0], columns={}), sample(91, ROWS[0], columns={"reference": "7 - 7 = 0 , " * 200})
     await pool.start()
     try:
-        apart = await asyncio.gather(*(pool.score([each]) for each in batch))
+        one_by_one = await asyncio.gather(*(pool.score([each]) for each in batch))
         spans = await pool.drain()
         results = await pool.score([*batch, lacking, longest])
     finally:
@@ -95,9 +95,9 @@ async def test_a_judge_and_a_pooled_model_score_as_transformers_would_whoever_as
     logits = direct.score([item_of_sample(each) for each in batch])
     assert np.std(logits) > 0.01
     np.testing.assert_allclose([reward.parts["reward_model"] for reward in rewards], logits, atol=1e-4)
-    # One sample an ask, and yet many a call, of each model; what a sample gets is the same.
+    # Requests of one sample share calls to each model, and scores do not depend on the batch.
     for name in expected:
-        np.testing.assert_allclose([one.parts[name] for [one] in apart], values_of(rewards, name), atol=1e-5)
+        np.testing.assert_allclose([one.parts[name] for [one] in one_by_one], values_of(rewards, name), atol=1e-5)
     for where in ("reward/judge", "reward/model"):
         sizes = [len(span.samples) for span in spans if span.where == where]
         assert sum(sizes) == len(batch) and len(sizes) <= 4 and max(sizes) == 32

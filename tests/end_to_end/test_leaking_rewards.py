@@ -1,4 +1,4 @@
-"""Reward functions that keep more memory with each call, in real processes."""
+"""Reward functions that leak memory with each call, in real processes."""
 
 import numpy as np
 
@@ -18,8 +18,8 @@ def leaking_batch(completions):
 """
 
 
-async def test_a_function_that_leaks_gets_another_process_and_every_sample_its_reward(ray_cluster, tmp_path):
-    """100 MiB have room for three calls; `hog` finds none in any process."""
+async def test_a_leaking_function_is_restarted_and_every_sample_gets_its_reward(ray_cluster, tmp_path):
+    """100 MiB suffice for three calls; `hog` exceeds them in any process."""
     (tmp_path / "mine.py").write_text(FUNCTIONS)
     entries = [{"path": f"{tmp_path}/mine.py:{name}", "weight": 1.0} for name in ("leaking", "leaking_batch")]
     pool = RewardPool(RewardConfig(entries, timeout_s=60, memory_mb=100))

@@ -1,4 +1,4 @@
-"""Samples that move between real engines: same tokens, KV caches that travel, spans of decoding, sleep, cores."""
+"""Samples that move between real engines: tokens, transfer of KV caches, decode spans, sleep, and core binding."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ GREEDY = Sampling(0.0, 1.0, -1, 120)
 WARM = Sampling(1.0, 1.0, -1, 120)
 CUT = Sampling(0.8, 0.9, 20, 120)
 OWN: list[Path] = []
-"""Shelves of these engines; jobs of other tests have theirs beside."""
+"""Folders of the KV caches of these engines; jobs of other tests use others."""
 LAST_CORE = (os.cpu_count() or 1) - 1
 STALE = Path("/dev/shm/rlfuse-kv-stale")
 NIXL = pytest.param(
@@ -31,14 +31,14 @@ NIXL = pytest.param(
 )
 
 
-def through(*transfers):
-    """A test runs with engines whose KV caches travel so, one after the other; each pair starts once."""
+def kv_transports(*transfers):
+    """Parametrise a test by the transport of KV caches; each pair of engines starts once."""
     return pytest.mark.parametrize("engines", transfers, indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
 async def engines(request, ray_cluster, tiny_model):
-    """Two, of which the second prefills in small chunks and is bound to a core; `request.param`: how caches travel."""
+    """Start two engines; the second prefills in small chunks and is bound to a core. `request.param`: the transport."""
     STALE.mkdir(exist_ok=True)
     for name in ("lock", "3.0"):
         (STALE / name).touch()
@@ -63,17 +63,17 @@ def stores() -> list[Path]:
     return [folder for folder in OWN if folder.exists()]
 
 
-def left_over() -> list[Path]:
-    """Files of KV caches, once a source has had the time to hear that its blocks were read."""
+def remaining_files() -> list[Path]:
+    """Return remaining files of KV caches; wait up to a second for sources to remove those that were read."""
     for _ in range(100):
-        if not (files := [file for store in stores() for file in store.iterdir() if not _of_the_engine(file)]):
+        if not (files := [file for store in stores() for file in store.iterdir() if not _lives_with_engine(file)]):
             break
         time.sleep(0.01)
     return files
 
 
-def _of_the_engine(file: Path) -> bool:
-    """What lies there as long as it lives: its lock, the sockets of its processes, its semaphores."""
+def _lives_with_engine(file: Path) -> bool:
+    """Return whether the file lives as long as the engine: its lock, sockets and semaphores."""
     return file.name == "lock" or file.is_socket() or file.name.startswith("sem.mp-")
 
 
@@ -92,8 +92,8 @@ async def generate(engine, samples, sampling, partials=None):
     return {sample_id: result async for sample_id, result in engine.generate(samples, sampling, partials)}
 
 
-async def leave(engine, samples, sampling, after: float, carry: str, partials=None):
-    """Evict all samples after so many seconds."""
+async def evict_after(engine, samples, sampling, after: float, carry: str, partials=None):
+    """Evict all samples after this many seconds."""
     taking = asyncio.create_task(generate(engine, samples, sampling, partials))
     await asyncio.sleep(after)
     await engine.evict([one.id for one in samples], carry)
@@ -101,15 +101,15 @@ async def leave(engine, samples, sampling, after: float, carry: str, partials=No
 
 
 async def until_decoded(engine, tokens: int):
-    """Wait until the samples of an engine that was drained before they began have about so many tokens each."""
+    """Wait until the samples have about this many tokens each; drain the engine's events before they start."""
     steps = 0
     while steps < tokens:
         await asyncio.sleep(0.005)
         steps += sum(span.attributes["steps"] for span in await drained(engine, "decode"))
 
 
-async def begun(engine, samples, sampling, tokens: int, carry: str):
-    """Evict the samples when they have about so many tokens each."""
+async def evict_at(engine, samples, sampling, tokens: int, carry: str):
+    """Evict the samples when they have about this many tokens each."""
     await engine.drain()
     taking = asyncio.create_task(generate(engine, samples, sampling))
     await until_decoded(engine, tokens)
@@ -117,8 +117,8 @@ async def begun(engine, samples, sampling, tokens: int, carry: str):
     return await taking
 
 
-async def long_ones(engine, index: int, count: int):
-    """Samples with prompts of 100 tokens and responses of at least as many, and those."""
+async def long_samples(engine, index: int, count: int):
+    """Return samples with prompts of 100 tokens and responses of at least 100, and these responses."""
     samples = [sample(index + i, length=100) for i in range(5 * count)]
     responses = await collect(engine, samples, WARM)
     long = [one for one in samples if len(responses[one.id].token_ids) >= 100][:count]
@@ -127,8 +127,8 @@ async def long_ones(engine, index: int, count: int):
 
 @pytest.mark.parametrize("carry", ["tokens", "kv"])
 @pytest.mark.parametrize("sampling", [GREEDY, WARM, CUT], ids=["greedy", "warm", "cut"])
-@through("shm", NIXL)
-async def test_wandering_samples_end_as_if_they_had_stayed(engines, sampling, carry):
+@kv_transports("shm", NIXL)
+async def test_moved_samples_end_as_without_moves(engines, sampling, carry):
     samples = [sample(100 + i, length=20 + i) for i in range(20)]  # 16 run, 4 wait
     expected = await collect(engines[0], samples, sampling)
     times = np.random.default_rng(len(carry))
@@ -138,29 +138,29 @@ async def test_wandering_samples_end_as_if_they_had_stayed(engines, sampling, ca
         if hop == 5:
             results = await generate(engines[1], rest, sampling, partials)
         else:
-            results = await leave(engines[hop % 2], rest, sampling, times.uniform(0.02, 0.2), carry, partials)
+            results = await evict_after(engines[hop % 2], rest, sampling, times.uniform(0.02, 0.2), carry, partials)
         for sample_id, result in results.items():
             (partials if isinstance(result, Partial) else done)[sample_id] = result
     assert_same(done, expected)
-    assert partials and not left_over()
+    assert partials and not remaining_files()
 
 
-@through("shm", NIXL)
-async def test_a_kv_cache_joins_what_the_engine_has_of_it(engines):
+@kv_transports("shm", NIXL)
+async def test_a_moved_kv_cache_extends_a_cached_prefix(engines):
     first, second = engines
-    long, expected = await long_ones(first, 600, 1)
-    await collect(second, long, replace(WARM, max_tokens=1))  # whole blocks of the prompt stay in its prefix cache
-    partials = await begun(first, long, WARM, 60, "kv")
+    long, expected = await long_samples(first, 600, 1)
+    await collect(second, long, replace(WARM, max_tokens=1))  # complete blocks of the prompt stay in its prefix cache
+    partials = await evict_at(first, long, WARM, 60, "kv")
     assert partials[long[0].id].kv_key
     assert_same(await generate(second, long, WARM, partials), expected)
 
 
-@through("shm", NIXL)
+@kv_transports("shm", NIXL)
 async def test_waiting_samples_and_those_at_their_limit(engines):
     first, second = engines
     samples = [sample(130 + i, length=20) for i in range(20)]
     expected = await collect(first, samples, WARM)
-    results = await begun(first, samples, WARM, 3, "kv")
+    results = await evict_at(first, samples, WARM, 3, "kv")
     partials = {sample_id: result for sample_id, result in results.items() if isinstance(result, Partial)}
     none = [sample_id for sample_id, partial in partials.items() if not len(partial.token_ids)]
     assert none and all(partials[sample_id].kv_key is None for sample_id in none)
@@ -175,7 +175,7 @@ async def test_waiting_samples_and_those_at_their_limit(engines):
     assert await second.load() == Load(0, 0, 0.0)
 
 
-@through("shm", NIXL)
+@kv_transports("shm", NIXL)
 async def test_samples_that_finish_while_they_are_evicted(engines):
     samples = [sample(160 + i, length=20) for i in range(16)]
     sampling = replace(WARM, max_tokens=12)
@@ -190,17 +190,17 @@ async def test_samples_that_finish_while_they_are_evicted(engines):
         assert len(results) - len(partials) > 2 * attempt
         rest = [one for one in samples if one.id in partials]
         assert_same(results | await generate(engines[1], rest, sampling, partials), expected)
-    await engines[0].evict(["1/999/0"])  # unknown or long gone: nothing to do
+    await engines[0].evict(["1/999/0"])  # unknown or finished: a no-op
     with pytest.raises(EngineError, match="carry='disk': use tokens or kv"):
         await engines[0].evict([], "disk")
-    assert not left_over()
+    assert not remaining_files()
 
 
-@through("shm", NIXL)
-async def test_the_kv_cache_is_taken_from_the_other_engine(engines):
+@kv_transports("shm", NIXL)
+async def test_the_kv_cache_is_loaded_from_the_other_engine(engines):
     first, second = engines
-    samples, expected = await long_ones(first, 200, 4)
-    partials = await begun(first, samples, WARM, 40, "kv")
+    samples, expected = await long_samples(first, 200, 4)
+    partials = await evict_at(first, samples, WARM, 40, "kv")
     assert all(partial.kv_key for partial in partials.values())
     ready = [file for store in stores() for file in store.glob("*.tokens")]
     assert len(ready) == len(partials)
@@ -209,19 +209,21 @@ async def test_the_kv_cache_is_taken_from_the_other_engine(engines):
     for span in await drained(second, "generate"):
         carried = len(partials[span.samples[0]].token_ids)
         assert span.attributes["carried_tokens"] == carried > 20
-        # Whole blocks of 32, the generated tokens' too. Nothing of it could have been in this engine's prefix cache.
+        # Complete blocks of 32, including generated tokens. None of it can be in this engine's prefix cache.
         assert (100 + carried - 2) // 32 * 32 <= span.attributes["cached_tokens"] < 100 + carried
         assert span.tokens == len(expected[span.samples[0]].token_ids) - carried
-    assert not left_over()
+    assert not remaining_files()
 
 
-@through("shm", NIXL)
-async def test_a_kv_cache_that_is_gone_or_too_old_is_prefilled(engines):
+@kv_transports("shm", NIXL)
+async def test_a_missing_or_stale_kv_cache_is_recomputed(engines):
     first, second = engines
-    samples, expected = await long_ones(first, 230, 3)
-    partials = await begun(first, samples, WARM, 20, "kv")
+    samples, expected = await long_samples(first, 230, 3)
+    partials = await evict_at(first, samples, WARM, 20, "kv")
     keys = [partials[one.id].kv_key for one in samples]
-    Path(f"{keys[0].partition('@')[2]}.0").unlink(missing_ok=True)  # with nixl does not exist: it is taken
+    Path(f"{keys[0].partition('@')[2]}.0").unlink(
+        missing_ok=True
+    )  # does not exist with nixl: the transferred cache is used
     for file in Path(keys[1].partition("@")[2]).parent.glob(f"{Path(keys[1]).name}.*"):
         file.unlink()
     partials[samples[2].id] = replace(partials[samples[2].id], kv_key="7@" + keys[2].partition("@")[2])
@@ -229,19 +231,19 @@ async def test_a_kv_cache_that_is_gone_or_too_old_is_prefilled(engines):
     assert_same(await generate(second, samples, WARM, partials), expected)
     cached = {span.samples[0]: span.attributes["cached_tokens"] for span in await drained(second, "generate")}
     assert cached[samples[1].id] == cached[samples[2].id] == 0
-    assert not left_over() and not STALE.exists()
+    assert not remaining_files() and not STALE.exists()
 
 
-@through("shm", NIXL)
-async def test_new_weights_take_back_what_the_old_ones_computed(engines):
+@kv_transports("shm", NIXL)
+async def test_new_weights_invalidate_kv_caches_of_the_old_ones(engines):
     first, second = engines
-    samples, expected = await long_ones(first, 500, 3)
-    partials = await begun(first, samples, WARM, 20, "kv")
+    samples, expected = await long_samples(first, 500, 3)
+    partials = await evict_at(first, samples, WARM, 20, "kv")
     assert all(partial.kv_key for partial in partials.values())
     began = time.perf_counter()
     await asyncio.gather(*(engine.begin_update() for engine in engines))
     held = time.perf_counter() - began
-    assert not left_over()  # with nixl: nor blocks of the engine, which would have kept the update waiting
+    assert not remaining_files()  # with nixl: nor blocks of the engine, for which the update would have to wait
     for engine in engines:
         await engine.finish_update(0)
     print(f"{1000 * held:.0f} ms to pause")
@@ -251,8 +253,8 @@ async def test_new_weights_take_back_what_the_old_ones_computed(engines):
 
 
 @pytest.mark.parametrize("carry", ["tokens", "kv"])
-@through("shm", NIXL)
-async def test_moving_takes_effect_at_once(engines, carry, record_property):
+@kv_transports("shm", NIXL)
+async def test_moving_is_immediate(engines, carry, record_property):
     first, second = engines
     seconds = []
     for trial in range(5):
@@ -266,20 +268,20 @@ async def test_moving_takes_effect_at_once(engines, carry, record_property):
         rest = [one for one in samples if one.id in partials]
         one_more = replace(WARM, max_tokens=1 + min(len(partial.token_ids) for partial in partials.values()))
         stream = second.generate(rest, one_more, partials)
-        async for _ in stream:  # the first with a token more
+        async for _ in stream:  # the first with one more token
             break
         seconds.append(time.perf_counter() - began)
         await stream.aclose()
-    assert not left_over()  # nor of those at their limit already, which had nothing to load
+    assert not remaining_files()  # except samples already at their limit, which load nothing
     record_property("seconds", seconds)
     print(f"{carry}: {[round(1000 * one) for one in seconds]} ms from evict to a new token elsewhere")
     assert len(seconds) == 5
 
 
-@through("shm")
-async def test_decoding_is_recorded_in_stretches(engines):
+@kv_transports("shm")
+async def test_decode_spans_cover_intervals_of_continuous_decoding(engines):
     engine = engines[0]
-    while await engine.load() != Load(0, 0, 0.0):  # of earlier tests
+    while await engine.load() != Load(0, 0, 0.0):  # discard spans of earlier tests
         await asyncio.sleep(0.05)
     await engine.drain()
     began = time.time()
@@ -298,10 +300,10 @@ async def test_decoding_is_recorded_in_stretches(engines):
         assert 50 <= span.attributes["context"] <= 4 * 224 and span.seconds > 0
     assert all(before.end <= after.start + 1e-6 for before, after in pairwise(stretches))
     assert began - 0.1 < stretches[0].start and stretches[-1].end < began + wall + 0.1
-    assert wall / 100 < sum(span.seconds for span in stretches) < wall - 0.4  # not the time between the two
+    assert wall / 100 < sum(span.seconds for span in stretches) < wall - 0.4  # excluding the time between the two
 
 
-@through("shm")
+@kv_transports("shm")
 async def test_an_engine_sleeps_only_when_nothing_is_generated(engines):
     engine = engines[0]
     one = sample(420)
@@ -320,8 +322,8 @@ async def test_an_engine_sleeps_only_when_nothing_is_generated(engines):
     assert_same(await generate(engine, [one], WARM), expected)
 
 
-@through("shm")
-async def test_an_engine_keeps_to_its_core(engines, tiny_model):
+@kv_transports("shm")
+async def test_an_engine_stays_on_its_core(engines, tiny_model):
     for handle, cores in zip(engines, (set(os.sched_getaffinity(0)), {LAST_CORE}), strict=True):
         actor = psutil.Process(await pid_of(handle))
         children = actor.children(recursive=True)
@@ -334,9 +336,9 @@ async def test_an_engine_keeps_to_its_core(engines, tiny_model):
     ray.kill(other.actor)
 
 
-@through("shm")
-async def test_an_engine_s_process_has_no_connection_and_no_file_of_its_actor_s(engines):
-    """It is a fork of it: who waits for the actor's end would wait for both."""
+@kv_transports("shm")
+async def test_an_engine_process_inherits_no_connection_and_no_file_of_its_actor(engines):
+    """The process is a fork of its actor; an inherited connection would stay open after the actor's end."""
     for handle in engines:
         actor = await pid_of(handle)
         [core] = children(actor)
@@ -347,11 +349,11 @@ async def test_an_engine_s_process_has_no_connection_and_no_file_of_its_actor_s(
         assert {file.partition(":")[0] for file in ours & theirs - streams} <= {"/dev/null", "pipe", "anon_inode"}
 
 
-@through(NIXL)
-async def test_a_source_that_was_killed_is_not_waited_for(engines):
+@kv_transports(NIXL)
+async def test_samples_resume_without_delay_when_the_source_engine_was_killed(engines):
     first, second = engines
-    samples, expected = await long_ones(first, 520, 3)
-    partials = await begun(first, samples, WARM, 20, "kv")
+    samples, expected = await long_samples(first, 520, 3)
+    partials = await evict_at(first, samples, WARM, 20, "kv")
     for child in psutil.Process(await pid_of(first)).children(recursive=True):
         child.kill()
     await second.drain()

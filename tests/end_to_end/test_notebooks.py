@@ -1,4 +1,4 @@
-"""The notebooks from beginning to end, a job among their cells; a run replayed with another reward."""
+"""Executes the notebooks, which include training jobs; replays a run with another reward."""
 
 import importlib.util
 import json
@@ -21,14 +21,14 @@ def runner():
 
 
 def shown(notebook):
-    """(text, number of pictures) of all outputs."""
+    """Return (text, number of images) of all outputs."""
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     data = [output.data for output in outputs if "data" in output]
     text = "\n".join([*(output.get("text", "") for output in outputs), *(each.get("text/plain", "") for each in data)])
     return text, sum("image/png" in each for each in data)
 
 
-def test_a_reward_is_written_and_used_by_a_job(tmp_path):
+def test_the_reward_notebook_trains_with_its_reward(tmp_path):
     text, pictures = shown(runner().execute(FOLDER / "01_write_a_reward.ipynb", tmp_path))
     assert pictures == 2 and "ZeroDivisionError" in text
     assert "step 2/2" in text and "the same rewards: True" in text
@@ -36,7 +36,7 @@ def test_a_reward_is_written_and_used_by_a_job(tmp_path):
     assert "steps_reward.py:compute_score" in config
 
 
-def test_a_reward_model_is_extended_trained_and_looked_at(tmp_path):
+def test_the_reward_model_notebook_trains_and_plots_an_extended_model(tmp_path):
     text, pictures = shown(runner().execute(FOLDER / "02_extend_a_reward_model.ipynb", tmp_path))
     assert pictures == 4 and "60 steps of" in text and "{'path': 'reward_model:brief', 'weight': 0.2}" in text
     run = tmp_path / "runs" / "rlfuse" / "two_layers"
@@ -45,7 +45,7 @@ def test_a_reward_model_is_extended_trained_and_looked_at(tmp_path):
     assert (run / "global_step_60" / "reward_model" / "huggingface" / "my_reward_model.py").exists()
 
 
-def test_a_judge_is_trained_read_in_both_orders_and_put_into_a_job(tmp_path):
+def test_the_judge_notebook_trains_a_judge_and_uses_it_in_a_job(tmp_path):
     text, pictures = shown(runner().execute(FOLDER / "03_generative_judge.ipynb", tmp_path))
     assert pictures == 3 and "0 failures" in text and "template: {b} is missing" in text
     [(first, second, mean)] = re.findall(r"^all +([\d.]+) +([\d.]+) +([\d.]+)$", text, re.MULTILINE)
@@ -53,13 +53,13 @@ def test_a_judge_is_trained_read_in_both_orders_and_put_into_a_job(tmp_path):
     assert re.search(r"judge +weight 1, sees the answer only\ncompute_score +weight 0, sees all", text)
 
 
-def test_a_run_is_read(tmp_path):
+def test_the_run_notebook_reads_a_run(tmp_path):
     text, pictures = shown(runner().execute(FOLDER / "04_read_a_run.ipynb", tmp_path))
     assert pictures == 5 and "idle/controller" in text and "surprise" in text and "subtractions" in text
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)
-def test_notebooks_are_kept_with_outputs_that_name_no_machine(path):
+def test_committed_notebooks_have_outputs_without_machine_names(path):
     text, pictures = shown(nbformat.read(path, as_version=4))
     assert pictures >= 2 and path.stat().st_size < 400_000
     assert not re.search(r"/(tmp|home|root|work|Users)/", path.read_text()) and "Error:" not in text.replace(

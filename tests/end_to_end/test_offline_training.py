@@ -1,4 +1,4 @@
-"""Supervised fine-tuning and DPO on real ranks: gradients in every layout, evaluation, and jobs that resume."""
+"""Supervised fine-tuning and DPO on real ranks: gradients in every layout, evaluation, and resumed jobs."""
 
 import json
 import subprocess
@@ -27,17 +27,17 @@ from rlfuse.application import main
 first, second = json.loads(sys.argv[1])
 sys.exit(main(first) or print("FINISHED", flush=True) or main(second))
 """
-"""Runs two jobs in one process, as a sweep does: imports are most of a small job's cost."""
+"""Runs two jobs in one process, as a sweep does, because imports are most of a small job's cost."""
 TASKS = {"sft": SupervisedFineTuning, "dpo": DirectPreferenceOptimisation}
 
 
 class Offline(OfflineTrainer, Probe):
-    """Its gradients can be read."""
+    """Trainer whose gradients can be read."""
 
 
 @pytest.fixture(scope="module")
 def config(tiny_model, tmp_path_factory):
-    """Rows that are both demonstrations and pairs; every third pair has a prompt in common with the one before."""
+    """Write rows that are both demonstrations and pairs; every third pair shares its prompt with the previous one."""
     rng, path = np.random.default_rng(0), tmp_path_factory.mktemp("rows") / "rows.jsonl"
 
     def words(most):
@@ -59,7 +59,7 @@ def config(tiny_model, tmp_path_factory):
 
 
 def shifted(folder, to):
-    """A reference that is not the policy, so that the first step has rewards."""
+    """Save a reference that differs from the policy, so that implicit rewards are not 0 in the first step."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     torch.manual_seed(1)
     with torch.no_grad():
@@ -75,7 +75,7 @@ async def trainer(config, slots):
 
 
 async def task_of(trainer, config, name, **changes):
-    """The same processes with fresh models, for a task under other settings."""
+    """Reload the models in the same processes for a task with other settings."""
     config = deepcopy(config)
     config.trainer.task = name
     for key, value in changes.items():
@@ -93,14 +93,14 @@ async def task_of(trainer, config, name, **changes):
 
 
 def log_probs(model, prompt, completion):
-    """Of each token of the completion, one sequence at a time."""
+    """Return the log-probs of the completion's tokens, one sequence at a time."""
     ids = torch.tensor(np.concatenate([prompt, completion]).astype(np.int64))
     logits = model(ids[None]).logits[0, len(prompt) - 1 : -1]
     return logits.log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0]
 
 
 def by_formula(config, loss_type):
-    """(loss, metrics, gradients) by the papers' formulas in plain torch; `loss_type`: None for sft."""
+    """Return (loss, metrics, gradients) by the papers' formulas in plain torch; `loss_type`: None for sft."""
     policy, reference = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (config.model.path, config.ref.path)
     )
@@ -151,7 +151,7 @@ async def test_two_ranks_compute_the_formula(trainer, config, name, loss_type, l
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_job_resumes_where_it_would_have_continued(config, name, tmp_path):
+def test_a_resumed_job_has_the_metrics_of_the_uninterrupted_one(config, name, tmp_path):
     rows = config.data.train_files[0]
     words = [f"trainer.task={name}", f"model.path={config.model.path}", "model.dtype=float32", "cluster.device=cpu"]
     words += [f"data.train_files={rows}", f"data.val_files={rows}", "data.prompt_is_chat=false", "actor.optim.lr=1e-3"]
@@ -170,21 +170,21 @@ def test_a_job_resumes_where_it_would_have_continued(config, name, tmp_path):
     jobs = [[*words, "trainer.experiment_name=whole"], [*words, "trainer.experiment_name=rest", *resume]]
     done = subprocess.run([sys.executable, "-c", BOTH, json.dumps(jobs)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    said, resumed = done.stdout.split("FINISHED")
+    output, resumed = done.stdout.split("FINISHED")
     whole, rest = (read_metrics(folder / run / "metrics.jsonl") for run in ("whole", "rest"))
     names = [key for key in whole[-1] if key.startswith(("actor/", "rewards/", "val-"))]
     assert [{key: row.get(key) for key in names} for row in rest] == [
         {key: row.get(key) for key in names} for row in whole if row["step"] > 2
     ]
     first, last = (row[f"val-aux/{name}/loss"] for row in (whole[0], whole[-1]))
-    assert last < first and "held out  " in said and "resumed from" in resumed
+    assert last < first and "held out  " in output and "resumed from" in resumed
     if name == "dpo":  # its reference has followed the policy
         synced, start = (
             AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()["lm_head.weight"]
             for path in (folder / "whole" / "global_step_4" / "ref" / "huggingface", config.model.path)
         )
         assert not torch.equal(synced, start)
-    assert f"step 4/4  loss {whole[-1]['actor/loss']:.3f}" in said
+    assert f"step 4/4  loss {whole[-1]['actor/loss']:.3f}" in output
     weights = folder / "whole" / "global_step_4" / "actor" / "huggingface"
-    assert AutoModelForCausalLM.from_pretrained(weights).num_parameters() and f"model.path={weights}" in said
+    assert AutoModelForCausalLM.from_pretrained(weights).num_parameters() and f"model.path={weights}" in output
     assert (folder / "whole" / "learning_curve.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""A job on a family of video models that only a user's file knows: driver, encoder, engine and trainer all bring it."""
+"""A job on a user-defined family of video models, which driver, encoder, engine and trainer load from a user's file."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def write_small_qwen2_vl(folder):
     (folder / "preprocessor_config.json").write_text(json.dumps(PIXELS))
 
 
-def test_a_job_learns_with_the_readmes_family(driven, tmp_path):
+def test_a_job_trains_with_the_custom_family_of_the_readme(driven, tmp_path):
     write_task(tmp_path, Clips(train=4, val=2, kinds=(Kind.ORDER,), shortest_s=10, longest_s=20))
     write_small_qwen2_vl(tmp_path / "model")
     (tmp_path / "first_letter.py").write_text(REWARD)
@@ -66,4 +66,4 @@ def test_a_job_learns_with_the_readmes_family(driven, tmp_path):
     steps = [row for row in read_metrics(tmp_path / "runs/rlfuse/run/metrics.jsonl") if row["step"] > 0]
     assert len(steps) == 2
     for row in steps:
-        assert row["training/rollout_probs_diff_max"] < 1e-4, "engine and trainer count positions alike"
+        assert row["training/rollout_probs_diff_max"] < 1e-4, "positions of engine and trainer differ"

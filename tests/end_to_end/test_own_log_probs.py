@@ -1,4 +1,4 @@
-"""First mini-batches have no pass for old log-probs, or those of engines, with drafts: a job's curves are the same."""
+"""Old log-probs of first mini-batches from their update, or from engines with drafts, do not change a job's curves."""
 
 import numpy as np
 import pytest
@@ -8,8 +8,8 @@ from rlfuse.events import read_events
 from rlfuse.observe.tracking import read_metrics
 
 
-def test_a_jobs_curves_are_to_the_last_bit_those_with_a_pass_before(driven, tmp_path):
-    """KL in the reward of coefficient 0 asks for the pass, and changes no reward. A row is a micro-batch in both."""
+def test_log_probs_from_the_update_give_bitwise_the_curves_of_a_separate_pass(driven, tmp_path):
+    """A KL coefficient of 0 in the reward requires the separate pass and changes no reward. One row per micro-batch."""
     settings = {
         "data.max_response_length": 24, "data.train_batch_size": 6, "rollout.n": 2,
         "actor.ppo_mini_batch_size": 3, "actor.ppo_micro_batch_size_per_gpu": 1, "actor.ppo_epochs": 2,
@@ -35,8 +35,8 @@ def test_a_jobs_curves_are_to_the_last_bit_those_with_a_pass_before(driven, tmp_
         np.testing.assert_equal({name: have[name] for name in names}, {name: want[name] for name in names})
 
 
-def test_with_the_engines_log_probs_drafts_change_no_curve(driven, ending_model, tmp_path):
-    """Responses repeat themselves, so that n-grams are accepted."""
+def test_drafts_change_no_curve_with_log_probs_of_the_engine(driven, ending_model, tmp_path):
+    """Responses repeat themselves, so n-gram drafts are accepted."""
     settings = {
         "model.path": write_repeating(ending_model, tmp_path / "repeating"), "actor.optim.lr": 1e-5,
         "data.max_response_length": 60, "data.train_batch_size": 6, "rollout.n": 2, "rollout.temperature": 0.3,

@@ -1,4 +1,4 @@
-"""Pipelines against one process: the same gradients and parameters for every schedule and layout, on real ranks."""
+"""Pipelines on real ranks have the gradients and parameters of one process, for every schedule and layout."""
 
 import asyncio
 import os
@@ -13,7 +13,18 @@ import pytest
 import ray
 import torch
 from pipelines import Sleeping, fused, serial
-from probing import COUNTS, LAYOUTS, OPPOSITE, TWO_CRITICS, distance, fourth_step, schedule, started, state, three_steps
+from probing import (
+    COUNTS,
+    LAYOUTS,
+    OPPOSITE,
+    TWO_CRITICS,
+    distance,
+    fourth_step,
+    schedule,
+    started_group,
+    state,
+    three_steps,
+)
 from safetensors.torch import load_file
 from single_process import BATCHES, FAMILIES, ThreeSteps, lengths, make_rows, settings
 from trainer_probe import mini_batches_without_advantage, only_the_policy_loss, scores_of
@@ -38,7 +49,7 @@ def folders(pipeline_models):
 
 @pytest.fixture(scope="module")
 def one_process(folders):
-    """Three steps of one process, each made once."""
+    """Return a function that computes three steps in one process, once per configuration."""
     made = {}
 
     def get(config, name):
@@ -52,19 +63,22 @@ def one_process(folders):
 
 @pytest.fixture(scope="module")
 async def two(folders, slots):
-    async for group in started(folders, 2, OPPOSITE):
+    async for group in started_group(folders, 2, OPPOSITE):
         yield group
 
 
 @pytest.fixture(scope="module")
 async def eight(folders, slots):
-    async for group in started(folders, 8, TWO_CRITICS):
+    async for group in started_group(folders, 8, TWO_CRITICS):
         yield group
 
 
 def assert_like_one_process(config, one_process, gradients, parameters, metrics):
-    """Gradients to 1e-6 of their norm in the first step. AdamW divides them by their own size, so that rounding in
-    elements that are next to zero moves parameters by up to the learning rate: 1e-5 after that."""
+    """Compare gradients of the first step to 1e-6 of their norm, and all later results to 1e-5.
+
+    AdamW divides gradients by their own size, so rounding in elements next to zero moves parameters by up to the
+    learning rate.
+    """
     for name in COUNTS:
         expected = one_process(config, name)
         found = [distance(*pair) for pair in zip(gradients[name], expected.gradients, strict=True)]
@@ -78,7 +92,7 @@ def assert_like_one_process(config, one_process, gradients, parameters, metrics)
     "family, order, split", [("qwen2", *order) for order in ORDERS] + [(name, "fused", True) for name in FAMILIES][1:]
 )
 async def test_every_order_trains_as_one_process(four, folders, one_process, family, order, split):
-    """Four stages of the actor, two opposite pipelines of two stages of the smaller critic; clipped."""
+    """Four stages of the actor, two opposite pipelines of the smaller critic with two stages each; clipped."""
     config = settings(folders, family, clip=0.1)
     assert_like_one_process(config, one_process, *await three_steps(four, config, TWO_CRITICS, order, split))
 
@@ -95,7 +109,7 @@ async def test_every_layout_trains_as_one_process(four, folders, one_process, na
     [(LAYOUTS["4 and 4"], *ORDERS[-1]), (TWO_CRITICS, *ORDERS[0])],
     ids=["4 and 4, fused", "two critics, serial"],
 )
-async def test_four_stages_twice_over_train_as_one_process(eight, folders, one_process, layout, order, split):
+async def test_eight_ranks_train_as_one_process(eight, folders, one_process, layout, order, split):
     config = settings(folders, critic_layers=layout[1].stages, clip=0.1)
     assert_like_one_process(config, one_process, *await three_steps(eight, config, layout, order, split))
 
@@ -112,11 +126,11 @@ async def test_twenty_ppo_steps_have_the_losses_of_one_process(four, folders):
     four.rows = schedule("fused", TWO_CRITICS, True)
     curve, one_process = await ppo_steps.loss_curve(four), await ppo_steps.loss_curve(ppo_steps.OneProcess(config))
     for found, expected in zip(curve, one_process, strict=True):
-        found = {name: found[name] for name in expected}  # without the learning rate
+        found = {name: found[name] for name in expected}  # excluding the learning rate
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-async def test_orders_give_one_gradient_to_the_last_bit(two, folders):
+async def test_gradients_are_bitwise_equal_for_all_orders(two, folders):
     config = settings(folders)
     runs = [await three_steps(two, config, OPPOSITE, order, split) for order, split in (*ORDERS[:1], *ORDERS[2:])]
     for gradients, parameters, metrics in runs[1:]:
@@ -128,7 +142,7 @@ async def test_orders_give_one_gradient_to_the_last_bit(two, folders):
 
 @pytest.mark.parametrize("family, order, split", [("llama", "serial", False), ("qwen2", "fused", True)])
 async def test_the_actor_can_skip_rows_without_advantage(two, folders, family, order, split):
-    """All of a mini-batch, whose schedule is the critic's; some of another, which the critic trains on whole."""
+    """In one mini-batch the actor skips all rows, in another some; the critic trains on all of them."""
     config = only_the_policy_loss(settings(folders, family, clip=0.1))
     config.critic.optim.eps, expected = 1e-4, None
     schedules = {True: schedule(order, OPPOSITE, split), False: schedule(order, OPPOSITE[1:], split)}
@@ -153,7 +167,7 @@ async def test_the_actor_can_skip_rows_without_advantage(two, folders, family, o
         assert distance(found[1][name], expected[1][name]) < 1e-6
 
 
-async def test_activation_checkpointing_changes_no_number(two, folders, one_process):
+async def test_activation_checkpointing_changes_no_result(two, folders, one_process):
     config = settings(folders)
     config.model.enable_gradient_checkpointing = True
     assert_like_one_process(config, one_process, *await three_steps(two, config, OPPOSITE, "fused", True))
@@ -165,7 +179,7 @@ async def test_padded_rows_train_as_packed_ones(two, folders, one_process):
     assert_like_one_process(config, one_process, *await three_steps(two, config, OPPOSITE, "fused", True))
 
 
-async def test_fewer_rows_than_micro_batches_leave_fillers_that_count_for_nothing(four, folders, one_process):
+async def test_fillers_for_missing_micro_batches_do_not_count(four, folders, one_process):
     config, few = settings(folders), make_rows(3, 8)
     await four.take(config, LAYOUTS["dp 2"])
     execution = await four.run(schedule("fused", LAYOUTS["dp 2"], True), {name: few for name in COUNTS})
@@ -177,7 +191,7 @@ async def test_fewer_rows_than_micro_batches_leave_fillers_that_count_for_nothin
     assert (await four.step("actor", lengths(few)))["actor/entropy"] > 0
 
 
-async def test_scores_come_in_the_order_of_rows(four, folders):
+async def test_scores_are_in_the_order_of_rows(four, folders):
     """Forward-only schedules, on layouts with two pipelines and with a V."""
     config, rows = settings(folders), make_rows(9, 1)
     config.actor.ppo_max_token_len_per_gpu = 40
@@ -190,13 +204,11 @@ async def test_scores_come_in_the_order_of_rows(four, folders):
         for model in ("actor", "ref")[: len(layout) - 1]:
             for have, expected in zip(await scores_of(four, model, rows), want, strict=True):
                 np.testing.assert_allclose(have, expected, atol=1e-5)
-        assert all(
-            not values.any() for values in await scores_of(four, "critic", rows)
-        )  # a fresh value head starts at 0
+        assert all(not values.any() for values in await scores_of(four, "critic", rows))  # a new value head is 0
 
 
-async def test_a_schedule_scores_what_it_does_not_train(two, folders):
-    """Reference and actor passes over later rows in an actor's schedule: the numbers and gradients of each alone."""
+async def test_a_schedule_can_score_rows_that_it_does_not_train_on(two, folders):
+    """Reference and actor passes over later rows in an actor's schedule give the results of separate passes."""
     config, rows = settings(folders), make_rows(6, 2)
     layout = (Pipelines("actor", 2), Pipelines("ref", 2, direction="up"))
     await two.take(config, layout)
@@ -218,7 +230,7 @@ async def test_a_schedule_scores_what_it_does_not_train(two, folders):
 
 @dataclass(frozen=True)
 class Trained:
-    """What three steps of clipped training left, in memory and in a checkpoint, and what a fourth made of it."""
+    """State after three steps of clipped training, in memory and in a checkpoint, and after a fourth."""
 
     config: Config
     parameters: dict
@@ -233,7 +245,7 @@ class Trained:
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 async def trained(request, four, folders, tmp_path_factory):
-    """By four stages of the actor and two critics."""
+    """Train with four stages of the actor and two critics."""
     config, folder = settings(folders, clip=0.1, dtype=request.param), tmp_path_factory.mktemp(request.param)
     _, parameters, metrics = await three_steps(four, config, TWO_CRITICS, "fused", True)
     await four.save(folder)
@@ -241,9 +253,9 @@ async def trained(request, four, folders, tmp_path_factory):
 
 
 async def test_every_stage_is_clipped_by_the_norm_over_all_of_them(trained, folders, one_process):
-    """AdamW's first moment tells, as it averages clipped gradients.
+    """Compare AdamW's first moment, which averages clipped gradients.
 
-    Rounding to bfloat16 takes ratios across PPO's clip: 1 to 12 % of the moment in one process, as the seed falls.
+    Rounding to bfloat16 moves ratios across PPO's clip bound: 1 to 12 % of the moment in one process, by seed.
     """
     tolerance, rounding = {"float32": (1e-5, 1e-5), "bfloat16": (0.05, 0.15)}[trained.dtype]
     saved = state(trained.folder)
@@ -258,8 +270,11 @@ async def test_every_stage_is_clipped_by_the_norm_over_all_of_them(trained, fold
 
 
 async def test_training_resumes_exactly_in_another_layout(trained, four, two, tmp_path):
-    """In the same stages, in two ranks, in a V with tied weights on one device, interleaved: what these save again is
-    the same to the last bit. So is the next step in the same stages; in others rows are in other micro-batches."""
+    """Layouts: the same stages, two ranks, a V with tied weights on one device, interleaved.
+
+    A checkpoint saved again is bitwise equal, and so is the next step in the same stages; in other layouts rows are in
+    other micro-batches.
+    """
     saved, (metrics, parameters) = state(trained.folder), trained.fourth
     tolerance = {"float32": 1e-5, "bfloat16": 0.02}[trained.dtype]
     layouts = (TWO_CRITICS, OPPOSITE, LAYOUTS["V, dp 2"], LAYOUTS["interleaved"])
@@ -277,8 +292,8 @@ async def test_training_resumes_exactly_in_another_layout(trained, four, two, tm
             assert distance(resumed[name], parameters[name]) <= (tolerance if i else 0)
 
 
-async def test_layers_move_off_a_slow_rank_at_a_checkpoint_and_nothing_else_changes(trained, two, tmp_path):
-    """Weights and optimizer to the last bit, also back again; the next step but for rounding."""
+async def test_moving_layers_off_a_slow_rank_changes_no_result(trained, two, tmp_path):
+    """Weights and optimizer state are bitwise equal, also after moving back; the next step differs by rounding only."""
     saved, (metrics, parameters) = state(trained.folder), trained.fourth
     tolerance = {"float32": 1e-5, "bfloat16": 0.02}[trained.dtype]
     await two.take(trained.config, OPPOSITE)
@@ -298,8 +313,8 @@ async def test_layers_move_off_a_slow_rank_at_a_checkpoint_and_nothing_else_chan
     assert all(distance(moved[name], parameters[name]) <= tolerance for name in COUNTS)
 
 
-async def test_a_slow_pipeline_gets_fewer_rows_and_gives_the_same_gradient(four, folders, one_process):
-    """Of two blocks of two devices; the last device of the second one is slow."""
+async def test_a_slow_pipeline_gets_fewer_rows_without_changing_the_gradient(four, folders, one_process):
+    """Two blocks of two devices; the last device of the second block is slow."""
     config, layout = settings(folders, critic_layers=4, clip=0.1), LAYOUTS["dp 2"]
     try:
         await four.replan([1.0, 1.0, 1.0, 3.0])
@@ -322,7 +337,7 @@ async def test_checkpoints_are_hugging_face_folders(trained):
         assert distance({key: p.detach() for key, p in model.named_parameters()}, trained.parameters[name]) == 0
 
 
-async def test_weights_come_in_buckets_as_checkpoints_name_them(four, folders, tmp_path):
+async def test_exported_buckets_have_the_names_of_checkpoints(four, folders, tmp_path):
     config = settings(folders)
     config.rollout.update_weights_bucket_mb = 0
     await four.take(config, TWO_CRITICS)
@@ -334,7 +349,7 @@ async def test_weights_come_in_buckets_as_checkpoints_name_them(four, folders, t
     assert distance(found, {key: p.detach() for key, p in policy.named_parameters()}) == 0
 
 
-async def test_what_does_not_fit_says_so(two, folders, tmp_path):
+async def test_impossible_layouts_are_refused_with_the_reason(two, folders, tmp_path):
     config = settings(folders)
     with pytest.raises(ValueError, match=r"must use the same number .*got \{'actor': 2, 'critic': 4\}"):
         await two.take(config, (Pipelines("actor", 2), Pipelines("critic", 2, 2)))
@@ -355,8 +370,8 @@ async def test_what_does_not_fit_says_so(two, folders, tmp_path):
 
 
 @pytest.mark.parametrize("split", [False, True])
-async def test_four_ranks_run_their_rows_in_order_and_nothing_before_its_input(four, folders, split):
-    """Sleeping, as four ranks share two cores. What it takes is measured by tests/benchmarks/pipeline_executor.py."""
+async def test_four_ranks_run_operations_in_order_and_after_their_inputs(four, folders, split):
+    """Stages sleep, since four ranks share two cores; tests/benchmarks/pipeline_executor.py measures the overhead."""
     seconds = {"F": 0.01, "B": 0.01, "W": 0.01}
     layout = LAYOUTS["4 and 4"]
     rows = fused(layout, {"actor": 8, "critic": 8}, lambda model, stage, kind: seconds[kind], split)
@@ -377,8 +392,8 @@ async def test_four_ranks_run_their_rows_in_order_and_nothing_before_its_input(f
             assert each.start >= starts[earlier] + 0.9 * seconds[earlier.kind]
 
 
-async def test_a_rank_killed_within_a_schedule_is_one_clear_error(two, folders):
-    """Last: its ranks are gone after it. The time limit is far longer than it takes."""
+async def test_a_rank_killed_during_a_schedule_is_one_clear_error(two, folders):
+    """Runs last, because its ranks are gone afterwards. The time limit is generous."""
     config = settings(folders)
     config.cluster.timeout_s = 60
     facts = await two.take(config, OPPOSITE)

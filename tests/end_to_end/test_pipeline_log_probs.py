@@ -1,4 +1,4 @@
-"""Rows of a first mini-batch on real pipelines gain in their update the log-probs that a pass before it would give."""
+"""The update of a first mini-batch on real pipelines returns the old log-probs that a separate pass would give."""
 
 from dataclasses import replace
 
@@ -13,14 +13,14 @@ from rlfuse.fusion.schedules.planning import Planner
 
 
 def bare_and_scored(rows, old):
-    """The rows without old log-probs, and with these."""
+    """Return the rows without old log-probs, and with `old`."""
     bare = [replace(row, tensors={k: v for k, v in row.tensors.items() if k != "old_log_probs"}) for row in rows]
     return bare, [replace(r, tensors=r.tensors | {"old_log_probs": o}) for r, o in zip(bare, old, strict=True)]
 
 
 @pytest.mark.parametrize("layout", [OPPOSITE, LAYOUTS["V, dp 2"]], ids=["opposite, two blocks", "V, dp 2"])
-async def test_the_update_is_that_of_a_pass_before_it(four, pipeline_models, layout):
-    """In the order of the rows, from every pipeline, fillers among them."""
+async def test_the_update_equals_one_after_a_separate_pass(four, pipeline_models, layout):
+    """Log-probs are in the order of the rows, from every pipeline, without fillers."""
     config, rows, found = settings(pipeline_models, critic_layers=4), make_rows(9, 1), []
     for passes in (True, False):
         await four.take(config, layout)
@@ -39,7 +39,7 @@ async def test_the_update_is_that_of_a_pass_before_it(four, pipeline_models, lay
 
 
 async def test_other_rows_are_scored_in_the_same_schedule(four, pipeline_models):
-    """What is trained and what is scored by the same model are told apart."""
+    """Log-probs of trained rows and of rows scored by the same model are not mixed up."""
     layout = (Pipelines("actor", 2), Pipelines("ref", 2, direction="up"))
     trained, scored = make_rows(5, 1), make_rows(7, 2)
     await four.take(settings(pipeline_models, critic_layers=4), layout)

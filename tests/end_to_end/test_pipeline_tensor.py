@@ -1,4 +1,4 @@
-"""Stages whose layers ranks share, against one process: gradients, passes, checkpoints, exports; on four real ranks."""
+"""Pipeline stages with tensor parallelism against one process, on four real ranks."""
 
 import asyncio
 
@@ -28,7 +28,7 @@ LAYOUTS = {
     "2 stages of 2": of_width(2, 2),
     "V of 2": of_width(2, 2, chunks=2),
     "dp 2 of 2": of_width(2, 1),
-    "1 stage of 4": of_width(4, 1),  # two share a head of keys and values
+    "1 stage of 4": of_width(4, 1),  # two ranks share a key/value head
 }
 
 
@@ -48,11 +48,10 @@ def folders(pipeline_models):
     ],
 )
 async def test_shared_layers_train_as_one_process(four, folders, name, family, order, split):
-    """Tied and not, clipped by the norm over all shares of all stages, entropy and KL in the loss.
+    """With tied and untied weights, clipping by the norm over all ranks and stages, entropy and KL in the loss.
 
-    In a V layers run again for their backward pass. Gradients to 3e-6 of their norm in the first step. AdamW divides
-    them by their own size, and rounding in elements next to zero, of which norms of queries and keys have many, moves
-    what comes after: 1e-4.
+    In a V, activations are recomputed. Gradients of the first step agree to 3e-6 of their norm, later results to 1e-4:
+    AdamW divides gradients by their own size, and query and key norms have many elements next to zero.
     """
     config = settings(folders, family, clip=0.1)
     config.model.enable_gradient_checkpointing = LAYOUTS[name][0].chunks > 1
@@ -68,7 +67,7 @@ async def test_shared_layers_train_as_one_process(four, folders, name, family, o
 
 
 async def test_passes_score_as_one_process(four, folders):
-    """Actor and reference, packed and padded; each token counted on one rank of those that share a stage's layers."""
+    """Actor and reference, packed and padded; each token is counted on one rank of a tensor parallel group."""
     config, rows = settings(folders, "qwen3"), make_rows(9, 1)
     want = np.concatenate(Whole(config, "actor").score(rows))
     layout = (*LAYOUTS["2 stages of 2"], Pipelines("ref", 2, direction="up", width=2))
@@ -80,11 +79,13 @@ async def test_passes_score_as_one_process(four, folders):
         for model in ("actor", "ref"):
             np.testing.assert_allclose(np.concatenate(await scores_of(four, model, rows)), want, atol=1e-5)
     tokens = sum(span.tokens for span in await four.drain() if span.kind == "forward")
-    assert tokens == 2 * 2 * sum(row.tokens for row in rows), "of two stages of two models"
+    assert tokens == 2 * 2 * sum(row.tokens for row in rows), (
+        "tokens are not counted once for each of two stages of two models"
+    )
 
 
-async def test_training_resumes_exactly_whatever_ranks_share(four, folders, tmp_path):
-    """What is saved again is the same to the last bit, and as Hugging Face has it; the next step but for rounding."""
+async def test_training_resumes_exactly_for_every_tensor_parallel_size(four, folders, tmp_path):
+    """A checkpoint saved again is bitwise equal, in Hugging Face's layout; the next step differs by rounding only."""
     config, layout = settings(folders, clip=0.1), LAYOUTS["2 stages of 2"]
     _, trained, _ = await three_steps(four, config, layout, "fused", True)
     await four.save(tmp_path / "saved")
@@ -102,8 +103,8 @@ async def test_training_resumes_exactly_whatever_ranks_share(four, folders, tmp_
     assert distance({key: p.detach() for key, p in model.named_parameters()}, trained["actor"]) == 0
 
 
-async def test_weights_come_in_buckets_of_whole_tensors(four, folders, tmp_path):
-    """A layer at a time, from the ranks that share it."""
+async def test_exported_buckets_hold_whole_tensors(four, folders, tmp_path):
+    """One layer per bucket, gathered from the ranks that share it."""
     config = settings(folders)
     config.rollout.update_weights_bucket_mb, found = 0, {}
     await four.take(config, LAYOUTS["2 stages of 2"])
@@ -116,12 +117,12 @@ async def test_weights_come_in_buckets_of_whole_tensors(four, folders, tmp_path)
     assert distance(found, {key: p.detach() for key, p in policy.named_parameters()}) == 0
 
 
-async def test_layers_move_off_a_slow_device_whose_ranks_share_them(four, folders, tmp_path):
-    """The device is as slow as its slowest rank. Moving leaves no process group behind."""
+async def test_layers_move_off_a_slow_tensor_parallel_group(four, folders, tmp_path):
+    """A group is as slow as its slowest rank. Moving layers leaves no process group behind."""
     layout = LAYOUTS["2 stages of 2"]
 
     async def groups():
-        """Of each rank."""
+        """Return the number of process groups of each rank."""
         counted = [
             rank.__ray_call__.remote(lambda _: len(torch.distributed.distributed_c10d._world.pg_map))
             for rank in four.ranks

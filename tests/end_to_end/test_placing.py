@@ -1,4 +1,4 @@
-"""Slots on a cluster whose nodes differ, an engine's process that joins Ray anew, and what a dead worker wrote."""
+"""Slots on clusters of different nodes, forked workers, access by other users, and messages on dead workers."""
 
 import json
 import multiprocessing
@@ -43,7 +43,7 @@ def test_a_private_cluster_leaves_the_agent_port_of_ray_start_free(ray_cluster):
     )
 
 
-def test_a_job_takes_the_cluster_s_gpus_from_a_head_without_any():
+def test_a_job_on_a_head_without_gpus_uses_the_gpus_of_the_cluster():
     command = [sys.executable, Path(__file__).with_name("mixed_nodes.py")]
     plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     authenticated = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a1b2c3d4" * 8}
@@ -51,15 +51,15 @@ def test_a_job_takes_the_cluster_s_gpus_from_a_head_without_any():
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     assert len(lines) == 3, done.stdout + done.stderr
     found = {name: rest for name, *rest in lines}
-    device, told, gpus = found["one GPU"]
+    device, message, gpus = found["one GPU"]
     assert (device, gpus) == ("cuda", [1.0])
-    assert told.startswith("GPUs of ") and "cluster.device=auto, and 1 of 2 Ray nodes have GPUs" in told
+    assert message.startswith("GPUs of ") and "cluster.device=auto, and 1 of 2 Ray nodes have GPUs" in message
     refused = found["two GPUs"][1]
     assert "1 of 1 slot, 1 of 1 CPU, 0 of 0 GPU" in refused and "cluster.device=cpu" in refused
     assert found["CPUs"][0] == "cpu" and sorted(found["CPUs"][2]) == [0, 1]
 
 
-def test_ranks_of_several_nodes_meet_through_ray_without_a_port_of_torch(ray_cluster):
+def test_ranks_of_several_nodes_rendezvous_through_ray_without_a_torch_port(ray_cluster):
     class Meeting(StoreServer):
         def join(self, rank, world, first):
             limit = timedelta(seconds=120)
@@ -93,18 +93,20 @@ def test_ranks_of_several_nodes_meet_through_ray_without_a_port_of_torch(ray_clu
         ray.kill(rank)
 
 
-def test_a_run_s_own_ray_has_no_process_that_nobody_asks(ray_cluster):
+def test_a_private_ray_cluster_has_no_unused_processes(ray_cluster):
     commands = []
     for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.ZombieProcess, psutil.NoSuchProcess):  # it may end meanwhile
+        with suppress(psutil.ZombieProcess, psutil.NoSuchProcess):  # processes may end meanwhile
             commands.append(" ".join(process.cmdline()))
     assert any("/raylet " in command for command in commands), commands
     assert not [each for each in commands if re.search(r"log_monitor|monitor\.py|dashboard\.py|ray-dashboard", each)]
 
 
-def test_processes_that_compute_nothing_do_without_torch(ray_cluster, tmp_path):
-    """Each would wait two seconds for it, and hold 200 MB, where no fork server has it for all of them: one declines to
-    fork a worker whose libraries could have been imported otherwise."""
+def test_processes_without_computation_do_not_import_torch(ray_cluster, tmp_path):
+    """The import takes two seconds and 200 MB in each process that is not forked from the fork server.
+
+    The server refuses to fork workers whose environment could change the imported libraries.
+    """
     kinds = {WeightStaging: (), EmbeddingCache: (1 << 20, None, None, str(tmp_path)), RewardWorker: ("reward/0", (), 1)}
     options = {"num_cpus": 0, "runtime_env": {"env_vars": worker_environment("cpu") | {"PYTHONHASHSEED": "1"}}}
     actors = [ray.remote(kind).options(**options).remote(*given) for kind, given in kinds.items()]
@@ -114,7 +116,7 @@ def test_processes_that_compute_nothing_do_without_torch(ray_cluster, tmp_path):
     assert loaded == [False] * 3
 
 
-def test_workers_are_forks_and_what_ray_would_have_started(ray_cluster):
+def test_forked_workers_equal_those_that_ray_would_start(ray_cluster):
     class Facts:
         def __init__(self):
             self.imported = {"torch", "deepspeed", "vllm.v1.engine.async_llm"} <= sys.modules.keys()
@@ -128,7 +130,7 @@ def test_workers_are_forks_and_what_ray_would_have_started(ray_cluster):
             return facts | {"threads": psutil.Process(os.getppid()).num_threads()}
 
         def shared(self):
-            """What Ray gives a worker, whoever makes it."""
+            """Return what Ray sets up in any worker, forked or not."""
             lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
             facts = {name: lines[name] for name in ("SigBlk", "SigIgn", "SigCgt", "Umask")}
             facts |= {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if "RLIMIT_" in name}
@@ -139,11 +141,11 @@ def test_workers_are_forks_and_what_ray_would_have_started(ray_cluster):
                 "cores": os.sched_getaffinity(0),
             }
             facts |= {"blame": Path("/proc/self/oom_score_adj").read_text(), "folder": os.getcwd()}
-            facts["path"] = [each for each in sys.path if not each.endswith("_vendor")]  # setuptools adds its own
+            facts["path"] = [each for each in sys.path if not each.endswith("_vendor")]  # setuptools adds entries
             return facts | {"script": sys.argv[0], "flags": str(sys.flags), "main": sys.modules["__main__"].__file__}
 
     made = []
-    for variables in ({"MINE": "1"}, {"MINE": "1"}, {"PYTHONHASHSEED": "random"}):  # for which the server declines
+    for variables in ({"MINE": "1"}, {"MINE": "1"}, {"PYTHONHASHSEED": "random"}):  # which the server refuses to fork
         options = {"num_cpus": 0, "runtime_env": {"env_vars": worker_environment("cpu") | variables}}
         made.append(ray.remote(Facts).options(**options).remote())
     one, other, ray_s = ray.get([each.own.remote() for each in made], timeout=240)
@@ -167,17 +169,17 @@ print(json.dumps([sys.argv, os.getcwd(), dict(os.environ), resource.getrlimit(re
     ("variables", "flags", "context", "maker"),
     [
         ({}, [], {"env_vars": {"MINE": "${TWO}s", "NEXT": "${MINE}${NONE}"}}, "default_worker.py"),
-        ({"PYTHONHASHSEED": "1"}, [], {}, "setup_worker.py"),  # libraries may have been imported otherwise
+        ({"PYTHONHASHSEED": "1"}, [], {}, "setup_worker.py"),  # which may change the imported libraries
         ({"PYTHONNOUSERSITE": "1"}, ["-s"], {"env_vars": {"TWO": "${TWO}s"}}, "setup_worker.py"),
         ({}, ["-s"], {}, "setup_worker.py"),
         ({}, [], {"py_executable": "/usr/bin/python3"}, "setup_worker.py"),
         ({forked_worker.SERVER: "/nowhere"}, [], {}, "setup_worker.py"),
     ],
 )
-def test_a_worker_is_forked_where_it_is_the_one_that_ray_would_start(
+def test_a_worker_is_forked_only_if_it_equals_the_one_that_ray_would_start(
     ray_cluster, tmp_path, variables, flags, context, maker
 ):
-    for name in ("default_worker.py", "setup_worker.py"):  # as they lie side by side in Ray
+    for name in ("default_worker.py", "setup_worker.py"):  # both are in the same folder of Ray
         (tmp_path / name).write_text(CALLED)
     arguments = [*flags, str(tmp_path / "default_worker.py"), "--port=1"]
     arguments += [f"--serialized-runtime-env-context={json.dumps(context)}", "--language=PYTHON"]
@@ -192,25 +194,25 @@ def test_a_worker_is_forked_where_it_is_the_one_that_ray_would_start(
         assert words[1:] == arguments and "MINE" not in found and found["TWO"] == "two"
 
 
-def test_a_server_that_has_no_user_s_packages_makes_workers_that_have_none(monkeypatch):
-    """Ray has their interpreter told so before the name of its script."""
+def test_the_fork_server_accepts_the_no_user_site_flag_only_if_it_was_started_with_it(monkeypatch):
+    """Ray passes interpreter flags before the name of its script."""
     arguments = ["-s", "/ray/default_worker.py", "--language=PYTHON"]
     monkeypatch.setattr(forked_worker.sys, "flags", SimpleNamespace(no_user_site=1))
     assert forked_worker.request(arguments)["words"] == ["/ray/default_worker.py"]
-    assert forked_worker.request(["-S", *arguments]) is None, "nor any others"
+    assert forked_worker.request(["-S", *arguments]) is None, "other interpreter flags are accepted"
 
 
 SERVER = """
 import sys
 from pathlib import Path
 from rlfuse.cluster import fork_server
-fork_server._forget = lambda: None  # of libraries that are not imported here
+fork_server._forget = lambda: None  # the libraries are not imported here
 fork_server.main(Path(sys.argv[1]), "json")
 """
 
 
-def test_a_worker_for_which_nobody_waits_any_more_is_not_forked(tmp_path, monkeypatch):
-    """Whoever waited too long has Ray's own script start it, and would do so a second time."""
+def test_a_request_that_has_timed_out_is_not_forked(tmp_path, monkeypatch):
+    """After a timeout Ray's script starts the worker, which must not be started twice."""
     script, path = tmp_path / "default_worker.py", tmp_path / "fork_server"
     script.write_text("import time\ntime.sleep(600)")
     wanted = {"words": [str(script)], "folder": str(tmp_path)}
@@ -219,7 +221,7 @@ def test_a_worker_for_which_nobody_waits_any_more_is_not_forked(tmp_path, monkey
     with subprocess.Popen([sys.executable, "-c", SERVER, path], stdin=subprocess.PIPE) as process:
         server, deadline = psutil.Process(process.pid), time.monotonic() + 240
         try:
-            while not forked_worker.forked(wanted):  # it has not begun to listen
+            while not forked_worker.forked(wanted):  # the server is not listening yet
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
             server.suspend()
@@ -278,7 +280,7 @@ def test_servers_and_workers_refuse_another_user(monkeypatch):
         monkeypatch.setenv(forked_worker.SERVER, str(path))
         with subprocess.Popen([sys.executable, "-c", SERVER, path], stdin=subprocess.PIPE) as process:
             try:
-                while not forked_worker.forked(wanted):  # as this user; it may still be starting
+                while not forked_worker.forked(wanted):  # the server may still be starting
                     assert process.poll() is None
                     time.sleep(0.05)
                 path.chmod(0o777)
@@ -293,7 +295,7 @@ class Worker:
 
 
 def engine_process(answer, group, environment):
-    """What vLLM's engine process does before it loads a model: `initialize_ray_cluster` and `RayExecutorV2`."""
+    """Do what vLLM's engine process does before it loads a model (`initialize_ray_cluster`, `RayExecutorV2`)."""
     ray.init(runtime_env=environment)
     node = placement_group_table(group)["bundles_to_node_id"][1]
     there = PlacementGroupSchedulingStrategy(group, 1)
@@ -302,10 +304,10 @@ def engine_process(answer, group, environment):
 
 
 class Front:
-    """As `RolloutWorker` on a GPU, whose engine spans two slots."""
+    """Stand-in for `RolloutWorker` on a GPU, whose engine spans two slots."""
 
     def start(self):
-        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address  # as vLLM does before it spawns
+        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address  # as vLLM does before spawning
         spawning = multiprocessing.get_context("spawn")
         answer, environment = spawning.Queue(), ray.get_runtime_context().runtime_env
         process = spawning.Process(target=engine_process, args=(answer, get_current_placement_group(), environment))
@@ -316,8 +318,8 @@ class Front:
             process.kill()
 
 
-def test_the_process_of_an_engine_over_several_gpus_joins_the_run_s_own_ray(slots):
-    """It listens on loopback alone; the session's slots stand for GPUs, whose workers the process then places."""
+def test_the_process_of_an_engine_over_several_gpus_joins_the_private_ray_cluster(slots):
+    """The cluster listens on loopback only; the session's slots stand for GPUs on which the process places workers."""
     options = replace(slots, device="cuda").engine_options(
         0, 2, rollout_env("cuda", slots=range(2)) | {"PYTHONPATH": os.path.dirname(__file__)}
     )
@@ -344,14 +346,14 @@ class Rank:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         (TIMED_OUT, ["waiting 1440 s", "collective 412 (ALLREDUCE)", "fr_trace", "raise cluster.timeout_s"]),
         (UNHANDLED, ["it crashed: what():  NCCL error in: x.hpp:3.", "logs: Ray's of it, /", ".err"]),
         (b"", ["killed by signal 9 (SIGKILL); the sender is unknown", "Free memory now", "logs: Ray's of it, /"]),
     ],
 )
-async def test_a_worker_that_ended_itself_is_told_by_its_last_words(ray_cluster, words, told):
+async def test_a_worker_that_crashed_is_reported_with_its_last_output(ray_cluster, words, expected):
     with pytest.raises(WorkerLost) as caught:
         await call(Rank.remote().end.remote(words), "trainer/1", "update the actor", 240)
-    assert all(each in str(caught.value) for each in told), str(caught.value)
+    assert all(each in str(caught.value) for each in expected), str(caught.value)

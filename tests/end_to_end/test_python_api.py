@@ -1,4 +1,4 @@
-"""The script of the README in a separate process, compared with the same job from files; evaluation of its model."""
+"""Runs the README's script in a separate process, compares it with the same job from files, and evaluates its model."""
 
 import os
 import re
@@ -25,12 +25,12 @@ REWARD = re.compile(r"\ndef correct.*?\n\n\n", re.DOTALL)
 
 @pytest.fixture(scope="module")
 def script(tiny_model):
-    """The README's script, with a tiny model and few tokens."""
+    """Write the README's script, with a tiny model and few tokens."""
     [code] = re.findall(r"```python\n(# my_run\.py.*?)```", README.read_text(), re.DOTALL)
     for given, small in (
         ('"Qwen/Qwen2.5-0.5B-Instruct"', repr({"path": str(tiny_model), "dtype": "float32"})),
         ('trainer={"total_training_steps": 20}', f"**{SMALL!r}"),
-        ("What is {a} + {b}?", "w{a + 3} w{b + 3}"),  # words of its tokenizer
+        ("What is {a} + {b}?", "w{a + 3} w{b + 3}"),  # words in the vocabulary
     ):
         assert code.count(given) == 1, given
         code = code.replace(given, small)
@@ -47,7 +47,7 @@ def run_in(folder, *command):
 
 @pytest.fixture(scope="module")
 def run(script, tmp_path_factory):
-    """(The run of the script, what it printed.)"""
+    """Run the script; return its run folder and output."""
     folder = tmp_path_factory.mktemp("script")
     (folder / "my_run.py").write_text(script)
     return run_in(folder, "my_run.py")

@@ -1,11 +1,11 @@
-"""A job whose engines have weights of 8 bits: pushed, corrected for, and told of."""
+"""A job whose engines have 8-bit weights: weight pushes, importance correction, and logging."""
 
 from rlfuse.algorithms.corrections import LOG_PROBS_DIFF_MEAN, mismatch_bound
 from rlfuse.config.quantization import CPU_METHOD
 from rlfuse.observe.tracking import read_metrics
 
 
-def test_what_engines_draw_differs_by_rounding_is_corrected_for_and_logged(driven, tmp_path):
+def test_the_log_prob_difference_of_8_bit_engines_is_corrected_and_logged(driven, tmp_path):
     settings = {
         "model.dtype": "bfloat16", "algorithm.rollout_correction.rollout_is": "token", "data.max_response_length": 24,
         "data.train_batch_size": 6, "actor.ppo_mini_batch_size": 3, "rollout.quantization": CPU_METHOD,
@@ -17,5 +17,5 @@ def test_what_engines_draw_differs_by_rounding_is_corrected_for_and_logged(drive
     rows = [row for row in read_metrics(tmp_path / "runs" / "rlfuse" / "small" / "metrics.jsonl") if row["step"] > 0]
     assert len(rows) == 2 and all(row["rollout_corr/rollout_is_mean"] > 0 for row in rows)
     assert all(row["fusion/off-policy"] == 1 for row in rows)
-    for apart in [row[LOG_PROBS_DIFF_MEAN] for row in rows]:
-        assert mismatch_bound("bfloat16", None).mean < apart < mismatch_bound("bfloat16", CPU_METHOD).mean
+    for difference in [row[LOG_PROBS_DIFF_MEAN] for row in rows]:
+        assert mismatch_bound("bfloat16", None).mean < difference < mismatch_bound("bfloat16", CPU_METHOD).mean

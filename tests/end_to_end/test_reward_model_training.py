@@ -1,4 +1,4 @@
-"""A reward model learns from pairs on real DeepSpeed ranks: gradients, resuming, and its place in the reward pool."""
+"""Training of a reward model from pairs on real DeepSpeed ranks: gradients, resuming, and use in the reward pool."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ MODEL = "reward_model"
 
 
 class Pairs(OfflineTrainer, Probe):
-    """Its gradients can be read."""
+    """Trainer whose gradients can be read."""
 
     labels = (ONLY_LABEL,)
 
@@ -41,7 +41,7 @@ class Pairs(OfflineTrainer, Probe):
 
 @pytest.fixture(scope="module")
 def config(tiny_model, tmp_path_factory):
-    """Pairs of which the better ends with a small number; two of three have a margin."""
+    """Write pairs whose chosen response ends with a small number; two of three have a margin."""
     rng, path = np.random.default_rng(0), tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
     rows = []
     for i in range(48):
@@ -70,7 +70,7 @@ async def trainer(config, slots):
 
 
 async def fresh(trainer, stage):
-    """The same processes under another ZeRO stage."""
+    """Reload the model in the same processes under another ZeRO stage."""
 
     def reload(rank, stage):
         rank.config.actor.zero_stage = stage
@@ -81,7 +81,7 @@ async def fresh(trainer, stage):
 
 
 def direct(folder, sequences):
-    """Scores of the classifier as transformers runs it, one sequence at a time."""
+    """Return the classifier's scores by transformers, one sequence at a time."""
     model = AutoModelForSequenceClassification.from_pretrained(
         folder, dtype=torch.float32, num_labels=1, pad_token_id=0
     )
@@ -93,14 +93,16 @@ def sequences(pairs):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-async def test_it_learns_resumes_and_is_what_the_reward_pool_loads(trainer, config, pairs, stage, tmp_path):
+async def test_a_reward_model_learns_resumes_and_loads_into_the_reward_pool(trainer, config, pairs, stage, tmp_path):
     await fresh(trainer, stage)
     first = await trainer.learn(pairs[:32])
-    assert first["reward_model/loss"] > np.log(2) - 1e-6, "a fresh head scores 0, margins ask for more"
+    assert first["reward_model/loss"] > np.log(2) - 1e-6, (
+        "a new head scores 0, so the loss exceeds log 2 by the margins"
+    )
     await trainer.save(tmp_path)
-    gone_on = [await trainer.learn(pairs[start : start + 5]) for start in range(0, 40, 5)]
+    continued = [await trainer.learn(pairs[start : start + 5]) for start in range(0, 40, 5)]
     await trainer.load(tmp_path)
-    assert [await trainer.learn(pairs[start : start + 5]) for start in range(0, 40, 5)] == gone_on
+    assert [await trainer.learn(pairs[start : start + 5]) for start in range(0, 40, 5)] == continued
     scores = await trainer.scores(pairs)
     assert (scores[:, 0] > scores[:, 1]).mean() > 0.8
     await trainer.save(tmp_path)
@@ -120,7 +122,7 @@ async def test_it_learns_resumes_and_is_what_the_reward_pool_loads(trainer, conf
 
 
 async def _gradients_are_plain_torchs(trainer, config, pairs, folder):
-    """On a head that is not 0, over two ranks and several micro-batches, and with a rank that has nothing."""
+    """Compare gradients for a head that is not 0: two ranks, several micro-batches, and a rank without rows."""
 
     def start_from(rank, path):
         rank.config.model.path = path
@@ -154,7 +156,7 @@ class TwoLayers(Qwen2ForSequenceClassification):
 
 @pytest.fixture
 def own_class(tiny_model, tmp_path):
-    """A folder to start from: the tiny model's body, and the code of a class with two labels."""
+    """Return a model folder: the tiny model's trunk, and the code of a custom class with two labels."""
     folder = tmp_path / "own"
     shutil.copytree(tiny_model, folder)
     (folder / "two_layers.py").write_text(CLASS)
@@ -164,8 +166,8 @@ def own_class(tiny_model, tmp_path):
     return folder
 
 
-async def test_a_class_of_ones_own_learns_two_dimensions_and_is_served(trainer, config, pairs, own_class, tmp_path):
-    """Of each pair both answers, preferred in turn: only a model that keeps the dimensions apart gets them right."""
+async def test_a_custom_class_learns_two_dimensions_and_is_served(trainer, config, pairs, own_class, tmp_path):
+    """Each response of a pair is preferred in one dimension, so only a model that separates dimensions learns them."""
 
     def start_from(rank, path):
         rank.config.model.path, rank.config.model.trust_remote_code, rank.config.actor.zero_stage = path, True, 3
@@ -173,7 +175,7 @@ async def test_a_class_of_ones_own_learns_two_dimensions_and_is_served(trainer, 
 
     await asyncio.gather(*(rank.__ray_call__.remote(start_from, str(own_class)) for rank in trainer.ranks))
     trainer.labels, trainer.config.actor.zero_stage = ["small", "large"], 3
-    trainer._buckets.clear()  # of the model before, which no trainer but this test's changes
+    trainer._buckets.clear()  # of the previous model; only this test changes it
     small = [replace(pair, dimension="small") for pair in pairs]
     large = [
         replace(pair, chosen_ids=pair.rejected_ids, rejected_ids=pair.chosen_ids, dimension="large") for pair in pairs
@@ -199,6 +201,6 @@ async def test_a_class_of_ones_own_learns_two_dimensions_and_is_served(trainer, 
 
 
 def sample_of(number, prompt, response):
-    """A finished sample of these texts."""
+    """Return a finished sample with these texts."""
     row = {"prompt": prompt, "data_source": "pairs", "ground_truth": None, "columns": {}, "finish": "stop"}
     return sample_of_row(row | {"id": f"1/{number}/0", "response": response})

@@ -1,4 +1,4 @@
-"""Reward functions that work, raise, hang and crash in real processes, and a reward model against direct scores."""
+"""Reward functions that succeed, raise, hang and crash in real processes, and a reward model against direct scores."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from rlfuse.tools.evaluation.reward_table import score_items
 UNIT = Path(__file__).parents[1] / "unit"
 hostile, async_rewards = (load_module(UNIT / f"{kind}_rewards.py") for kind in ("hostile", "async"))
 
-# A response says what to do: `pattern` hangs inside one C call that never gives the interpreter lock back.
+# The response selects what to do; `pattern` hangs inside a C call that never releases the GIL.
 FUNCTIONS = """
 import asyncio, math, os, re, signal, subprocess, time
 
@@ -115,7 +115,7 @@ async def scored(pool, *texts):
         await pool.close()
 
 
-async def test_each_mistake_costs_only_its_sample(ray_cluster, functions):
+async def test_each_failure_is_limited_to_its_sample(ray_cluster, functions):
     pool = RewardPool(RewardConfig([f"{functions}:single"], num_workers=2, timeout_s=6))
     texts = ["good", "crash", "raise", "hang", "pattern", "segfault", "status", "good again"]
     results, spans = await scored(pool, *texts)
@@ -135,9 +135,11 @@ async def test_each_mistake_costs_only_its_sample(ray_cluster, functions):
     assert latency_metrics(spans)["reward/latency_s/single/max"] == max(span.seconds for span in calls)
 
 
-async def test_two_hundred_odd_rewards_are_as_many_named_failures(ray_cluster, functions, tmp_path):
-    """The rest of the failure matrix, and every way to go wrong that the unit tests know: none of these is retried into
-    a number or costs another sample, and the process goes on unless its code is broken."""
+async def test_two_hundred_invalid_rewards_are_as_many_named_failures(ray_cluster, functions, tmp_path):
+    """The other failures, and all of the unit tests: none becomes a number on retry or affects another sample.
+
+    The process continues unless its code is broken.
+    """
     entries = [{"path": f"{functions}:{name}", "sources": ["plain"]} for name in ("single", "short")]
     entries.append({"path": f"{hostile.__file__}:later", "sources": ["hostile"]})
     pool = RewardPool(RewardConfig(entries, timeout_s=20, memory_mb=500))
@@ -172,7 +174,7 @@ async def test_two_hundred_odd_rewards_are_as_many_named_failures(ray_cluster, f
     assert all(f'File "{hostile.__file__}", line' in row["traceback"] for row in rows)
 
 
-async def test_gates_sources_and_thoughts_ask_only_what_they_must(ray_cluster, functions):
+async def test_gates_sources_and_answer_only_limit_the_calls(ray_cluster, functions):
     def shown(solution_str):
         return {"score": len(solution_str), "seen": solution_str}
 
@@ -187,20 +189,20 @@ async def test_gates_sources_and_thoughts_ask_only_what_they_must(ray_cluster, f
         sample.prompt = replace(sample.prompt, data_source=source)
     await pool.start()
     gated, chat, also, sums = await pool.score(batch)
-    asked = [(s.attributes["function"], s.samples) for s in await pool.drain()]
+    calls = [(s.attributes["function"], s.samples) for s in await pool.drain()]
     await pool.close()
     assert gated == Reward(0.0, {"gate": 0.0}, None, {"single": 0.0}, "gate")
     assert (chat.value, chat.text) == (3.0, "judge/seen: yes") and also.parts == {"gate": 1.0, "judge": 4.0}
     assert sums == Reward(2.0, {"gate": 1.0, "single": 4.0}, None, {"single": 4.0})
-    assert ("gate", tuple(s.id for s in batch)) == asked[0]
-    assert {s for name, ids in asked[1:] if name == "single" for s in ids} == {"2/4/3"}
+    assert ("gate", tuple(s.id for s in batch)) == calls[0]
+    assert {s for name, ids in calls[1:] if name == "single" for s in ids} == {"2/4/3"}
 
 
-async def test_a_batch_that_raises_or_crashes_is_repeated_one_by_one(ray_cluster, functions):
+async def test_a_batch_that_raises_or_crashes_is_repeated_sample_by_sample(ray_cluster, functions):
     results, spans = await scored(RewardPool(RewardConfig([f"{functions}:batched"])), "good", "raise", "crash", "fine")
     assert results[0] == results[3] == Reward(4.0, {"batched": 4.0}, None, {"batched": 4.0})
     assert "KeyError" in results[1].message and "died" in results[2].message
-    # The one that took its process with it has a second call: the process may have been killed from outside.
+    # The sample whose process died is called twice, because the process may have been killed from outside.
     assert [len(span.samples) for span in spans if span.kind == "reward"] == [4, 1, 1, 1, 1, 1]
 
 
@@ -218,7 +220,7 @@ async def test_a_batch_that_hangs_fails_as_a_whole_and_the_next_is_scored(ray_cl
         await pool.score(samples("good"))
 
 
-async def test_async_samples_share_a_call_and_a_slow_one_costs_only_itself(ray_cluster, functions):
+async def test_async_samples_share_a_call_and_a_slow_one_fails_alone(ray_cluster, functions):
     pool = RewardPool(RewardConfig([f"{functions}:judge", f"{functions}:alarmed"], [1.0, 0.5], timeout_s=5))
     results, spans = await scored(pool, *["good"] * 10, "slow", "raise")
     parts = {"judge": 4.0, "alarmed": 1.0}
@@ -228,17 +230,17 @@ async def test_async_samples_share_a_call_and_a_slow_one_costs_only_itself(ray_c
     assert len(together.samples) == 12 and together.seconds < 60
 
 
-async def test_async_functions_of_every_kind_share_calls_and_are_bounded_without_repetition(ray_cluster):
+async def test_async_functions_of_every_kind_share_calls_and_time_out_without_retry(ray_cluster):
     reward = RewardConfig([f"{async_rewards.__file__}:{name}" for name in async_rewards.NAMES], timeout_s=2)
     (good, calls), (late, bounded) = [await scored(RewardPool(reward), *texts) for texts in (["good"] * 40, ["hang"])]
     assert [result.value for result in good] == [4.0 * len(async_rewards.NAMES)] * 40
     assert "took longer than 2 s (reward.timeout_s)" in late[0].message
     count = Counter(span.attributes["function"] for span in calls)
-    assert count["trl"] == 1 and count["verl"] == 2 and count["returns_awaitable"] < 10  # its first call has one sample
+    assert count["trl"] == 1 and count["verl"] == 2 and count["returns_awaitable"] < 10  # the first call has one sample
     assert sorted(one.attributes["function"] for one in bounded if one.kind == "reward") == sorted(async_rewards.NAMES)
 
 
-async def test_a_notebooks_callable_and_many_samples(ray_cluster):
+async def test_a_lambda_scores_many_samples(ray_cluster):
     offset = 0.25
     results, _ = await scored(
         RewardPool(RewardConfig([lambda solution_str: len(solution_str) + offset], num_workers=2)), *["abc"] * 300
@@ -262,7 +264,7 @@ async def test_verifiers_run_in_reward_processes(ray_cluster, tmp_path):
     assert "PermissionError" in results[2].text or results[2].parts["runs/isolated"] == 0.0
 
 
-async def test_the_cut_into_calls_changes_no_reward_and_grows_with_the_pace(ray_cluster):
+async def test_call_sizes_change_no_reward_and_grow_with_throughput(ray_cluster):
     def measured(solution_str):
         return {"score": sum(map(ord, solution_str)) / 7, "length": len(solution_str)}
 
@@ -297,7 +299,7 @@ async def test_start_and_restart_failures_show_the_users_traceback(ray_cluster, 
     await pool.close()
 
 
-async def test_closing_and_cancelling_leave_nobody_waiting(ray_cluster, functions):
+async def test_closing_and_cancelling_end_all_pending_calls(ray_cluster, functions):
     pool = RewardPool(RewardConfig([f"{functions}:single"]))
     await pool.start()
     given_up = asyncio.create_task(pool.score(samples("hang", *["good"] * 20)))
@@ -316,7 +318,7 @@ async def test_closing_and_cancelling_leave_nobody_waiting(ray_cluster, function
 
 @pytest.fixture(scope="module")
 def reward_model(tmp_path_factory):
-    """A random sequence classifier with one label and a token for each byte; context of 128 tokens."""
+    """Save a random sequence classifier with one label, a byte-level tokenizer, and a context of 128 tokens."""
     folder = tmp_path_factory.mktemp("reward_models") / "rm"
     torch.manual_seed(1)
     sizes = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -388,7 +390,7 @@ def test_reward_model_uses_its_own_chat_template(reward_model, tmp_path):
     np.testing.assert_allclose(scores, expected, atol=1e-5)
 
 
-async def test_a_model_that_is_no_reward_model_is_refused(ray_cluster, tiny_model, tmp_path):
+async def test_a_model_without_a_classification_head_is_refused(ray_cluster, tiny_model, tmp_path):
     with pytest.raises(RewardError, match="does not exist"):
         RewardPool(RewardConfig(model_path=str(tmp_path / "absent")))
     headless = tmp_path / "headless"

@@ -1,5 +1,4 @@
-"""Judges and classifiers that see, of both routes into vLLM, in one real pool: what Hugging Face's own models say of
-clip and image."""
+"""Multimodal judges and classifiers, on both routes into vLLM, in one real pool, against Hugging Face's models."""
 
 import json
 import shutil
@@ -31,7 +30,7 @@ ROWS = [
     ("<image>Which?", "a <video>", "blue"),
     (escape_markers("Is <image> a tag?"), "2", "3"),
 ]
-"""Question, response, reference; no marker in a response stands for a clip, nor one in a row that shows nothing."""
+"""Question, response, reference; markers in responses and in rows without media are plain text."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +40,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def heads(folders, tmp_path_factory):
-    """Family -> folder of a classifier with the judge's trunk, three labels and no output layer; and its head."""
+    """Return family -> (folder of a classifier with the judge's trunk and three labels, its head)."""
     found = {}
     for name, folder in folders.items():
         shutil.copytree(folder, own := tmp_path_factory.mktemp("classifiers") / name)
@@ -69,7 +68,7 @@ def files(tmp_path_factory):
 
 
 def shown(model: VideoModel, question: str, files) -> tuple[Visual, ...]:
-    """As the policy of this family sees what the question has markers of."""
+    """Return the media of the question's markers as the policy of this family receives them."""
     nowhere, found = np.empty(0, np.int32), []
     if "<video>" in question:
         facts = decoding.probe(files["<video>"])
@@ -91,7 +90,7 @@ from rlfuse.video.models.qwen2_5_vl import Qwen25VL
 
 @video_family("qwen2_5_vl")
 class Own(Qwen25VL):
-    '''As it was.'''
+    '''Unchanged.'''
 """
 SCORES = """\
 from rlfuse.rewards.models.classifier import Classifier
@@ -105,9 +104,9 @@ class Scores:
             model.start()
 
     def score(self, samples):
-        '''One batch for each model.'''
-        asked = {name: [each for each in samples if each.data_source == name] for name in self.models}
-        found = {name: iter(model.score(asked[name])) for name, model in self.models.items()}
+        '''Score one batch per model.'''
+        batches = {name: [each for each in samples if each.data_source == name] for name in self.models}
+        found = {name: iter(model.score(batches[name])) for name, model in self.models.items()}
         return [next(found[each.data_source]) for each in samples]
 """
 
@@ -116,13 +115,13 @@ def sample(number: int, name: str, row, visual) -> Sample:
     question, response, reference = unescape_markers(row[0]), *row[1:]
     messages = ({"role": "user", "content": question},)
     prompt = Prompt(number, np.array([3], np.int32), question, messages, name, reference, visual=visual)
-    said = Response(np.array([5], np.int32), np.zeros(1, np.float32), "stop", 0, response)
-    return Sample(prompt, 1, 0, number, said)
+    answer = Response(np.array([5], np.int32), np.zeros(1, np.float32), "stop", 0, response)
+    return Sample(prompt, 1, 0, number, answer)
 
 
 @torch.no_grad()
 def last_hidden(whole, model, text, visual, light=1.0) -> torch.Tensor:
-    """Of the text's last token by Hugging Face's tower and text part; features rounded, as in caches, and dimmed."""
+    """Return the last token's hidden state by Hugging Face; features rounded as in caches, times `light`."""
     tower, tokenizer = Tower(model.folder), AutoTokenizer.from_pretrained(model.folder)
     made = model.prompt(tokenizer, text, [each.plan for each in visual])
     ids = torch.from_numpy(made.token_ids.astype(np.int64))
@@ -143,18 +142,15 @@ def last_hidden(whole, model, text, visual, light=1.0) -> torch.Tensor:
 
 @torch.no_grad()
 def first(whole, model, question, a, b, visual, light=1.0) -> float:
-    """P(A) of the two answers."""
+    """Return P(A) for the two responses."""
     hidden = last_hidden(whole, model, TEMPLATE.format(prompt=question, a=a, b=b), visual, light)
     tokenizer = AutoTokenizer.from_pretrained(model.folder)
     verdicts = [tokenizer.convert_tokens_to_ids(verdict) for verdict in "AB"]
     return whole.lm_head(hidden)[verdicts].softmax(-1)[0].item()
 
 
-async def test_judges_and_classifiers_see_clips_and_images_as_hugging_face_does(
-    ray_cluster, folders, heads, files, tmp_path
-):
-    """Their processes know a family of the user's own. And a judge that can't, of another family than the policy or of
-    text, says so before anything starts."""
+async def test_multimodal_judges_and_classifiers_score_as_hugging_face(ray_cluster, folders, heads, files, tmp_path):
+    """The pool's processes load a custom family. A judge that cannot process the media is refused at startup."""
     models = {name: VideoModel.from_pretrained(str(folder)) for name, folder in folders.items()}
     kwargs = {"reference": "ground_truth", "dtype": "float32", "max_model_len": 2048}
     entries = [
@@ -166,8 +162,8 @@ async def test_judges_and_classifiers_see_clips_and_images_as_hugging_face_does(
     scores = {name: str(folder) for name, (folder, _) in heads.items()}
     entries.append({"path": f"{tmp_path / 'scores.py'}:Scores", "name": "score", "weight": 0.0, "kwargs": scores})
     pool = RewardPool(RewardConfig(entries), engine_timeout_s=300, video_family=f"{tmp_path / 'own.py'}:Own")
-    asked = [(name, row, shown(models[name], row[0], files)) for name in folders for row in ROWS]
-    batch = [sample(number, *each) for number, each in enumerate(asked)]
+    rows = [(name, row, shown(models[name], row[0], files)) for name in folders for row in ROWS]
+    batch = [sample(number, *each) for number, each in enumerate(rows)]
     pool.check_prompts([each.prompt for each in batch])
     other = replace(batch[0].prompt, data_source="llama")
     with pytest.raises(RewardError, match=r"llama, row 0: model=.* can't process .*clip\.mp4: it expects frames"):
@@ -181,12 +177,12 @@ async def test_judges_and_classifiers_see_clips_and_images_as_hugging_face_does(
         await pool.close()
     load = AutoModelForImageTextToText.from_pretrained
     wholes = {name: load(folder, dtype=torch.float32).eval() for name, folder in folders.items()}
-    for (name, (question, response, reference), visual), found in zip(asked, results, strict=True):
+    for (name, (question, response, reference), visual), found in zip(rows, results, strict=True):
         answers = escape_markers(response), reference
         p, q = (first(wholes[name], models[name], question, *order, visual) for order in (answers, answers[::-1]))
         assert found.value == pytest.approx((p + 1 - q) / 2, abs=1e-4), (name, question, found)
         unseen = first(wholes[name], models[name], question, *answers, visual, light=0.0)
-        assert (abs(unseen - p) > 1e-3) == bool(visual), "what is shown matters"
+        assert (abs(unseen - p) > 1e-3) == bool(visual), "the score has to depend on the media, if any"
         last = last_hidden(wholes[name], models[name], f"{question}{answers[0]}<end>", visual)
         assert found.parts["score"] == pytest.approx(heads[name][1](last)[1].item(), abs=1e-4), (name, question, found)
     assert again[0].value == results[0].value and again[0].parts["score"] == results[0].parts["score"]

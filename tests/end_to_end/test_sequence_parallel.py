@@ -1,4 +1,4 @@
-"""Sequences cut over four real ranks: every pass, gradient and step is that of whole sequences on one rank each."""
+"""Sequences sharded over four real ranks give the passes, gradients and steps of whole sequences on one rank each."""
 
 import asyncio
 import itertools
@@ -32,7 +32,7 @@ from rlfuse.video.plan import Geometry, VideoPlan
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Four query heads and two for keys and values: degree 4 has to repeat those."""
+    """Save a model of four query and two key/value heads, which degree 4 has to repeat."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("policy")
     Qwen2ForCausalLM(
@@ -57,12 +57,14 @@ async def group(folder, four_whole):
     await group.measure()
     assert group.costs.pair > 0 and group.costs.overheads.keys() == {1, 2, 4}
     assert len(group.costs.slower) == 4 and group.costs.slower[3] >= group.costs.slower[0] == 1
-    group.costs = Costs(overheads=dict.fromkeys((2, 4), Overhead(start=1e9)))  # as many ranks as a row needs, no more
+    group.costs = Costs(
+        overheads=dict.fromkeys((2, 4), Overhead(start=1e9))
+    )  # use the smallest degree that a row needs
     return group
 
 
 def long_rows(tokens, seed=0):
-    """Rows of these lengths; the response is at the end, at most half of it."""
+    """Return rows of these lengths, at most half of each is the response."""
     rng = np.random.default_rng(seed)
 
     def cut_to(row, size):
@@ -75,7 +77,7 @@ def long_rows(tokens, seed=0):
 
 
 async def everything(group, rows):
-    """What all passes, the gradients and the steps of both models give, and the degrees that they ran at."""
+    """Return the results of all passes, gradients and steps of both models, and the spans with their degrees."""
     await group.drain()
     scores = [await scores_of(group, "actor", rows), await scores_of(group, "ref", rows)]
     metrics = await group.update("critic", rows) | await group.update("actor", rows)
@@ -87,7 +89,7 @@ async def everything(group, rows):
 def assert_same(found, expected, rows):
     for have, want in zip(found[0], expected[0], strict=True):
         assert [len(each) for each in have] == lengths(rows)
-        # Log-probs of -10 have steps of 1e-6 in float32: a few of these are no difference.
+        # The float32 spacing of log-probs near -10 is 1e-6; a few of these are rounding.
         np.testing.assert_allclose(np.concatenate(have), np.concatenate(want), atol=1e-5, rtol=2e-6)
     assert found[1] == pytest.approx(expected[1], rel=1e-4)
     for have, want in zip(found[2], expected[2], strict=True):
@@ -98,7 +100,7 @@ def assert_same(found, expected, rows):
 
 
 LENGTHS = {2: [33, 21, 39, 35], 4: [77, 45, 50, 41], 1: [77, 31, 9, 11, 7, 39, 5, 10]}
-"""Odd ones that a budget of 20 cuts over two ranks, over four, and (1) over four, two and none."""
+"""Odd lengths that a budget of 20 shards over two ranks, over four, and (1) over four, two and one."""
 
 
 @pytest.mark.parametrize(
@@ -110,10 +112,10 @@ LENGTHS = {2: [33, 21, 39, 35], 4: [77, 45, 50, 41], 1: [77, 31, 9, 11, 7, 39, 5
         ({1, 2, 4}, 3, "gspo", True),
     ],
 )
-async def test_slices_give_what_whole_rows_give(group, folder, degrees, stage, mode, packed):
-    """Losses of tokens and of whole responses, packed and padded.
+async def test_sharded_rows_give_the_results_of_whole_rows(group, folder, degrees, stage, mode, packed):
+    """Token and sequence losses, packed and padded.
 
-    Activations are recomputed where padded; of packed slices by length, on which all their ranks agree.
+    Activations are recomputed for padded rows, and by length for packed slices, consistently over their ranks.
     """
     rows, results = long_rows(LENGTHS[min(degrees)]), []
     for largest in (1, 4):
@@ -135,11 +137,8 @@ async def test_rows_without_advantage_can_be_skipped(group, folder, tmp_path, st
     await assert_skipping_changes_nothing(lambda: group.take(config), tmp_path)
 
 
-async def test_a_prompt_runs_once_for_all_its_answers(group, folder):
-    """Alone on its rank and cut over ranks: the numbers of answers that run by themselves, and as many tokens as are.
-
-    Gradients too: those of the answers meet in the one prompt.
-    """
+async def test_a_prompt_runs_once_for_all_its_responses(group, folder):
+    """On one rank and sharded: results and gradients equal those of separate rows, and each unique token runs once."""
     prompts = [row.prompt_ids for row in long_rows([45, 50, 48, 44], seed=5)]
     rows = [replace(row, prompt_ids=prompts[i % 4]) for i, row in enumerate(make_rows(20, seed=6))]
     unique = sum(map(len, prompts)) + sum(lengths(rows))
@@ -160,7 +159,7 @@ async def test_a_prompt_runs_once_for_all_its_answers(group, folder):
 
 @dataclass(frozen=True)
 class Mapped:
-    """Embeddings in a file."""
+    """Embeddings in a memory-mapped file."""
 
     key: str
     path: str
@@ -171,8 +170,8 @@ class Mapped:
         return whole[first:last]
 
 
-async def test_clips_embeddings_are_cut_with_the_tokens(group, folder, tmp_path):
-    """The model's own embeddings from files, behind placeholders: all is as with the tokens, at every degree."""
+async def test_clip_embeddings_are_sharded_with_the_tokens(group, folder, tmp_path):
+    """Embeddings of the model's tokens, read from files for placeholders, give the results of the tokens."""
     ray.cloudpickle.register_pickle_by_value(__import__(__name__))  # ranks can't import from tests
     table = Qwen2ForCausalLM.from_pretrained(folder).get_input_embeddings().weight.detach()
     rows, shown = long_rows([77, 31, 40, 9]), []
@@ -185,7 +184,7 @@ async def test_clips_embeddings_are_cut_with_the_tokens(group, folder, tmp_path)
     await group.take(cut(folder, budget=20))
     scored = [[await scores_of(group, "ref", each), await scores_of(group, "critic", each)] for each in (shown, rows)]
     for have, want in zip(*scored, strict=True):
-        # Log-probs of -10 have steps of 1e-6 in float32: a few of these are no difference.
+        # The float32 spacing of log-probs near -10 is 1e-6; a few of these are rounding.
         np.testing.assert_allclose(np.concatenate(have), np.concatenate(want), atol=1e-5, rtol=2e-6)
     results = []
     for largest in (1, 4):
@@ -198,14 +197,14 @@ async def test_clips_embeddings_are_cut_with_the_tokens(group, folder, tmp_path)
         await group.take(cut(folder, budget=20))
         await group.accumulate(("actor",), each)
         norms.append((await group.step("actor", lengths(each)))["actor/grad_norm"])
-    assert 0 < norms[0] < norms[1]  # the tokens that placeholders stand for train no embedding
+    assert 0 < norms[0] < norms[1]  # tokens replaced by placeholders have no embedding gradient
 
 
 @pytest.mark.parametrize(
     "write, patch, timestamps", [(write_small_qwen25_vl, 14, None), (write_small_qwen3_vl, 16, Qwen3VL.timestamps)]
 )
-async def test_positions_in_time_and_space_are_cut_with_the_tokens(group, tmp_path, write, patch, timestamps):
-    """And what feeds several layers: all passes and gradients at every degree, prompts shared, under ZeRO 1 and 3."""
+async def test_multimodal_positions_are_sharded_with_the_tokens(group, tmp_path, write, patch, timestamps):
+    """Also features fed into several layers: passes and gradients at every degree, shared prompts, ZeRO 1 and 3."""
     folder = write(tmp_path / "model")
     times, geometry = tuple(i / 5 for i in range(12)), Geometry(patch, temporal_patch=2)
     plan = VideoPlan(times, 4 * patch, 4 * patch, 5.0, 4, geometry, timestamps)
@@ -229,7 +228,7 @@ async def test_positions_in_time_and_space_are_cut_with_the_tokens(group, tmp_pa
     assert degrees == [{1}, {2}, {4}]
 
 
-async def test_resumed_training_is_bitwise_the_uninterrupted_one(group, folder, tmp_path):
+async def test_resumed_sharded_training_is_bitwise_equal(group, folder, tmp_path):
     rows = long_rows([77, 31, 9, 11])
     await group.take(cut(folder, 20, clip=1.0))
     await group.update("actor", rows)
@@ -241,7 +240,7 @@ async def test_resumed_training_is_bitwise_the_uninterrupted_one(group, folder, 
 
 
 @pytest.mark.parametrize("stage, slot, budget", [(1, 0, 64), (3, None, 20)])
-async def test_passes_in_one_call_are_bitwise_those_of_single_calls(group, folder, stage, slot, budget):
+async def test_passes_in_one_call_are_bitwise_equal_to_separate_calls(group, folder, stage, slot, budget):
     rows, found = make_rows(9) if slot is not None else long_rows([77, 31, 9, 11]), []
     for joined in (True, False):
         await group.take(cut(folder, budget, stage=stage))
@@ -261,7 +260,7 @@ async def test_passes_in_one_call_are_bitwise_those_of_single_calls(group, folde
     np.testing.assert_equal(*found)
 
 
-async def test_a_slot_alone_takes_whole_rows_only(group, folder):
+async def test_a_single_slot_accepts_whole_rows_only(group, folder):
     short, long = long_rows([9, 77])
     await group.take(cut(folder, budget=20))
     assert group.lockstep and group.lockstep_backward

@@ -1,4 +1,4 @@
-"""A job on two nodes of a Ray cluster, both on this machine: where all of it lives, its weights, clips, a lost node."""
+"""Jobs on two nodes of a Ray cluster, both on this machine: placement, weights, clips, and lost nodes."""
 
 import json
 import os
@@ -33,10 +33,10 @@ EARLY = """
 def early(data_source, solution_str, ground_truth, extra_info=None):
     return (ord(solution_str[0]) % 7) / 7 if solution_str else 0.0
 """
-"""A reward that random answers differ in."""
+"""A reward that varies over random responses."""
 STEPS = 3
 ELSEWHERE = ["TrainerRank", "TransformersEngine", "WeightStaging"]
-"""Who lives on the node of a slot where the driver is not."""
+"""Actor classes on a slot's node without the driver."""
 AUTHENTICATED = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a1b2c3d4" * 8}
 OF_A_LAUNCHER = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "3",
@@ -45,18 +45,18 @@ OF_A_LAUNCHER = {
     "WORLD_SIZE": "4",
     "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
-"""Variables of nodes that mpirun, srun or torchrun has started: DeepSpeed stops at the first, torch at the last."""
+"""Variables set by mpirun, srun or torchrun; DeepSpeed fails on the first, torch on the last."""
 NO_METRICS = {"RAY_enable_metrics_collection": "0", "AUTOSCALER_METRIC_PORT": "-1", "DASHBOARD_METRIC_PORT": "-1"}
 """As jobs/clusters.md recommends."""
 OF_A_CLUSTER = NO_METRICS | {"RAY_prestart_worker_first_driver": "0"}
-"""No worker for each core of each node before a job asks for it."""
+"""Disables Ray's prestart of a worker per core."""
 
 
 @pytest.fixture(scope="module")
 def cluster():
-    """(address, the raylets' processes, what adds a node and returns its raylet)."""
+    """Yield (address, the raylets' processes, a function that adds a node and returns its raylet)."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    folder = tempfile.TemporaryDirectory(dir="/tmp")  # private, and short for sockets
+    folder = tempfile.TemporaryDirectory(dir="/tmp")  # private, and short because of socket paths
     command = [sys.executable, Path(__file__).with_name("two_nodes.py")]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     environment = plain | OF_A_LAUNCHER | AUTHENTICATED | OF_A_CLUSTER | {"TMPDIR": folder.name}
@@ -78,37 +78,39 @@ def cluster():
     folder.cleanup()
 
 
-def title(process) -> str:
-    """Its command line; none of one that is ending just now."""
+def command_line(process) -> str:
+    """Return the command line, or an empty one if the process is ending."""
     try:
         return " ".join(process.cmdline())
     except psutil.Error:
         return ""
 
 
-def inhabitants(raylet):
-    """Names of the actors' classes on a node."""
-    titles = [title(child) for child in raylet.children(recursive=True)]
-    names = [match[1] for title in titles if (match := re.match(r"ray::(\w+)", title))]
+def actor_classes(raylet):
+    """Return the class names of the actors on a node."""
+    lines = [command_line(child) for child in raylet.children(recursive=True)]
+    names = [match[1] for line in lines if (match := re.match(r"ray::(\w+)", line))]
     return sorted(name for name in names if name not in ("IDLE", "DashboardAgent", "RuntimeEnvAgent"))
 
 
 def embeddings(raylets):
-    """Folders of the caches that live on these nodes."""
-    caches = [each for node in raylets for each in node.children(recursive=True) if "EmbeddingCache" in title(each)]
+    """Return the folders of the embedding caches on these nodes."""
+    caches = [
+        each for node in raylets for each in node.children(recursive=True) if "EmbeddingCache" in command_line(each)
+    ]
     files = [Path(file.path) for each in caches for file in each.open_files()]
     return {file.parent for file in files if file.parent.name.startswith(scratch.EMBEDDINGS)}
 
 
-def end(raylet):
-    """A node goes, with all that lives there."""
+def kill_node(raylet):
+    """Kill a node with all its processes."""
     for each in (raylet, *raylet.children(recursive=True)):
         each.kill()
 
 
 @pytest.fixture
 def started():
-    """Starts a job: its process, its run folder. None outlives its test."""
+    """Yield a function that starts a job and returns its process and run folder; kill the jobs afterwards."""
     processes = []
 
     def start(folder, name, settings):
@@ -124,19 +126,19 @@ def started():
 
 
 @pytest.fixture
-def typed(capsys):
-    """What `rlfuse slots` says, and its exit status."""
+def slots_command(capsys):
+    """Return a function that runs `rlfuse slots` and returns its output and exit status."""
 
-    def ask(run, *words):
+    def command(run, *words):
         capsys.readouterr()
         status = rlfuse(["slots", *words, str(run)])
         return "".join(capsys.readouterr()), status
 
-    return ask
+    return command
 
 
 def on_two_nodes(folder, model, address):
-    """Settings of a job that the loss of nodes is tried on; its engines are those that start soonest."""
+    """Return the settings of a job for tests of lost nodes, with the backend that starts fastest."""
     return settings_of(folder, model) | {
         "cluster.ray_address": address,
         "cluster.max_restarts": 1,
@@ -155,7 +157,7 @@ def on_two_nodes(folder, model, address):
 
 
 def write_images_as_bytes(folder):
-    """A task of images, which its rows hold."""
+    """Write an image task whose rows contain the image bytes."""
     folder.mkdir()
     file, _ = write_task(folder, Clips(train=8, val=2, kinds=(Kind.PLACE,)))
     rows = pq.read_table(file).to_pylist()
@@ -165,7 +167,7 @@ def write_images_as_bytes(folder):
 
 
 def with_clips(folder):
-    """Settings of a job whose prompts show clips, images that come as bytes, or nothing, wherever its slots are."""
+    """Return the settings of a job whose prompts have clips, images as bytes, or text only."""
     write_images_as_bytes(folder / "images")
     (folder / "text.jsonl").write_text("".join(json.dumps({"prompt": word, "answer": ""}) + "\n" for word in WORDS[:8]))
     write_task(folder, Clips(train=8, val=2, kinds=(Kind.ORDER, Kind.LOCATE), shortest_s=10, longest_s=30))
@@ -188,7 +190,7 @@ def with_clips(folder):
     }
 
 
-def test_slots_are_on_the_nodes_in_the_order_given(cluster):
+def test_slots_follow_cluster_node_order(cluster):
     command = [sys.executable, Path(__file__).with_name("ordered_nodes.py"), cluster[0]]
     done = subprocess.run(command, env=os.environ | AUTHENTICATED, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
@@ -215,9 +217,10 @@ def test_links_between_the_nodes_are_measured(cluster, tmp_path):
     assert "fastest: " in done.stdout and "1 of 1 rounds" in done.stdout
 
 
-def test_a_job_with_clips_learns_on_two_nodes_what_it_learns_on_one(cluster, started, tmp_path, write_shadows):
-    """One node: one slot in a private cluster. Two nodes: clips are encoded ahead, both ranks share long rows and each
-    runs its own short rows, until Ctrl-C, which also stops a job in a cluster that it did not start.
+def test_a_job_with_clips_has_the_same_curves_on_one_and_two_nodes(cluster, started, tmp_path, write_shadows):
+    """One node: one slot in a private cluster. Two nodes: clips are encoded ahead, long rows are sharded over ranks.
+
+    The second job is stopped by Ctrl-C, which also works in a cluster that the job did not start.
     """
     address, raylets, _ = cluster
     settings, seen, shadows = with_clips(tmp_path), {}, write_shadows(tmp_path)
@@ -232,11 +235,11 @@ def test_a_job_with_clips_learns_on_two_nodes_what_it_learns_on_one(cluster, sta
         process, run = started(tmp_path, f"on_{nodes}", settings | where)
         wait_for_step(run, 1, process)
         used = raylets if nodes == 2 else [psutil.Process(process.pid)]
-        lives, folders = [inhabitants(each) for each in used], embeddings(used)
+        lives, folders = [actor_classes(each) for each in used], embeddings(used)
         assert len(folders) == nodes and all(folder.exists() for folder in folders)
         if steps > STEPS:
-            everybody = [*descendants(process), *raylets[0].parent().children(recursive=True)]
-            found = reached([psutil.Process(process.pid), *everybody], tmp_path)
+            processes = [*descendants(process), *raylets[0].parent().children(recursive=True)]
+            found = reached([psutil.Process(process.pid), *processes], tmp_path)
             assert not found, "\n".join(found)
             wait_for_step(run, STEPS, process)
             process.send_signal(signal.SIGINT)
@@ -253,13 +256,13 @@ def test_a_job_with_clips_learns_on_two_nodes_what_it_learns_on_one(cluster, sta
         assert len(curves) > 10
         for name in curves - {"actor/lr"}:
             assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
-        assert two["training/rollout_probs_diff_max"] < 1e-4, "engines and ranks saw the same clips"
+        assert two["training/rollout_probs_diff_max"] < 1e-4, "engines and ranks disagree on the clips"
         assert one["video/sequence_parallel_degree"] == 1 < two["video/sequence_parallel_degree"] < 2, (
-            "of micro-batches of a step"
+            "the mean degree of a step's micro-batches"
         )
-        assert two["video/cache_bytes"] >= 2 * one["video/cache_bytes"], "a copy on each node"
+        assert two["video/cache_bytes"] >= 2 * one["video/cache_bytes"], "there is no copy on each node"
         assert two["video/encoded_over_unique_tokens"] == 1.0 and one["video/cache_received_bytes"] == 0
-        assert two["video/cache_received_bytes"] >= one["video/cache_bytes"], "which came from the other, once"
+        assert two["video/cache_received_bytes"] >= one["video/cache_bytes"], "embeddings were not transferred once"
     assert (
         sum(row["video/encoded_ahead_tokens"] for row in seen[2])
         > 0
@@ -267,27 +270,27 @@ def test_a_job_with_clips_learns_on_two_nodes_what_it_learns_on_one(cluster, sta
     )
 
 
-def handed_over(run, process):
-    """Wait until the run continues without a node."""
+def wait_for_hand_over(run, process):
+    """Wait until the run continues without the leaving node."""
     until = time.monotonic() + 240
     while not any(span.kind == "hand_over" for span in read_events(run / "events.jsonl")):
         assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < until, "the run did not go on"
+        assert time.monotonic() < until, "the run did not continue"
         time.sleep(0.2)
 
 
-def restarted(run, process):
-    """Wait until the run has gone on after a loss; the first row of its metrics that counts it."""
+def wait_for_restart(run, process):
+    """Wait until the run has continued after a loss; return the first row of metrics that counts it."""
     until = time.monotonic() + 240
     while not (again := [row for row in read_metrics(run / "metrics.jsonl") if row.get("fault/restarts")]):
         assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < until, "the run did not go on"
+        assert time.monotonic() < until, "the run did not continue"
         time.sleep(0.2)
     return again[0]
 
 
-def assert_told(text):
-    """Of the node that left, the one that was lost and the rank by which the run ended."""
+def assert_losses_are_reported(text):
+    """Assert that the output reports the drained node, the lost node and the rank that ended the run."""
     assert text.count("on other nodes.") == 1, text
     assert "trainer/" in text and "died" in text and "resume" in text, text
     assert "No restart: 1 of at most cluster.max_restarts=1 restarts were made." in text
@@ -296,46 +299,46 @@ def assert_told(text):
     assert "Traceback" not in text
 
 
-def test_a_job_outlives_the_loss_of_nodes_and_ends_with_a_rank(cluster, started, tiny_model, tmp_path, typed):
-    """One node leaves as requested, which costs no step; another is lost without notice, which restarts the run."""
+def test_a_job_survives_lost_nodes_and_ends_with_a_lost_rank(cluster, started, tiny_model, tmp_path, slots_command):
+    """A node drained by command costs no step; another is lost without notice, which restarts the run."""
     address, raylets, add = cluster
     process, run = started(tmp_path, "two_nodes", on_two_nodes(tmp_path, tiny_model, address))
     wait_for_step(run, 2, process)
-    here, there = (inhabitants(raylet) for raylet in raylets)
-    assert there == ELSEWHERE and here == ["RewardWorker", *ELSEWHERE], "reward functions are beside the driver"
+    here, there = (actor_classes(raylet) for raylet in raylets)
+    assert there == ELSEWHERE and here == ["RewardWorker", *ELSEWHERE], "reward functions run on the driver's node"
 
-    told, status = typed(run, "leave", "1")
-    assert status == 2 and "the run needs 2 slots, 1 on each of 2 nodes" in told, told
+    output, status = slots_command(run, "leave", "1")
+    assert status == 2 and "the run needs 2 slots, 1 on each of 2 nodes" in output, output
     third = add()
-    told, status = typed(run, "leave", "1")
-    assert status == 0 and "which is saved, the run continues on" in told, told
-    after = int(re.search(r"after step (\d+),", told)[1])
-    handed_over(run, process)
+    output, status = slots_command(run, "leave", "1")
+    assert status == 0 and "which is saved, the run continues on" in output, output
+    after = int(re.search(r"after step (\d+),", output)[1])
+    wait_for_hand_over(run, process)
     wait_for_step(run, after + 1, process)
     steps = [span.step for span in read_events(run / "events.jsonl") if span.kind == "step"]
-    assert len(set(steps)) == len(steps), "no step was done twice"
-    assert inhabitants(third) == ELSEWHERE
+    assert len(set(steps)) == len(steps), "a step was repeated"
+    assert actor_classes(third) == ELSEWHERE
 
-    end(third)
+    kill_node(third)
     successor = add()
-    wait_for_step(run, restarted(run, process)["step"] + 1, process)
-    assert inhabitants(successor) == ELSEWHERE
-    victim = next(each for each in successor.children(recursive=True) if "TrainerRank" in title(each))
+    wait_for_step(run, wait_for_restart(run, process)["step"] + 1, process)
+    assert actor_classes(successor) == ELSEWHERE
+    victim = next(each for each in successor.children(recursive=True) if "TrainerRank" in command_line(each))
     victim.kill()
-    assert_told(finish(process, expected=1, timeout=240))
+    assert_losses_are_reported(finish(process, expected=1, timeout=240))
     rows = read_metrics(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     for row in rows:
-        assert row["training/rollout_probs_diff_max"] < 1e-3, "both nodes' engines have the trainer's weights"
+        assert row["training/rollout_probs_diff_max"] < 1e-3, "engines of both nodes do not have the trainer's weights"
     assert not weights_left()
     until = time.monotonic() + 120
-    while (left := inhabitants(raylets[0]) + inhabitants(successor)) and time.monotonic() < until:
+    while (left := actor_classes(raylets[0]) + actor_classes(successor)) and time.monotonic() < until:
         time.sleep(0.1)
-    assert left == [], "the nodes are free again"
+    assert left == [], "the slots were not released"
 
 
-def test_a_head_that_dies_ends_runs_with_a_message_of_ours(cluster, started, tiny_model, tmp_path):
-    """Of a run that waits for slots, and of one that has them. Ray alone would end both processes after 60 s."""
+def test_a_dead_head_ends_runs_with_a_message(cluster, started, tiny_model, tmp_path):
+    """One run waits for slots, another has them. Without rlfuse, Ray would end both processes after 60 s."""
     address, raylets, _ = cluster
     command = [sys.executable, Path(__file__).with_name("ordered_nodes.py"), address, "hold"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

@@ -1,4 +1,4 @@
-"""The bundled job of images: what it learns is more than anyone knows who does not see them."""
+"""The bundled image job: its accuracy exceeds that of any policy that does not see the images."""
 
 from collections import Counter
 
@@ -16,7 +16,7 @@ def task(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def rows(driven, task):
-    """Metrics of the first steps of `experiment=images`, as many as it takes until it has learned."""
+    """Return the metrics of the first steps of `experiment=images`, enough for it to learn."""
     folder = task.root.parent
     settings = {
         "algorithm": "grpo",
@@ -36,20 +36,20 @@ def rows(driven, task):
     return read_metrics(folder / "runs/rlfuse/run/metrics.jsonl")
 
 
-def known_blind(file):
-    """The most that answers can be right that depend on the question alone."""
+def blind_accuracy(file):
+    """Return the best accuracy of answers that depend on the question alone."""
     truths = Counter()
     for row in pq.read_table(file).to_pylist():
         truths[row["prompt"][0]["content"], row["reward_model"]["ground_truth"]] += 1
-    likeliest = {asked: max(truths[each] for each in truths if each[0] == asked) for asked, _ in truths}
+    likeliest = {question: max(truths[each] for each in truths if each[0] == question) for question, _ in truths}
     return sum(likeliest.values()) / truths.total()
 
 
-def test_it_is_learned_above_what_is_known_blind(rows, task):
-    blind, before, after = known_blind(task.val_file), rows[0], rows[-1]
+def test_accuracy_exceeds_the_bound_without_images(rows, task):
+    blind, before, after = blind_accuracy(task.val_file), rows[0], rows[-1]
     seen, unseen = "val-core/images_place/acc/mean@1", "val-core/images_place_blind/acc/mean@1"
     assert after[seen] > max(before[seen] + 0.2, blind + 0.3)
-    assert before[unseen] <= blind and after[unseen] <= blind, "the bound is one"
+    assert before[unseen] <= blind and after[unseen] <= blind, "accuracy without images exceeds the bound"
 
 
 def test_images_are_encoded_once_and_engine_and_trainer_agree(rows):

@@ -1,4 +1,4 @@
-"""Jobs sent to a running Ray cluster: a head with its dashboard and token authentication, on ports of its own."""
+"""Jobs submitted to a running Ray cluster: a head with dashboard and token authentication, on free ports."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def even(completions, **columns):
     return [sum(is_even(word) for word in text.split()) / 16 for text in completions]
 """
 SHADOWS = ("deepspeed.py", "json.py", "ray.py", "torch.py", "vllm.py")
-"""Of modules with the names of installed ones, those that a package holds."""
+"""Modules named like installed ones that are inside a package."""
 PARITY = "def is_even(word):\n    return word[1:].isdigit() and int(word[1:]) % 2 == 0\n"
 
 
@@ -40,11 +40,11 @@ def free_ports(count: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """(address, token file) of a head with two slots, on loopback."""
+    """Start a head with two slots on loopback; yield (address, token file)."""
     token = tmp_path_factory.mktemp("token") / "token"
     token.write_text("a1b2c3d4" * 8)
     token.chmod(0o600)
-    folder = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))  # sockets below it have at most 107 characters
+    folder = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))  # socket paths have at most 107 characters
     port, dashboard, agent, agent_grpc, metrics, environment = free_ports(6)
     ray = Path(sys.executable).with_name("ray")
     command = [ray, "start", "--head", "--block", "--num-cpus=2", "--resources", '{"slot": 2}', f"--port={port}"]
@@ -54,16 +54,16 @@ def cluster(tmp_path_factory):
     command += [f"--temp-dir={folder}", "--disable-usage-stats", "--object-store-memory=200000000"]
     log = (token.parent / "head.log").open("w")
     secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-    asked_for = {"RAY_prestart_worker_first_driver": "0"}  # no worker for each core before anybody asks
-    # Not what a run in this process set for its own cluster: a head that ends its children can't see how jobs end.
+    settings = {"RAY_prestart_worker_first_driver": "0"}  # no prestart of a worker per core
+    # Without this process's Ray settings: a head that kills its children does not see the exit status of jobs.
     plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment = plain | secret | asked_for
+    environment = plain | secret | settings
     head = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=environment)
     try:
         _wait_for(dashboard, head, Path(log.name))
         yield f"127.0.0.1:{dashboard}", token
     finally:
-        os.killpg(head.pid, signal.SIGKILL)  # asked to end, a head with all its helpers takes half a minute
+        os.killpg(head.pid, signal.SIGKILL)  # a graceful stop of the head takes half a minute
         head.wait(30)
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -81,7 +81,7 @@ def _wait_for(port: int, head: subprocess.Popen, log: Path) -> None:
 
 @pytest.fixture(scope="module")
 def job(tiny_model, tmp_path_factory):
-    """A user's folder and the words of a small job in it, relative paths and all."""
+    """Write a user's folder; return it and the arguments of a small job with relative paths."""
     folder = tmp_path_factory.mktemp("user")
     (folder / "helpers").mkdir()
     (folder / "helpers" / "parity.py").write_text(PARITY)
@@ -98,7 +98,7 @@ def job(tiny_model, tmp_path_factory):
         "data.train_batch_size": 1,
         "actor.ppo_mini_batch_size": 1,
         "rollout.n": 2,
-        "rollout.name": "transformers",  # starts soonest
+        "rollout.name": "transformers",  # starts fastest
         "rollout.kv_cache_memory_mb": 32,
         "reward.functions": "[reward.py:even]",
         "trainer.total_training_steps": 1,
@@ -113,7 +113,7 @@ def job(tiny_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def submit(cluster, job):
-    """Starts `rlfuse submit ...` in the user's folder."""
+    """Return a function that starts `rlfuse submit ...` in the user's folder."""
     address, token = cluster
 
     def start(*words):
@@ -128,7 +128,7 @@ def submit(cluster, job):
 
 
 def finish(process, seconds=240):
-    """(exit status, output), in which nothing follows the message, of this process or of the job's."""
+    """Return (exit status, output); assert that nothing follows the final message."""
     out, _ = process.communicate(timeout=seconds)
     assert not re.search("Traceback|nanobind|Exception ignored|never retrieved|Unclosed", out), out
     return process.returncode, out
@@ -138,7 +138,7 @@ def submitted(line: str) -> str:
     return re.search(r"submitted (\S+)", line)[1]
 
 
-def test_a_job_outlives_the_terminal_that_sent_it_until_it_is_stopped(submit, job, cluster, write_shadows):
+def test_a_submitted_job_survives_its_terminal_until_it_is_stopped(submit, job, cluster, write_shadows):
     folder, words = job
     shadows = write_shadows(folder)
     included = [word for name in ("helpers", *SHADOWS) for word in ("--include", name)]
@@ -160,7 +160,7 @@ def test_a_job_outlives_the_terminal_that_sent_it_until_it_is_stopped(submit, jo
         text=True,
         timeout=120,
     )
-    assert bare.returncode == 2 and "--token-file" in bare.stderr, "nobody without the token is told anything"
+    assert bare.returncode == 2 and "--token-file" in bare.stderr, "a client without the token is not refused"
     metrics, until = folder / "runs" / "rlfuse" / "far" / "metrics.jsonl", time.monotonic() + 240
     while time.monotonic() < until and not read_metrics(metrics):
         time.sleep(0.2)
@@ -168,10 +168,12 @@ def test_a_job_outlives_the_terminal_that_sent_it_until_it_is_stopped(submit, jo
     assert status == 0 and f"{name} stopped" in out, out
     status, out = finish(reader)
     assert status != 0 and "SIGTERM: stopped after step" in out and f"{name} stopped" in out, out
-    assert 0 <= read_metrics(metrics)[0]["critic/score/mean"] <= 1, "the helpers' code scored on the cluster"
+    assert 0 <= read_metrics(metrics)[0]["critic/score/mean"] <= 1, (
+        "the uploaded helper module was not used on the cluster"
+    )
     logged = [row for path in metrics.parent.glob("wandb/offline-run-*/*.wandb") for row in history(path)]
     logged = [int(row["training/global_step"]) for row in logged if "critic/score/mean" in row]
-    assert sorted(logged) == [row["step"] for row in read_metrics(metrics)], "also those of wandb's ended process"
+    assert sorted(logged) == [row["step"] for row in read_metrics(metrics)], "the logs of wandb's process are missing"
     assert not shadows.exists(), shadows.read_text()
     status, out = finish(submit("status"))
     assert status == 0 and re.search(rf"{name}  stopped  [\d,]+ s  rlfuse/far", out), out
@@ -181,7 +183,7 @@ def test_a_job_outlives_the_terminal_that_sent_it_until_it_is_stopped(submit, jo
     assert status == 2 and "check --address" in out
 
 
-def test_what_only_the_cluster_knows_to_be_wrong_has_the_status_of_train(submit, job):
+def test_errors_found_on_the_cluster_have_the_exit_status_of_train(submit, job):
     status, out = finish(submit(*job[1], "model.path=/absent/model", "trainer.experiment_name=wrong"))
     assert status == 2, out
     assert "model.path=/absent/model: the folder does not exist" in out and " failed" in out

@@ -1,4 +1,4 @@
-"""Layers shared by two and four real ranks: every pass, gradient, step and weight is that of whole ones on one rank."""
+"""Tensor parallelism over two and four real ranks gives the passes, gradients, steps and weights of whole layers."""
 
 import asyncio
 from pathlib import Path
@@ -37,12 +37,12 @@ FAMILIES = {
     "qwen3": (Qwen3ForCausalLM, Qwen3Config),
     "starcoder2": (Starcoder2ForCausalLM, Starcoder2Config),
 }
-"""Biases of columns; norms of heads, whose gradients are of some heads; biases of rows, which come once."""
+"""Covers column biases, per-head norms with partial gradients, and row biases, which are added once."""
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Four query heads and two for keys and values: four ranks share the latter."""
+    """Save models of four query and two key/value heads; four ranks have to replicate the latter."""
     found = {}
     for name, (model, config) in FAMILIES.items():
         torch.manual_seed(0)
@@ -52,7 +52,7 @@ def folders(tmp_path_factory):
 
 
 class Shared(Probe):
-    """Ranks that can be given other degrees, and whose gradients can be read whole."""
+    """Ranks whose degrees can be changed and whose full gradients can be read."""
 
     async def gradients(self, model="actor"):
         def read(rank, model):
@@ -85,13 +85,13 @@ async def group(folders, four_whole):
 
 def job(folder, width=1, cut=1, stage=1, **more):
     config = settings(folder, stage, **more)
-    config.trainer.n_gpus_per_node, config.rollout.update_weights_bucket_mb = 4, 0  # a layer a bucket
+    config.trainer.n_gpus_per_node, config.rollout.update_weights_bucket_mb = 4, 0  # one layer per bucket
     config.training.tensor_model_parallel_size, config.training.ulysses_sequence_parallel_size = width, cut
     return config
 
 
 async def everything(group, rows, folder):
-    """Scores, metrics and gradients of a step of both models, scores of what they learned, and the weights."""
+    """Return scores, metrics and gradients of a step of both models, scores after it, and the weights."""
     await group.drain()
     scores = [await scores_of(group, "actor", rows), await scores_of(group, "ref", rows)]
     metrics = await group.update("critic", rows) | await group.update("actor", rows)
@@ -111,7 +111,7 @@ def assert_same(found, expected, rows):
     assert found[3].keys() == expected[3].keys()
     for name, want in expected[3].items():
         assert found[3][name].shape == want.shape
-        if not name.endswith("k_proj.bias"):  # no gradient but rounding, whose sign a first step of AdamW goes by
+        if not name.endswith("k_proj.bias"):  # the gradient is rounding only, whose sign decides AdamW's first step
             assert (found[3][name] - want).abs().mean() < 2e-6, name
     for kind in ("old_log_prob", "ref", "values", "forward", "backward"):
         tokens, wanted = (sum(span.tokens for span in part[4] if span.kind == kind) for part in (found, expected))
@@ -127,8 +127,10 @@ def assert_same(found, expected, rows):
         ("starcoder2", 2, 1, 1, True),
     ],
 )
-async def test_shares_of_layers_give_what_whole_ones_give(group, folders, tmp_path, family, width, cut, stage, packed):
-    """Clipped, with activations recomputed where padded; rows longer than the budget are cut where they may be."""
+async def test_sharded_layers_give_the_results_of_whole_layers(
+    group, folders, tmp_path, family, width, cut, stage, packed
+):
+    """Clipped, with activations recomputed for padded rows; rows longer than the budget are sharded if allowed."""
     rows, results = make_rows(12), []
     for number, degrees in enumerate(((1, 1), (width, cut))):
         config = job(folders[family], *degrees, stage=stage, clip=0.05, budget=24)
@@ -145,8 +147,8 @@ async def test_rows_without_advantage_can_be_skipped(group, folders, tmp_path, w
     await assert_skipping_changes_nothing(lambda: group.take(config), tmp_path)
 
 
-async def test_norms_count_what_is_whole_once_in_bfloat16_too(group, folders):
-    """DeepSpeed's optimizer without ZeRO counts otherwise there than in float32; as under ZeRO 1 it is to be."""
+async def test_norms_count_replicated_parameters_once_in_bfloat16(group, folders):
+    """DeepSpeed's bfloat16 optimizer without ZeRO computes norms differently; they have to equal those of ZeRO 1."""
     rows, norms = make_rows(8), []
     for stage in (0, 1):
         await group.take(job(folders["qwen2"], 2, stage=stage, dtype="bfloat16"))
@@ -156,8 +158,8 @@ async def test_norms_count_what_is_whole_once_in_bfloat16_too(group, folders):
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-async def test_training_goes_on_from_a_checkpoint_that_others_load(group, folders, tmp_path, stage):
-    """Weights and optimizer state come back exactly; the Hugging Face folder holds whole layers."""
+async def test_training_resumes_from_a_hugging_face_checkpoint(group, folders, tmp_path, stage):
+    """Weights and optimizer state are restored exactly; the Hugging Face folder holds whole layers."""
     rows, config, ends = make_rows(8), job(folders["qwen2"], 2, stage=stage), []
     await group.take(config)
     await group.update("actor", rows)
@@ -174,8 +176,8 @@ async def test_training_goes_on_from_a_checkpoint_that_others_load(group, folder
     assert Path(tmp_path, "saved", "critic", "huggingface", "config.json").is_file()
 
 
-async def test_a_slot_that_has_a_whole_model_works_alone(group, folders):
-    """Engines over as many devices as share a model: each slot scores and trains by itself, as with whole models."""
+async def test_a_slot_with_a_whole_model_works_alone(group, folders):
+    """With engines as wide as the tensor parallel group, each slot scores and trains alone, as with whole models."""
     rows, config = make_rows(9), job(folders["qwen2"], 2)
     config.rollout.tensor_model_parallel_size = 2
     assert not config.lockstep and not config.lockstep_backward

@@ -1,5 +1,4 @@
-"""A tower trained with the actor: real clips, an image, encoder and DeepSpeed ranks, against the whole Hugging Face
-model."""
+"""A vision tower trained with the actor on real clips, an image, encoder and DeepSpeed ranks, against Hugging Face."""
 
 import asyncio
 from dataclasses import replace
@@ -34,11 +33,11 @@ from rlfuse.video.processor_sampling import PixelBounds
 from rlfuse.video.towers import Tower
 
 FRAMES = (7, 5)
-"""Of the two clips; a frame is 4 tokens, two frames are encoded at a time, six decoded."""
+"""Frames of the two clips; 4 tokens per frame, two frames per encoder call, six per decoder call."""
 
 
 class TowerProbe(Probe):
-    """Takes configurations of a trained tower."""
+    """Trainer with a trained tower that can load one configuration after the other."""
 
     async def take(self, config):
         def reload(rank, config, tower):
@@ -64,7 +63,7 @@ def tower_settings(folder):
 
 @pytest.fixture(scope="module")
 def trained(folder, tmp_path_factory):
-    """Configurations in which the tower learns."""
+    """Return a function that makes configurations with a trained tower."""
     text = str(VideoLlama3.export(folder, tmp_path_factory.mktemp("models") / "text"))
 
     def make(stage=1, budget=64, degree=1, alone=True, **more):
@@ -77,7 +76,7 @@ def trained(folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 async def started(slots, trained, tower_settings):
-    """An encoder rank and two trainer ranks, started side by side."""
+    """Start an encoder rank and two trainer ranks concurrently."""
     environment = worker_environment("cpu")
     place = EncoderPlacement({"num_cpus": 0, "runtime_env": {"env_vars": environment}})
     cache = CacheSettings(1 << 24)
@@ -88,7 +87,9 @@ async def started(slots, trained, tower_settings):
         TowerProbe.start(trained(degree=2), slots, tower=tower_settings), encoder.start()
     )
     group.tower = tower_settings
-    group.costs = Costs(overheads=dict.fromkeys((2, 4), Overhead(start=1e9)))  # as many ranks as a row needs, no more
+    group.costs = Costs(
+        overheads=dict.fromkeys((2, 4), Overhead(start=1e9))
+    )  # use the smallest degree that a row needs
     yield group, encoder
     for rank in group.ranks:
         ray.kill(rank)
@@ -113,7 +114,8 @@ def clips(tmp_path_factory):
 
 
 def show(rows, clips, embeddings):
-    """Two rows show the first clip behind one prompt, one behind another, two the second and an image; one nothing."""
+    """Return rows: three with the first clip, two of which share a prompt; two with the second clip and an image; one
+    without media."""
     placeholder = byte_tokenizer().convert_tokens_to_ids(VIDEO)
 
     def one(row, prompt, which):
@@ -131,7 +133,7 @@ def show(rows, clips, embeddings):
 
 @pytest.fixture(scope="module")
 async def rows(started, trained, clips):
-    """Of the first tower; old and reference log-probs lie about where the policy's are."""
+    """Return rows with embeddings of the initial tower, and old and reference log-probs near the policy's."""
     group, encoder = started
     rows = show(make_rows(6, seed=1), clips, await encoder.encode(clips, "test"))
     await group.take(trained())
@@ -143,7 +145,10 @@ async def rows(started, trained, clips):
 
 
 def log_probs_of(model, tower, row):
-    """float32 [T] of the response and [T, vocabulary], by the whole model; the gradient passes the rounding."""
+    """Return float32 log-probs [T] and [T, vocabulary] of the response by the whole model.
+
+    Features are rounded as in caches, with a straight-through gradient.
+    """
     ids = torch.from_numpy(np.concatenate([row.prompt_ids, row.response_ids]).astype(np.int64))[None]
     embedded = model.get_input_embeddings()(ids)
     for visual in row.visual:
@@ -160,7 +165,7 @@ def log_probs_of(model, tower, row):
 
 
 def reference(model, folder, rows):
-    """{name as the policy has it: gradient} by plain autograd, one sequence at a time."""
+    """Return {name in the policy: gradient} by plain autograd, one sequence at a time."""
     tower, losses = Tower(folder), []
     for row in rows:
         logp, log_p = log_probs_of(model, tower, row)
@@ -188,8 +193,8 @@ def expected(folder, rows):
 
 
 @pytest.mark.parametrize("stage, budget, degrees", [(0, 48, {1}), (1, 30, {1, 2}), (3, 30, {1, 2})])
-async def test_gradients_are_those_of_the_whole_model(started, trained, rows, expected, stage, budget, degrees):
-    """Whole rows and slices; prompts shared and not; ranks with clips, without, and with a filler."""
+async def test_gradients_equal_those_of_the_whole_model(started, trained, rows, expected, stage, budget, degrees):
+    """Whole and sharded rows, shared and separate prompts, ranks with clips, without clips, and with a filler."""
     group, _ = started
     await group.take(trained(stage, budget, max(degrees)))
     await group.drain()
@@ -205,7 +210,7 @@ async def test_gradients_are_those_of_the_whole_model(started, trained, rows, ex
 
 @pytest.mark.parametrize("stage", [1, 3])
 async def test_rows_without_advantage_can_be_skipped(started, trained, rows, stage):
-    """First all rows, then the only ones with the first clip."""
+    """Skip all rows, then only those with the first clip."""
     group, _ = started
     zero = [replace(row, tensors=row.tensors | {"advantages": 0 * row.tensors["advantages"]}) for row in rows]
     found = []
@@ -225,12 +230,12 @@ async def test_rows_without_advantage_can_be_skipped(started, trained, rows, sta
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-async def test_the_ratio_is_one_until_the_tower_is_updated_and_true_after(
+async def test_ratios_are_one_until_the_tower_is_updated_and_correct_afterwards(
     started, trained, rows, folder, tmp_path, stage
 ):
     group, _ = started
     config = trained(stage, clip=0.5)
-    config.actor.optim.lr = 2e-5  # ratios stay near enough to 1
+    config.actor.optim.lr = 2e-5  # keeps ratios near 1
     await group.take(config)
     old = await scores_of(group, "actor", rows)
     rows = [replace(row, tensors=row.tensors | {"old_log_probs": array}) for row, array in zip(rows, old, strict=True)]
@@ -244,7 +249,7 @@ async def test_the_ratio_is_one_until_the_tower_is_updated_and_true_after(
     for row, have, before in zip(rows, now, old, strict=True):
         np.testing.assert_allclose(have, log_probs_of(whole, tower, row)[0].detach(), atol=1e-4)
         assert np.abs(have - before).max() > 1e-2
-    await group.update("actor", rows)  # another mini-batch of the same step: its clips are encoded by the new tower
+    await group.update("actor", rows)  # another mini-batch of the same step, whose clips are encoded by the new tower
     second = {name: moment - 0.9 * first[name] for name, moment in (await group.gradients()).items()}
     expected = reference(whole, folder, rows)
     clip = min(1.0, 0.5 / float(torch.stack([gradient.norm() for gradient in expected.values()]).norm()))
@@ -252,7 +257,7 @@ async def test_the_ratio_is_one_until_the_tower_is_updated_and_true_after(
 
 
 def updated_model(folder, trained):
-    """The whole model with a checkpoint's text part and tower."""
+    """Return the whole model with the text part and tower of a checkpoint."""
     whole = VideoLlama3ForConditionalGeneration.from_pretrained(folder)
     text = AutoModelForCausalLM.from_pretrained(trained)
     whole.model.language_model, whole.lm_head = text.model, text.lm_head
@@ -261,8 +266,8 @@ def updated_model(folder, trained):
     return whole
 
 
-async def test_a_tower_goes_on_after_being_handed_over_and_resumed(started, trained, rows, clips, tmp_path):
-    """Encoder ranks take the new tower, older embeddings are refused, a checkpoint goes on to the last bit."""
+async def test_a_tower_can_be_transferred_and_resumed(started, trained, rows, clips, tmp_path):
+    """Encoder ranks load the new tower, older embeddings are refused, and training resumes bitwise."""
     group, encoder = started
     await group.take(trained(alone=False))
     await group.update("critic", rows)
@@ -279,7 +284,7 @@ async def test_a_tower_goes_on_after_being_handed_over_and_resumed(started, trai
     rows = [
         replace(row, visual=tuple(replace(each, source=embeddings[each.path]) for each in row.visual)) for row in rows
     ]
-    # What the cache has now is what trainers made of the clips themselves; KL is still to the first tower.
+    # The cache now equals what trainers encode themselves; the KL reference is still the initial tower.
     np.testing.assert_equal([await scores_of(group, "actor", rows), await scores_of(group, "ref", rows)], scores)
     await group.save(tmp_path / "checkpoint")
 

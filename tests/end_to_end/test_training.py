@@ -1,5 +1,7 @@
-"""DeepSpeed ranks against plain torch: the same gradient for every loss, ZeRO stage, rank count and micro-batching,
-however it is accumulated: by all ranks at once, or on single slots in any order while others are idle."""
+"""DeepSpeed ranks against plain torch: gradients for every loss, ZeRO stage, rank count and micro-batching.
+
+Gradients are accumulated by all ranks at once, or on single slots in any order while others are idle.
+"""
 
 import asyncio
 import os
@@ -28,7 +30,7 @@ from rlfuse.algorithms.losses import AGG_MODES
 
 @pytest.fixture(scope="module")
 def policy_folder(tmp_path_factory):
-    """A random Qwen2 of four tensors' worth of layers: small enough to differentiate by hand in a test."""
+    """Save a random Qwen2 that is small enough for a single-process reference."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("policy")
     Qwen2ForCausalLM(
@@ -42,7 +44,7 @@ def policy_folder(tmp_path_factory):
 
 
 def reference(config, rows):
-    """{name: gradient} in one process, one sequence at a time, the whole loss written out."""
+    """Return {name: gradient} in one process, one sequence at a time, with the loss written out."""
     model = Qwen2ForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
     per_row = []
     for row in rows:
@@ -71,7 +73,7 @@ def reference(config, rows):
 
 @pytest.fixture(scope="module")
 async def group(policy_folder, slots):
-    """Two ranks, ready to take configurations."""
+    """Start two ranks that can load one configuration after the other."""
     return (await Probe.start(settings(policy_folder), slots))[0]
 
 
@@ -89,10 +91,8 @@ async def assert_gradients_match(group, rows):
 
 
 @pytest.mark.parametrize("stage, packed", [(1, False), (3, True)])
-async def test_the_updates_own_log_probs_are_those_of_a_pass_before_it_to_the_last_bit(
-    group, policy_folder, stage, packed
-):
-    """Both passes have the same micro-batches; then neither gradients nor weights nor what is told can differ."""
+async def test_log_probs_of_the_update_are_bitwise_those_of_a_separate_pass(group, policy_folder, stage, packed):
+    """With the same micro-batches, gradients, weights and metrics are bitwise equal too."""
     config = settings(policy_folder, stage, alone=True)
     config.model.use_remove_padding = packed
     bare = [replace(row, tensors=without(row, "old_log_probs")) for row in make_rows(15)]
@@ -122,12 +122,12 @@ def without(row, name):
 
 
 async def on_one_slot(group, model, rows):
-    """The other rank joins the step with nothing."""
+    """Train on one slot; the other rank joins the step without rows."""
     await group.accumulate((model,), rows, slot=1)
 
 
 async def in_pieces(group, model, rows):
-    """Both slots at the same time, unevenly, out of order, scoring between; then all ranks with the rest."""
+    """Train on both slots concurrently, unevenly, out of order and with scoring in between; the rest on all ranks."""
 
     async def slot_1():
         await group.accumulate((model,), rows[5:], slot=1)
@@ -139,7 +139,7 @@ async def in_pieces(group, model, rows):
 
 
 @pytest.mark.parametrize("stage, mode", [*((0, mode) for mode in AGG_MODES), (1, AGG_MODES[0])])
-async def test_gradients_equal_single_process_torch_however_they_are_accumulated(group, policy_folder, stage, mode):
+async def test_gradients_equal_single_process_torch_for_every_accumulation(group, policy_folder, stage, mode):
     rows, config = make_rows(), settings(policy_folder, stage, mode, alone=True)
     serial, expected = await assert_gradients_match(await group.take(config), rows)
     for split in (on_one_slot, in_pieces):
@@ -151,7 +151,7 @@ async def test_gradients_equal_single_process_torch_however_they_are_accumulated
 
 @pytest.mark.parametrize("stage", [2, 3, "fsdp2"])
 async def test_gradients_equal_single_process_torch_in_lockstep(group, policy_folder, stage):
-    """A call with fewer rows than ranks runs on a filler."""
+    """A call with fewer rows than ranks uses a filler."""
     rows, config = make_rows(), settings(policy_folder, stage, alone=True)
     serial, _ = await assert_gradients_match(await group.take(config), rows)
     await group.take(config)
@@ -163,7 +163,7 @@ async def test_gradients_equal_single_process_torch_in_lockstep(group, policy_fo
 
 @pytest.mark.parametrize("stage", [1, 3, "fsdp2"])
 async def test_gradients_do_not_depend_on_how_slow_ranks_are(group, policy_folder, stage):
-    """A slow rank gets fewer rows, and fillers where it gets none but has to keep step."""
+    """A slow rank gets fewer rows, and fillers to stay in lockstep."""
     rows, config = make_rows(15), settings(policy_folder, stage, alone=True)
     serial, expected = await assert_gradients_match(await group.take(config), rows)
     try:
@@ -190,7 +190,7 @@ async def test_gradients_do_not_depend_on_how_slow_ranks_are(group, policy_folde
 
 @pytest.mark.parametrize("budget, count", [(10_000, 7), (16, 7), (64, 1)])
 async def test_gradients_do_not_depend_on_micro_batches_and_idle_ranks(group, policy_folder, budget, count):
-    """One micro-batch, one per row, and a rank that has nothing."""
+    """One micro-batch, one per row, and a rank without rows."""
     config = settings(policy_folder, budget=budget, alone=True)
     await assert_gradients_match(await group.take(config), make_rows(count))
 
@@ -205,8 +205,8 @@ async def test_padded_rows_train_as_packed_ones(group, policy_folder):
     assert distance(await group.gradients(), serial) < 1e-6
 
 
-async def test_one_rank_gives_what_two_give(policy_folder, slots):
-    """And its process stays on the core that it was given."""
+async def test_one_rank_gives_the_results_of_two(policy_folder, slots):
+    """The rank's process also stays on its core."""
     config, core = settings(policy_folder, alone=True), max(os.sched_getaffinity(0))
     config.trainer.n_gpus_per_node = 1
     alone, _ = await Probe.start(config, replace(slots, count=1), cores=[core])
@@ -230,14 +230,14 @@ async def test_one_rank_gives_what_two_give(policy_folder, slots):
     ],
 )
 async def test_rows_without_advantage_can_be_skipped(group, policy_folder, tmp_path, stage, mode, dtype):
-    """Also all of a mini-batch: AdamW steps with a gradient of 0."""
+    """Also all rows of a mini-batch: AdamW steps with a gradient of 0."""
     config = only_the_policy_loss(settings(policy_folder, stage, mode, dtype, alone=True))
     tolerance = 1e-6 if dtype == "float32" else 0.02
     await assert_skipping_changes_nothing(lambda: group.take(config), tmp_path, tolerance)
 
 
-async def test_one_rank_skips_rows_without_changing_a_bit(policy_folder, slots, tmp_path):
-    """With one row in a micro-batch, sums keep their order."""
+async def test_skipping_rows_on_one_rank_is_bitwise_exact(policy_folder, slots, tmp_path):
+    """With one row per micro-batch, the summation order is the same."""
     config = only_the_policy_loss(settings(policy_folder, 1, budget=1, alone=True))
     config.trainer.n_gpus_per_node = 1
     alone, _ = await Probe.start(config, replace(slots, count=1))
@@ -248,7 +248,7 @@ async def test_one_rank_skips_rows_without_changing_a_bit(policy_folder, slots, 
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-async def test_several_clipped_steps_of_both_models_end_where_serial_ones_do(group, policy_folder, stage):
+async def test_several_clipped_steps_of_both_models_equal_serial_ones(group, policy_folder, stage):
     config = settings(policy_folder, stage, "seq-mean-token-mean", clip=0.05)
     batches = [make_rows(7, seed) for seed in (3, 4, 5)]
 
@@ -271,7 +271,7 @@ async def test_several_clipped_steps_of_both_models_end_where_serial_ones_do(gro
 
 
 @pytest.mark.parametrize("stage, split", [(0, on_one_slot), (1, in_pieces)])
-async def test_bfloat16_steps_are_close_however_they_are_accumulated(group, policy_folder, stage, split):
+async def test_bfloat16_steps_are_close_for_every_accumulation(group, policy_folder, stage, split):
     rows, config = make_rows(), settings(policy_folder, stage, dtype="bfloat16", clip=0.05, alone=True)
     expected = await (await group.take(config)).update("actor", rows)
     await split(await group.take(config), "actor", rows)
@@ -282,7 +282,7 @@ async def test_bfloat16_steps_are_close_however_they_are_accumulated(group, poli
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 async def test_models_move_to_host_memory_and_back_with_their_gradients(group, policy_folder, stage):
-    """As on GPUs, but that both ends are the host's memory here: nothing may be lost on the way."""
+    """As on GPUs, but both copies are in host memory here; no state may be lost."""
     rows, config = make_rows(), settings(policy_folder, stage)
 
     async def train(move):
@@ -321,7 +321,7 @@ async def test_models_move_to_host_memory_and_back_with_their_gradients(group, p
         np.testing.assert_equal(await train(move), expected)
 
 
-async def test_slots_work_side_by_side_and_tell_of_it(group, policy_folder):
+async def test_slots_work_concurrently_and_record_spans(group, policy_folder):
     rows = make_rows()
     await group.take(settings(policy_folder))
     await group.drain()
@@ -343,7 +343,7 @@ async def test_slots_work_side_by_side_and_tell_of_it(group, policy_folder):
     assert max(began) < min(max(s.end for s in spans if s.kind == "backward") for spans in by_rank)
 
 
-async def test_what_needs_all_ranks_says_so(group, policy_folder):
+async def test_operations_that_need_all_ranks_are_refused_on_one_slot(group, policy_folder):
     rows = make_rows()
     await group.take(settings(policy_folder, 2))
     assert (group.lockstep, group.lockstep_backward) == (False, True)
@@ -356,7 +356,7 @@ async def test_what_needs_all_ranks_says_so(group, policy_folder):
         await scores_of(group, "ref", rows, slot=0)
 
 
-async def test_steps_and_checkpoints_know_what_was_accumulated(group, policy_folder, tmp_path):
+async def test_steps_and_checkpoints_are_refused_with_unmatched_gradients(group, policy_folder, tmp_path):
     rows = make_rows()
     await group.take(settings(policy_folder))
     with pytest.raises(ValueError, match="No gradients of the actor were accumulated"):
@@ -371,7 +371,7 @@ async def test_steps_and_checkpoints_know_what_was_accumulated(group, policy_fol
 
 
 def masked(rows, counted):
-    """Rows of which only the first ones count in the loss."""
+    """Return the rows with a loss mask that is 1 for the first `counted` of them, else 0."""
     kept = [np.full(len(row.response_ids), index < counted, np.float32) for index, row in enumerate(rows)]
     return [replace(row, tensors=row.tensors | {"loss_mask": mask}) for row, mask in zip(rows, kept, strict=True)]
 
@@ -417,22 +417,22 @@ async def test_the_reference_is_mixed_with_the_actor_and_resumed_from_the_checkp
         near = {"rtol": rounding, "atol": 1e-6 if dtype == "float32" else 1e-4}
         torch.testing.assert_close(found, 0.25 * actor[name] + 0.75 * start[name], **near)
 
-    async def go_on():
+    async def continue_training():
         scores = [await scores_of(group, "ref", rows)]
         await group.update("actor", rows)
         await group.sync_reference()
         return [*scores, await scores_of(group, "ref", rows)]
 
-    expected = await go_on()
+    expected = await continue_training()
     await group.take(config)
     await group.load(tmp_path / "first")
-    for have, want in zip(await go_on(), expected, strict=True):
+    for have, want in zip(await continue_training(), expected, strict=True):
         np.testing.assert_array_equal(np.concatenate(have), np.concatenate(want))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3, "fsdp2"])
 async def test_clipping_scales_the_step_by_the_global_norm(group, policy_folder, stage):
-    """The clipped gradient is the whole one times limit / norm, whichever engine does it."""
+    """The clipped gradient is the full one times limit / norm, for every optimizer."""
     limit = 0.05
     rows = make_rows()
     await group.take(settings(policy_folder, stage, clip=limit, alone=True))
@@ -446,7 +446,7 @@ async def test_clipping_scales_the_step_by_the_global_norm(group, policy_folder,
 
 
 async def test_log_probs_values_and_reference_of_a_bfloat16_zero3_job(group, policy_folder):
-    """Every pass runs where weights are sharded and half wide, close to the float32 numbers of one process."""
+    """Passes with sharded bfloat16 weights are close to float32 results of one process."""
     config = settings(policy_folder, 3, dtype="bfloat16")
     await group.take(config)
     rows = make_rows()
@@ -459,7 +459,7 @@ async def test_log_probs_values_and_reference_of_a_bfloat16_zero3_job(group, pol
         want = logits.gather(-1, ids[0, len(row.prompt_ids) :, None])[:, 0].numpy()
         np.testing.assert_allclose(found, want, atol=0.05)
         np.testing.assert_array_equal(found, same)
-    assert all(not values.any() for values in await scores_of(group, "critic", rows))  # a fresh value head starts at 0
+    assert all(not values.any() for values in await scores_of(group, "critic", rows))  # a new value head is 0
     metrics = await group.update("critic", rows)
     assert metrics["critic/vf_loss"] > 0 and np.isfinite(metrics["critic/grad_norm"])
     assert any(values.any() for values in await scores_of(group, "critic", rows))
@@ -489,7 +489,7 @@ async def test_resumed_training_is_bitwise_the_uninterrupted_one(group, policy_f
 
 
 async def test_training_resumes_under_every_layout(group, policy_folder, tmp_path):
-    """ZeRO stages, FSDP2 and tensor parallelism read each other's checkpoints and continue alike, up to rounding."""
+    """ZeRO stages, FSDP2 and tensor parallelism read each other's checkpoints and continue equally, up to rounding."""
     rows = make_rows()
 
     async def two_steps():
@@ -506,7 +506,7 @@ async def test_training_resumes_under_every_layout(group, policy_folder, tmp_pat
         config.training.tensor_model_parallel_size = 2 if layout == "shares" else 1
         await group.take(config)
         await group.load(tmp_path / before)
-        await group.save(tmp_path / str(layout))  # what was read is written again, and read by the next
+        await group.save(tmp_path / str(layout))  # each layout saves the checkpoint that the next one reads
         found, log_probs = await two_steps()
         for one, other in zip(found, expected, strict=True):
             assert {name: one[name] for name in other} == pytest.approx(other, rel=2e-3, abs=1e-5), layout

@@ -1,7 +1,7 @@
-"""Clips over real encoder ranks: the bits of the unsharded tower, each clip once, failures isolated, two memories.
+"""Encoding on real encoder ranks: bitwise equal to the unsharded tower, each clip once, isolated failures, two caches.
 
-Three ranks on two "nodes" (memories) of one machine: two share a cache, the third has another, so that a clip may be
-encoded on both sides. A clip's file says what happens to its frames; they are noise that its text seeds.
+Three ranks on two simulated nodes of one machine: two ranks share a cache and the third has another, so that a clip may
+be encoded on both. A clip's file selects what happens to its frames, which are noise seeded by its text.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LIMIT = 1 << 20
 
 
 def frame_reader():
-    """The decoder of these tests; made inside a function so that it is pickled by value."""
+    """Return the decoder of these tests, defined inside a function so that it is pickled by value."""
 
     def frames(path, plan, first, last):
         import os
@@ -100,7 +100,7 @@ def clip(tmp_path):
 
 
 def unsharded(tower, clip) -> torch.Tensor:
-    """What one process makes of the clip."""
+    """Return the clip's embeddings by one process."""
     frames = frame_reader()(clip.path, clip.plan, 0, len(clip.plan.times))
     rows = tower.encode(torch.from_numpy(frames)).bfloat16()
     return rows if clip.plan.kept is None else rows[[token == 1 for token in clip.plan.kept]]
@@ -127,19 +127,19 @@ async def test_a_mixed_batch_is_bitwise_the_unsharded_tower_and_encoded_once(enc
     assert metrics["video/encoded_tokens"] == sum(one.plan.tokens for one in clips)
     assert (metrics["video/cache_misses"], metrics["video/cache_hits"]) == (5, 0)
     whole = sum(one.plan.tokens for one in clips) * TEXT_HIDDEN * 2
-    assert metrics["video/cache_bytes"] == 2 * whole, "every node has all of them"
+    assert metrics["video/cache_bytes"] == 2 * whole, "a node lacks embeddings"
     assert metrics["video/shard_imbalance"] < 1.2
     spans = await encoder.drain()
     assert {span.where for span in spans} == {"encoder/0", "encoder/1", "encoder/2"}
     assert sum(span.tokens for span in spans) == metrics["video/encoded_tokens"]
-    # All of it again is found and not computed.
+    # A second request is served from the cache.
     assert await encoder.encode(clips, "step 2") == handles[:-1]
     metrics = await encoder.metrics()
     assert (metrics["video/encoded_tokens"], metrics["video/cache_hits"]) == (0, 5)
     assert await encoder.drain() == []
 
 
-async def test_a_clip_encoded_on_two_nodes_lies_whole_on_both_and_crossed_once(encoder, model, clip):
+async def test_a_clip_encoded_on_two_nodes_is_complete_on_both_and_transferred_once(encoder, model, clip):
     one = clip("shared", 9)
     before = (await encoder.metrics())["video/cache_received_bytes"]
     (handle,) = await encoder.encode([one], "sharing")
@@ -148,20 +148,23 @@ async def test_a_clip_encoded_on_two_nodes_lies_whole_on_both_and_crossed_once(e
     whole = unsharded(Tower(model), one)
     paths = [Path(handle.path), *map(Path, handle.copies)]
     assert len({path.parent for path in paths}) == 2
-    part, rest = 3 * 6 * TEXT_HIDDEN * 2, 9 * 6 * TEXT_HIDDEN * 2  # to the home what was encoded away, from it all
+    part, rest = (
+        3 * 6 * TEXT_HIDDEN * 2,
+        9 * 6 * TEXT_HIDDEN * 2,
+    )  # to the home node the parts encoded elsewhere, from it the whole
     assert (await encoder.metrics())["video/cache_received_bytes"] - before == part + rest
     for path in paths:
         assert torch.equal(replace(handle, path=str(path), copies=()).read(), whole)
-        # The part that was encoded away from home did not stay there.
+        # The part encoded on the other node is removed there.
         assert [file.name for file in path.parent.glob(f"{handle.key}*")] == [f"{handle.key}.bf16"]
     there = replace(handle, path="/another/host", copies=("/a/third", str(paths[1])))
-    assert torch.equal(there.read(), whole), "a reader maps what is on its own node"
+    assert torch.equal(there.read(), whole), "a reader does not map the file on its node"
     assert await encoder.encode([one], "sharing") == [handle]
     assert await encoder.drain() == []
     assert (await encoder.metrics())["video/cache_received_bytes"] - before == part + rest
 
 
-async def test_what_a_node_lost_is_copied_to_it_again_and_not_encoded(encoder, model, clip):
+async def test_embeddings_lost_on_a_node_are_copied_instead_of_encoded_again(encoder, model, clip):
     one = clip("lost", 4)
     (handle,) = await encoder.encode([one], "first")
     await encoder.release("first")
@@ -179,9 +182,9 @@ async def test_more_ranks_than_frames(encoder, model, clip):
     assert len(await encoder.drain()) == 2
 
 
-async def test_clips_that_fail_are_named_and_the_others_go_on(encoder, model, clip):
+async def test_failed_clips_are_named_and_the_others_are_encoded(encoder, model, clip):
     texts = {name: f"{name} {clip}" for name in ("broken", "die", "short")}
-    bad = {name: clip(name, 1 if name == "die" else 6, text=text) for name, text in texts.items()}  # one rank dies
+    bad = {name: clip(name, 1 if name == "die" else 6, text=text) for name, text in texts.items()}  # kills one rank
     missing = clip("missing", 3)
     Path(missing.path).unlink()
     unfit = clip("unfit", 3)
@@ -194,38 +197,38 @@ async def test_clips_that_fail_are_named_and_the_others_go_on(encoder, model, cl
     for one in good:
         assert torch.equal(outcomes.pop(one.id).read(), unsharded(tower, one))
     assert all(isinstance(outcome, ClipFailure) for outcome in outcomes.values())
-    for name, said in {
+    for name, message in {
         "broken": "moov atom not found",
         "die": "encoder/. died during the call to encode frames",
         "missing": "No such file",
         "short": r"instead of uint8 \[\d, 56, 84, 3\]",
         "unfit": "the plan expects 19 tokens .* the tower gives 18",
     }.items():
-        assert re.search(said, outcomes[name].message) and f"{name} (" in outcomes[name].message
+        assert re.search(message, outcomes[name].message) and f"{name} (" in outcomes[name].message
     metrics = await encoder.metrics()
     assert (metrics["video/failed_clips"], metrics["video/encoded_over_unique_tokens"]) == (5, 1.0)
-    assert count_faults(await encoder.drain())["encoder_ranks_replaced"] >= 1, "the one that died"
-    ray.kill(encoder.ranks[0]._actor)  # while it is idle
+    assert count_faults(await encoder.drain())["encoder_ranks_replaced"] >= 1, "the clip whose rank died"
+    ray.kill(encoder.ranks[0]._actor)  # while the rank is idle
     while not (faults := count_faults(await encoder.drain())):
         await asyncio.sleep(0.1)
     assert faults == {"encoder_ranks_replaced": 1}
-    # The ranks are as they were, and failed clips left nothing behind.
+    # All ranks are restored, and failed clips have left no files.
     assert all(isinstance(one, Embedding) for one in await encoder.encode([clip("after", 6)], "failures"))
     assert not list(Path((await encoder.encode(good[:1], "failures"))[0].path).parent.glob("*.partial"))
 
 
 async def drained(encoder, count):
-    """So many spans, which ranks record in their own time."""
+    """Wait for `count` spans, which ranks record asynchronously."""
     spans = await encoder.drain()
     for _ in range(600):
         if len(spans) >= count:
             return spans
         await asyncio.sleep(0.1)
         spans += await encoder.drain()
-    raise AssertionError(f"{len(spans)} of {count} spans came within 60 s")
+    raise AssertionError(f"{len(spans)} of {count} spans were recorded within 60 s")
 
 
-async def test_prefetched_frames_stay_within_their_bound_and_are_those_of_the_file(encoder, model, clip):
+async def test_prefetched_frames_stay_within_the_memory_limit_and_match_the_file(encoder, model, clip):
     tower = Tower(model)
     early = clip("early", 23)
     await encoder.drain()
@@ -234,11 +237,11 @@ async def test_prefetched_frames_stay_within_their_bound_and_are_those_of_the_fi
     spans = await drained(encoder, 6)
     assert {span.kind for span in spans} == {"prefetch"}
     held = {where: sum(s.attributes["bytes"] for s in spans if s.where == where) for where in encoder_names(3)}
-    assert set(held.values()) == {2 * BLOCK}, "each rank has what fits of its 8 or 7 frames"
+    assert set(held.values()) == {2 * BLOCK}, "each rank prefetches as many of its 8 or 7 frames as fit"
     (handle,) = await encoder.encode([early], "early")
     assert torch.equal(handle.read(), unsharded(tower, early))
     assert (await encoder.metrics())["video/prefetched_frames"] == 3 * 6
-    await encoder.prefetch([early])  # which needs none any more
+    await encoder.prefetch([early])  # no-op for an encoded clip
     assert {span.kind for span in await encoder.drain()} == {"encode"}
 
     changed, other = clip("changed", 6), clip("other", 6)
@@ -250,7 +253,7 @@ async def test_prefetched_frames_stay_within_their_bound_and_are_those_of_the_fi
     assert (await encoder.metrics())["video/prefetched_frames"] == 0
 
 
-async def test_a_rank_that_dies_while_it_prefetches_costs_no_other_clip(encoder, model, clip):
+async def test_a_rank_that_dies_during_prefetch_fails_no_other_clip(encoder, model, clip):
     await encoder.prefetch([clip("die early", 1, text="die early")])
     one = clip("survivor", 4)
     (handle,) = await encoder.encode([one], "early")
@@ -263,7 +266,7 @@ def encoder_names(count):
     return [f"encoder/{rank}" for rank in range(count)]
 
 
-async def test_as_few_ranks_as_are_done_in_time_encode_ahead_while_there_is_room(encoder, model, clip):
+async def test_encode_ahead_uses_the_fewest_ranks_that_finish_in_time(encoder, model, clip):
     for holder in ("step 1", "step 2", "sharing", "second", "pair", "failures"):
         await encoder.release(holder)
     measured, one, other = (clip(name, 9) for name in ("measured", "ahead", "called off"))
@@ -274,8 +277,12 @@ async def test_as_few_ranks_as_are_done_in_time_encode_ahead_while_there_is_room
     await encoder.encode_ahead([measured, one], "ahead", 1e6, lambda: False)
     await encoder.encode_ahead([other], "ahead", 1e6, lambda: True)
     assert {(span.where, span.tokens) for span in await encoder.drain()} == {("encoder/0", one.plan.tokens)}
-    told = await encoder.metrics()
-    assert (told["video/encode_ahead_ranks"], told["video/encoded_ahead_tokens"], told["video/cache_misses"]) == (
+    metrics = await encoder.metrics()
+    assert (
+        metrics["video/encode_ahead_ranks"],
+        metrics["video/encoded_ahead_tokens"],
+        metrics["video/cache_misses"],
+    ) == (
         1,
         9 * 6,
         0,
@@ -288,11 +295,11 @@ async def test_as_few_ranks_as_are_done_in_time_encode_ahead_while_there_is_room
     assert (await encoder.metrics())["video/encoded_ahead_tokens"] == 2 * 1600
     await encoder.release("ahead")
     assert all(isinstance(one, Embedding) for one in await encoder.encode(halves[1:], "now"))
-    assert (await encoder.metrics())["video/encoded_tokens"] == 1600, "which had found no room"
+    assert (await encoder.metrics())["video/encoded_tokens"] == 1600, "the third clip did not fit before"
     await encoder.release("now")
 
 
-async def test_a_steps_clips_are_encoded_while_the_step_before_goes_on(encoder, model, clip):
+async def test_clips_of_the_next_step_are_encoded_during_the_current_one(encoder, model, clip):
     clips, tower = StepClips(encoder, 0.5, print, ahead=True), Tower(model)
     coming = [*(clip(f"coming {number}", 5) for number in range(4)), clip("broken later", 3, text="broken later")]
 
@@ -303,35 +310,37 @@ async def test_a_steps_clips_are_encoded_while_the_step_before_goes_on(encoder, 
     prompts = [prompt(*each) for each in enumerate(coming)]
 
     async def encoded(number):
-        """Of a step with this clip alone; its embeddings are right."""
+        """Encode a step with this clip alone; assert that its embeddings are correct."""
         for group in await clips.encode(make_groups([prompts[number]], 1, 0, 1), "training", check_failures=False):
             for visual in group.samples[0].prompt.visual:
                 assert torch.equal(visual.source.read(), unsharded(tower, coming[number]))
 
     clips.prefetch(prompts, "training")
-    await encoded(0)  # before any other was begun
-    told = await clips.release("training")
-    assert (told["video/encoded_ahead_tokens"], told["video/encoded_tokens"]) == (0, 5 * 6)
+    await encoded(0)  # before any other clip has started
+    metrics = await clips.release("training")
+    assert (metrics["video/encoded_ahead_tokens"], metrics["video/encoded_tokens"]) == (0, 5 * 6)
 
     clips.prefetch(prompts, "training")
-    clips.prefetch(prompts[:1], "training")  # the former is still to come
+    clips.prefetch(prompts[:1], "training")  # the previous prefetch has not finished
     await asyncio.wait_for(clips._coming, 120)
-    told = await clips.release("training")
-    assert told["video/encode_ahead_ranks"] in (1, 2, 3) and told["video/encoded_over_unique_tokens"] == 1
-    assert told["video/encoded_ahead_tokens"] == told["video/encoded_tokens"] == 3 * 5 * 6
-    assert (told["video/failed_clips"], told["video/dropped_groups"]) == (0, 0), "nobody has asked for it"
+    metrics = await clips.release("training")
+    assert metrics["video/encode_ahead_ranks"] in (1, 2, 3) and metrics["video/encoded_over_unique_tokens"] == 1
+    assert metrics["video/encoded_ahead_tokens"] == metrics["video/encoded_tokens"] == 3 * 5 * 6
+    assert (metrics["video/failed_clips"], metrics["video/dropped_groups"]) == (0, 0), (
+        "the broken clip has not been requested"
+    )
     for number in range(5):
         await encoded(number)
-    told = await clips.release("training")
-    assert (told["video/encoded_tokens"], told["video/cache_held_bytes"]) == (0, 0)
-    assert (told["video/failed_clips"], told["video/dropped_groups"]) == (2, 1), "two places of one prompt"
+    metrics = await clips.release("training")
+    assert (metrics["video/encoded_tokens"], metrics["video/cache_held_bytes"]) == (0, 0)
+    assert (metrics["video/failed_clips"], metrics["video/dropped_groups"]) == (2, 1), "two occurrences in one prompt"
     clips.max_failure_rate = 1.0
     with pytest.raises(EngineError, match=r"1 of 1 prompts .* the first: [\s\S]*No prompt of the step is left"):
         await clips.encode(make_groups(prompts[4:], 1, 0, 1), "training")
     await clips.release("training")
 
 
-async def test_what_is_held_stays_and_what_does_not_fit_is_an_error(encoder, clip):
+async def test_held_embeddings_stay_and_a_full_cache_is_an_error(encoder, clip):
     for holder in ("step 1", "step 2", "sharing", "second", "pair", "failures"):
         await encoder.release(holder)
     half = [clip(f"half {i}", 1, 28 * 40, 28 * 40) for i in range(2)]  # 1600 tokens, 400 KiB
@@ -346,7 +355,7 @@ async def test_what_is_held_stays_and_what_does_not_fit_is_an_error(encoder, cli
     await encoder.release("later")
 
 
-async def test_a_trained_towers_clips_are_encoded_anew(encoder, model, clip, tmp_path):
+async def test_clips_are_encoded_again_after_a_tower_update(encoder, model, clip, tmp_path):
     one = clip("learned from", 4)
     (before,) = await encoder.encode([one], "update")
     trained = Tower(write_small_video_llama3(tmp_path / "trained", SmallModel(seed=5)))

@@ -1,4 +1,4 @@
-"""A whole job of clips and images: rows with real files, some of them bad, through encoding, rollout, scoring, PPO."""
+"""A whole PPO job with clips and images from real files, some of which are damaged or missing."""
 
 import base64
 import json
@@ -23,7 +23,7 @@ def first_letter(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def damage(path: Path) -> None:
-    """An index of frames that are zeros from two thirds on: it passes until they are decoded."""
+    """Zero the last third of the file: probing succeeds, decoding fails."""
     import av
 
     whole = path.rename(path.with_suffix(".whole.mp4"))
@@ -38,8 +38,8 @@ def damage(path: Path) -> None:
 
 
 def write_other_forms(folder: Path) -> Path:
-    """The rows of the order task, one of which shows a part of its clip and a list of frames without markers, and one
-    brings its clip as bytes."""
+    """Write the rows of the order task: one with a segment of its clip and a list of frames without markers, one whose
+    clip is given as bytes."""
     rows = pq.read_table(folder / "order/train.parquet").to_pylist()
     first, second = rows[:2]
     first["videos"] = [
@@ -55,7 +55,7 @@ def write_other_forms(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def run(driven, tmp_path_factory):
-    """(folder of the run, what it printed); of 8 clips one is damaged, of 8 clips and 8 images one each is missing."""
+    """Run the job; return (run folder, output). One clip is damaged, one clip and one image are missing."""
     folder = tmp_path_factory.mktemp("video_job")
     for kind in (Kind.ORDER, Kind.PLACE):
         (folder / kind).mkdir()
@@ -96,14 +96,14 @@ def run(driven, tmp_path_factory):
     return folder / "runs/rlfuse/run", text
 
 
-def test_bad_clips_cost_their_rows_and_groups_only_and_are_named(run):
+def test_bad_clips_drop_only_their_rows_and_groups_and_are_named(run):
     folder, printed = run
     assert "14 prompts" in printed and "7 with clips, 7 with images, 2 skipped for unusable clips or images" in printed
     assert "train_00005.mp4" in printed and "train_00005.png" in printed
     assert "train_00003.mp4" in printed and "prompts have clips or images that can't be used" in printed
     rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"]]
     assert len(rows) == STEPS
-    # The question about the damaged clip is asked once an epoch of two steps.
+    # The row with the damaged clip occurs once per epoch of two steps.
     for epoch in (rows[:2], rows[2:]):
         assert sum(row["video/dropped_groups"] for row in epoch) == 1
     assert all(row["perf/total_num_tokens"] > 0 for row in rows)
@@ -114,9 +114,9 @@ def test_clips_are_encoded_once_and_prompts_run_once(run):
     rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"]]
     assert all(row["video/encoded_over_unique_tokens"] == 1.0 for row in rows)
     run_again = [row["perf/computed_over_unique_tokens"] - 1 for row in rows]
-    assert min(run_again) == 0 and max(run_again) < 1, "above 0 only where a group was scored before all had finished"
+    assert min(run_again) == 0 and max(run_again) < 1, "above 0 only if a group was scored before all had finished"
     later = {name: sum(row[f"video/cache_{name}"] for row in rows[2:]) for name in ("misses", "hits")}
-    assert later == {"misses": 1, "hits": 14}, "only the clip that can't be used"
+    assert later == {"misses": 1, "hits": 14}, "only the unusable clip"
     assert all(row["training/rollout_probs_diff_max"] < 1e-4 for row in rows)
     assert {"video/frames", "video/tokens", "video/level", "video/decode_s", "video/encode_s"} <= rows[0].keys()
     assert (
@@ -126,12 +126,12 @@ def test_clips_are_encoded_once_and_prompts_run_once(run):
     )
 
 
-def test_clips_of_what_comes_next_are_decoded_while_this_step_goes_on(run):
-    """Behind the first step comes the second, behind the last validation."""
+def test_clips_of_the_next_step_are_decoded_during_the_current_one(run):
+    """The first step is followed by the second, the last one by validation."""
     folder, _ = run
     rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"]]
     first, second, *_ = (row["video/prefetched_frames"] for row in rows)
-    assert first == 0 and second > 0, "the second step's were ready, at least some of them"
+    assert first == 0 and second > 0, "no clip of the second step was ready"
     spans = read_events(folder / "events.jsonl")
     steps = [span for span in spans if span.kind == "step"]
     prefetched = [span for span in spans if span.kind == "prefetch"]
@@ -140,16 +140,18 @@ def test_clips_of_what_comes_next_are_decoded_while_this_step_goes_on(run):
         assert any(step.start < span.start < span.end < step.end for span in prefetched)
 
 
-def test_contact_sheets_show_what_was_seen(run):
+def test_contact_sheets_show_the_sampled_frames(run):
     folder, _ = run
     sheets = sorted((folder / "contact_sheets").glob("*.png"))
     assert len(sheets) == 2 * STEPS
     with Image.open(sheets[0]) as image:
         assert image.width > 400 and image.height > 100
-    (table,) = folder.glob("wandb/**/table/samples_*.json")  # after the last step; trainer.log_samples_freq is 10
+    (table,) = folder.glob(
+        "wandb/**/table/samples_*.json"
+    )  # written after the last step, as trainer.log_samples_freq is 10
     content = json.loads(table.read_text())
     assert content["columns"][-1] == "clip" and any(row[-1] for row in content["data"])
 
 
-def test_nothing_is_left_in_shared_memory(run):
+def test_no_files_are_left_in_shared_memory(run):
     assert not scratch.abandoned(scratch.EMBEDDINGS)

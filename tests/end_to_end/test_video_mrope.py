@@ -1,5 +1,5 @@
-"""A small Qwen2.5-VL and a small Qwen3-VL with embeddings from outside: a real engine and trainer agree, at every frame
-rate and after training; caches, refusals."""
+"""Small Qwen2.5-VL and Qwen3-VL models with precomputed embeddings: a real engine and trainer agree at every frame
+rate and after training; prefix caches; refused prompts."""
 
 import itertools
 import re
@@ -75,8 +75,8 @@ def ask(folder, model, tmp_path_factory):
     def make(
         number: int, fps: float = 2.0, sibling: int = 0, version: str = "a", prompt: str = "{}<video>{}"
     ) -> Sample:
-        """Where the prompt has markers, images of different sizes, a clip of 4 temporal patches of 8 tokens, and others
-        of fewer, each its own."""
+        """Fill the prompt's markers: images of different sizes, a clip of 4 temporal patches of 8 tokens, and shorter
+        clips."""
         sizes, visual = itertools.cycle([(2, 3), (4, 2), (1, 1)]), []
         for kind in re.findall("<(image|video)>", prompt):
             if kind == "video":
@@ -93,8 +93,8 @@ def ask(folder, model, tmp_path_factory):
         text = prompt.format(*words)
         made = video.prompt(tokenizer, text, [each.plan for each in visual])
         visual = (replace(each, positions=places) for each, places in zip(visual, made.positions, strict=True))
-        asked = Prompt(number, made.token_ids, text, (), "test", None, visual=tuple(visual))
-        return Sample(asked, 1, sibling, sample_seed(0, 1, number, sibling))
+        shown_prompt = Prompt(number, made.token_ids, text, (), "test", None, visual=tuple(visual))
+        return Sample(shown_prompt, 1, sibling, sample_seed(0, 1, number, sibling))
 
     return make
 
@@ -119,8 +119,8 @@ def expected(model, sample: Sample, tokens: np.ndarray) -> np.ndarray:
     return logits.log_softmax(-1).gather(1, ids[start:, None])[:, 0].numpy()
 
 
-async def test_log_probs_are_those_of_the_model_at_every_frame_rate(engine, ask, model):
-    """And of text beside clips and after them."""
+async def test_log_probs_equal_those_of_the_model_at_every_frame_rate(engine, ask, model):
+    """Also for text before, between and after clips."""
     samples = [ask(i, fps) for i, fps in enumerate((2.0, 1.0, 0.7, 5.0))]
     texts = [ask(i, prompt="{}{}") for i in (5, 6)]
     responses = await collect(engine, [*samples, texts[0]], WARM) | await collect(engine, texts[1:], WARM)
@@ -130,7 +130,7 @@ async def test_log_probs_are_those_of_the_model_at_every_frame_rate(engine, ask,
 
 
 async def test_drafts_change_no_token(ray_cluster, folder, ask, tmp_path):
-    """Draft tokens have the rotary positions of the text after a clip."""
+    """Draft tokens get the rotary positions of text after a clip."""
     model = write_repeating(WRITERS[folder.name](tmp_path / "model", SmallModel()), tmp_path / "repeating")
     samples = [ask(60 + i, prompt="{}<video>{}") for i in range(8)]
     samplings = [replace(WARM, max_tokens=300), replace(WARM, max_tokens=300, temperature=0.7)]
@@ -138,15 +138,15 @@ async def test_drafts_change_no_token(ray_cluster, folder, ask, tmp_path):
         assert sum(len(response.token_ids) for response in responses.values()) > 500
 
 
-async def test_log_probs_of_images_beside_a_clip_are_those_of_the_model(engine, ask, model):
+async def test_log_probs_of_images_with_a_clip_equal_those_of_the_model(engine, ask, model):
     """Two images of different sizes, a clip and another image, in one prompt."""
     mixed = ask(50, prompt="{}<image>and <image>, then <video>{}<image>?")
     response = (await collect(engine, [mixed, ask(51)], WARM))[mixed.id]
     np.testing.assert_allclose(response.log_probs, expected(model, mixed, response.token_ids), atol=1e-4)
 
 
-async def test_log_probs_of_several_clips_are_those_of_the_model(engine, ask, model):
-    """Of different lengths and rates, beside images; the first lasts longer than it is high and wide."""
+async def test_log_probs_of_several_clips_equal_those_of_the_model(engine, ask, model):
+    """Clips of different lengths and rates, and images; the first clip has more temporal than spatial positions."""
     samples = [
         ask(52, 0.7, prompt="{}<video>, <video>{}"),
         ask(53, 2.0, prompt="{}<video><video>{}<video>"),
@@ -159,7 +159,7 @@ async def test_log_probs_of_several_clips_are_those_of_the_model(engine, ask, mo
         np.testing.assert_allclose(found.log_probs, expected(model, one, found.token_ids), atol=1e-4)
 
 
-async def test_siblings_share_and_other_clips_and_towers_do_not(engine, ask):
+async def test_prefixes_are_shared_within_a_group_but_not_across_clips_and_towers(engine, ask):
     await engine.drain()
     group = [ask(10, sibling=sibling) for sibling in range(3)]
     stayed = await collect(engine, group, WARM)
@@ -195,7 +195,7 @@ async def trainer(folder, slots):
 
 
 def rows_of(samples, responses):
-    """With something to train on."""
+    """Return rows with training tensors."""
 
     def row(one):
         response = replace(one, response=responses[one.id])
@@ -207,7 +207,7 @@ def rows_of(samples, responses):
     return [row(one) for one in samples]
 
 
-async def test_what_was_trained_is_what_generates_and_becomes_a_whole_model_again(
+async def test_trained_weights_are_used_for_generation_and_exported_as_a_whole_model(
     engine, trainer, ask, model, folder, tmp_path
 ):
     samples = [ask(30, 2.0), ask(30, 2.0, 1), ask(31, 0.7)]

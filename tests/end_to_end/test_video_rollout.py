@@ -1,6 +1,6 @@
-"""A real engine on prompts with clips: the tokens and log-probs of the video model itself, shared prefixes, refusals.
+"""A real engine on prompts with clips: tokens and log-probs of the video model, shared prefixes, refused prompts.
 
-The model's output layer would choose visual placeholders most of the time: nothing but their exclusion prevents it.
+The model's output layer favours visual placeholders, so only their exclusion keeps them out of responses.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ VISUAL = VisualTokens(VIDEO, IMAGE)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The text part of a VideoLLaMA3, with input embeddings that bf16 holds exactly."""
+    """Write the text part of a VideoLLaMA3, with input embeddings that bfloat16 represents exactly."""
     whole, text = (path := tmp_path_factory.mktemp("video")) / "whole", path / "text"
     write_small_video_llama3(whole)
     model = VideoLlama3ForConditionalGeneration.from_pretrained(whole)
@@ -77,7 +77,7 @@ def trainer(ray_cluster, folder):
 
 @pytest.fixture(scope="module")
 def clips(tmp_path_factory):
-    """Writes an embedding, as the cache does; returns its handle."""
+    """Return a function that writes an embedding as the cache does, and returns its handle."""
     at = tmp_path_factory.mktemp("embeddings")
 
     def write(key: str, rows: torch.Tensor) -> Embedding:
@@ -90,7 +90,7 @@ def clips(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ask(folder, clips):
-    """Samples of a question about one of several random clips of the same plan."""
+    """Return a function that makes samples of a question about one of several random clips of the same plan."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     seen: dict[int, Embedding] = {}
 
@@ -100,14 +100,14 @@ def ask(folder, clips):
             seen[clip] = clips(f"clip-{clip}", rows)
         prompt = assemble(tokenizer, question, [PLAN] * question.count("<video>"), VISUAL)
         visual = tuple(Visual(places, seen[clip], "clip.mp4", PLAN) for places in prompt.positions)
-        asked = Prompt(clip, prompt.token_ids, question, (), "test", None, visual=visual)
-        return Sample(asked, 1, sibling, sample_seed(0, 1, clip, sibling))
+        shown_prompt = Prompt(clip, prompt.token_ids, question, (), "test", None, visual=visual)
+        return Sample(shown_prompt, 1, sibling, sample_seed(0, 1, clip, sibling))
 
     return make
 
 
 def expected(model, sample: Sample, tokens: np.ndarray) -> np.ndarray:
-    """Log-probs of the response by the video model itself, its placeholders excluded."""
+    """Return the response's log-probs by the video model, with placeholders excluded."""
     ids = torch.tensor(np.concatenate([sample.prompt.token_ids, tokens])).long()
     start = len(sample.prompt.token_ids)
     with torch.no_grad():
@@ -127,7 +127,7 @@ def tokens(responses) -> dict[str, list[int]]:
     return {sample_id: response.token_ids.tolist() for sample_id, response in responses.items()}
 
 
-async def test_drafts_change_no_token_and_no_placeholder_is_drawn(ray_cluster, folder, whole, ask, tmp_path):
+async def test_drafts_change_no_token_and_no_placeholder_is_sampled(ray_cluster, folder, whole, ask, tmp_path):
     samples, warm = [ask(60 + i) for i in range(8)], replace(WARM, max_tokens=300)
     samplings = [warm, replace(warm, temperature=0.7, min_p=0.02)]
     repeating = write_repeating(folder, tmp_path / "repeating")
@@ -136,7 +136,7 @@ async def test_drafts_change_no_token_and_no_placeholder_is_drawn(ray_cluster, f
         assert not any(np.isin(response.token_ids, placeholders).any() for response in responses.values())
 
 
-async def test_log_probs_are_those_of_the_video_model_and_of_the_trainer(engine, ask, folder, whole):
+async def test_log_probs_equal_those_of_the_video_model_and_of_the_trainer(engine, ask, folder, whole):
     samples = [ask(clip, sibling) for clip in range(3) for sibling in range(2)]
     samples.append(ask(3, question="<video>or<video>?"))
     responses = await collect(engine, samples, WARM)
@@ -149,7 +149,7 @@ async def test_log_probs_are_those_of_the_video_model_and_of_the_trainer(engine,
     assert len({tuple(response.token_ids) for response in responses.values()}) == len(samples)
 
 
-async def test_placeholders_are_never_drawn_though_they_are_likeliest(engine, ask, whole):
+async def test_placeholders_are_never_sampled_although_they_are_most_likely(engine, ask, whole):
     forbidden = [whole.config.image_token_id, whole.config.video_token_id]
     samples = [ask(10 + clip, sibling) for clip in range(4) for sibling in range(4)]
     responses = await collect(engine, samples, WARM) | await collect(engine, [ask(14)], GREEDY)
@@ -160,7 +160,7 @@ async def test_placeholders_are_never_drawn_though_they_are_likeliest(engine, as
     assert np.isin(likeliest, forbidden).mean() > 0.3
 
 
-async def test_log_probs_of_several_images_beside_a_clip_are_those_of_the_model(engine, ask, clips, folder, whole):
+async def test_log_probs_of_several_images_with_a_clip_equal_those_of_the_model(engine, ask, clips, folder, whole):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     plan = VideoPlan((0.0,), 56, 84, 1.0, 6, timestamps=None, is_image=True)
     one, question = ask(31), "<image>or<video>or<image>?"
@@ -177,7 +177,7 @@ async def test_log_probs_of_several_images_beside_a_clip_are_those_of_the_model(
     np.testing.assert_allclose(response.log_probs, expected(whole, mixed, response.token_ids), atol=1e-4)
 
 
-async def test_embeddings_of_words_are_those_words(engine, ask, clips, whole):
+async def test_embeddings_of_words_are_equivalent_to_the_words(engine, ask, clips, whole):
     with_clip = ask(30)
     [video] = with_clip.prompt.visual
     words = np.random.default_rng(0).integers(5, 200, PLAN.tokens).astype(np.int32)
@@ -192,7 +192,7 @@ async def test_embeddings_of_words_are_those_words(engine, ask, clips, whole):
         np.testing.assert_allclose(responses[clip.id].log_probs, responses[text.id].log_probs, atol=1e-5)
 
 
-async def test_siblings_share_their_prefix_and_no_one_elses(engine, ask):
+async def test_prefixes_are_shared_within_a_group_only(engine, ask):
     await engine.drain()
     group, other = [ask(40, sibling) for sibling in range(4)], ask(41)
     together = await collect(engine, [*group, other], WARM)
@@ -204,11 +204,11 @@ async def test_siblings_share_their_prefix_and_no_one_elses(engine, ask):
     assert tokens(again)[group[2].id] == tokens(together)[group[2].id]
     question = ask(40, 5, "<video>what happens next?")
     await collect(engine, [question], WARM)
-    assert (await cached_tokens(engine))[question.id] >= 32 * 4  # the clip is the same, only the question is not
+    assert (await cached_tokens(engine))[question.id] >= 32 * 4  # same clip, different question
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM])
-async def test_a_partial_goes_on_with_the_same_tokens(engine, ask, sampling):
+async def test_a_partial_response_continues_with_the_same_tokens(engine, ask, sampling):
     samples = [ask(50, sibling) for sibling in range(3)]
     stayed = await collect(engine, samples, sampling)
     partials = {
@@ -222,7 +222,7 @@ async def test_a_partial_goes_on_with_the_same_tokens(engine, ask, sampling):
 
 
 async def forget_prefixes(engine):
-    """What the engine itself has of earlier prompts; caches on the shelf stay."""
+    """Reset the engine's prefix cache; exported KV caches stay."""
 
     def forget(worker):
         loop = worker._engine.output_handler.get_loop()
@@ -231,7 +231,7 @@ async def forget_prefixes(engine):
     await engine.actor.__ray_call__.remote(forget)
 
 
-async def test_kv_caches_travel_with_clips(engine, ask):
+async def test_kv_caches_of_clips_are_transferred(engine, ask):
     one, other, long = ask(60), ask(61), Sampling(0.0, 1.0, -1, 200)
     stayed = await collect(engine, [one, other], long)
     await engine.drain()
@@ -252,7 +252,7 @@ async def test_kv_caches_travel_with_clips(engine, ask):
 # New weights -----------------------------------------------------------------------------------------------------
 
 
-async def test_text_is_embedded_by_the_weights_of_the_moment(engine, ask, folder, trainer):
+async def test_text_is_embedded_with_the_current_weights(engine, ask, folder, trainer):
     sync = WeightPush(Exporter(trainer, 1 << 20), [engine], bucket_mb=1)
     model = load_policy(str(folder), model_config(folder)).eval()
     one, running = ask(70), ask(71)
@@ -262,7 +262,7 @@ async def test_text_is_embedded_by_the_weights_of_the_moment(engine, ask, folder
     while (await engine.load()).running == 0:
         await asyncio.sleep(0.002)
     sync._version = 1
-    await sync._serve([engine])  # equal weights: what is in flight begins anew, and is the same
+    await sync._serve([engine])  # equal weights: running requests restart with the same result
     response = (await taking)[running.id]
     np.testing.assert_allclose(response.log_probs, expected(model, running, response.token_ids), atol=1e-4)
 
@@ -286,7 +286,7 @@ def changed(sample: Sample, **fields) -> Sample:
     return replace(sample, prompt=replace(sample.prompt, visual=(replace(clip, **fields),)))
 
 
-async def test_what_does_not_fit_is_refused_before_anything_runs(engine, ask, clips):
+async def test_prompts_that_do_not_fit_are_refused_at_once(engine, ask, clips):
     one = ask(80)
     long = ask(80, 0, "<video>" + "x" * 400)
     size = len(long.prompt.token_ids)

@@ -1,4 +1,4 @@
-"""Heads whose vocabulary stages share, against one process: gradients, passes, checkpoints, exports; on real ranks."""
+"""Vocabulary-parallel heads of pipeline stages against one process, on real ranks."""
 
 import numpy as np
 import pipelines
@@ -6,7 +6,7 @@ import pytest
 import ray
 import torch
 from pipelines import fused
-from probing import COUNTS, distance, fourth_step, schedule, started, state, three_steps
+from probing import COUNTS, distance, fourth_step, schedule, started_group, state, three_steps
 from safetensors.torch import load_file
 from single_process import BATCHES, ThreeSteps, Whole, lengths, make_rows, settings
 from trainer_probe import scores_of
@@ -21,7 +21,7 @@ ray.cloudpickle.register_pickle_by_value(pipelines)  # ranks can't import from t
 
 
 def shared(stages, **more):
-    """The actor's layout, and the critic's beside it."""
+    """Return the layout of an actor with a shared head, and of the critic."""
     return Pipelines("actor", stages, vocabulary=True, **more), Pipelines("critic", 2, stages // 2, "up")
 
 
@@ -42,13 +42,13 @@ def folders(pipeline_models):
 
 @pytest.fixture(scope="module")
 async def groups(folders, four, slots):
-    """Two ranks, and four."""
-    async for two in started(folders, 2, shared(2)):
+    """Yield groups of two and of four ranks."""
+    async for two in started_group(folders, 2, shared(2)):
         yield {2: two, 4: four}
 
 
 def assert_like_one_process(config, gradients, parameters, metrics):
-    """Tolerances: as those of whole heads."""
+    """Compare with the tolerances of whole heads."""
     for name in COUNTS:
         expected = ThreeSteps(config, name)
         found = [distance(*pair) for pair in zip(gradients[name], expected.gradients, strict=True)]
@@ -69,14 +69,14 @@ def assert_like_one_process(config, gradients, parameters, metrics):
     ],
 )
 async def test_shared_heads_train_as_one_process(groups, folders, name, family, order, split):
-    """Tied and not, clipped, entropy and KL in the loss."""
+    """With tied and untied weights, clipping, entropy and KL in the loss."""
     ranks, layout = LAYOUTS[name]
     config = settings(folders, family, clip=0.1)
     assert_like_one_process(config, *await three_steps(groups[ranks], config, layout, order, split))
 
 
-async def test_diagnostics_are_those_of_one_process(groups, folders):
-    """Entropy without a coefficient, too."""
+async def test_metrics_equal_those_of_one_process(groups, folders):
+    """Also entropy with a coefficient of 0."""
     config = settings(folders)
     config.actor.entropy_coeff = 0.0
     await groups[4].take(config, shared(4))
@@ -88,7 +88,7 @@ async def test_diagnostics_are_those_of_one_process(groups, folders):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 async def test_passes_score_as_one_process(groups, folders, name):
-    """Actor and reference alone; and in a schedule that trains, where the actor's rows gain their old log-probs."""
+    """Actor and reference in separate passes and within a training schedule, which also returns old log-probs."""
     ranks, layout = LAYOUTS[name]
     group, config, rows = groups[ranks], settings(folders, "llama"), make_rows(9, 1)
     config.actor.ppo_max_token_len_per_gpu = 40
@@ -111,7 +111,7 @@ async def test_passes_score_as_one_process(groups, folders, name):
 
 @pytest.mark.parametrize("family, dtype", [("qwen2", "float32"), ("llama", "bfloat16")])
 async def test_training_resumes_exactly_with_a_shared_head_and_without(groups, folders, tmp_path, family, dtype):
-    """What is saved again is the same to the last bit, and as Hugging Face has it; the next step but for rounding."""
+    """A checkpoint saved again is bitwise equal, in Hugging Face's layout; the next step differs by rounding only."""
     config, tied = settings(folders, family, clip=0.1, dtype=dtype), family == "qwen2"
     _, trained, _ = await three_steps(groups[4], config, shared(4), "fused", True)
     await groups[4].save(tmp_path / "saved")
@@ -135,7 +135,7 @@ async def test_training_resumes_exactly_with_a_shared_head_and_without(groups, f
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
-async def test_buckets_hold_whole_tensors_as_checkpoints_name_them(groups, folders, tmp_path, family):
+async def test_buckets_hold_whole_tensors_with_the_names_of_checkpoints(groups, folders, tmp_path, family):
     config = settings(folders, family)
     config.rollout.update_weights_bucket_mb = 0
     await groups[4].take(config, shared(4))
@@ -147,7 +147,7 @@ async def test_buckets_hold_whole_tensors_as_checkpoints_name_them(groups, folde
     assert distance(found, {key: p.detach() for key, p in policy.named_parameters()}) == 0
 
 
-async def test_a_schedule_in_which_a_device_does_not_come_to_the_head_reaches_no_rank(groups, folders):
+async def test_a_schedule_in_which_a_device_skips_the_head_is_refused(groups, folders):
     config = settings(folders)
     await groups[2].take(config, shared(2))
     with pytest.raises(EngineError, match=r"The schedule was not started.*H of actor.* is computed by 1 devices"):

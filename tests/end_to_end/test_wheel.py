@@ -1,4 +1,4 @@
-"""An installed wheel in an empty folder, away from the checkout: every kind of command, and a training job."""
+"""An installed wheel in an empty folder outside the checkout: every kind of command, and a training job."""
 
 import json
 import os
@@ -31,7 +31,7 @@ class Recorder:
 
 sys.meta_path.insert(0, Recorder)
 """
-"""Notes where each process that starts in the environment finds rlfuse."""
+"""Records where each process of the environment imports rlfuse from."""
 REWARD = """\
 import rlfuse
 
@@ -55,7 +55,7 @@ cluster: {{timeout_s: 200}}
 
 
 def run(*command, status=0, timeout=240, **more):
-    """What the command printed."""
+    """Run a command; return its output."""
     done = subprocess.run(
         [*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout, **more
     )
@@ -65,7 +65,7 @@ def run(*command, status=0, timeout=240, **more):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Built of a copy: setuptools leaves files beside the sources."""
+    """Build the wheel from a copy, because setuptools writes files next to the sources."""
     sources, out = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("wheel")
     for name in SOURCES:
         copy = shutil.copyfile if (ROOT / name).is_file() else shutil.copytree
@@ -79,7 +79,7 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
-    """A fresh environment that has the wheel and sees the packages of this one, but not the checkout."""
+    """Create an environment with the wheel and the packages of this one, but without the checkout."""
     folder, records = tmp_path_factory.mktemp("environment"), tmp_path_factory.mktemp("records")
     python = folder / "bin" / "python"
     run(sys.executable, "-m", "venv", "--without-pip", folder)
@@ -99,7 +99,7 @@ def installed(wheel, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def folder(installed, tiny_model, tmp_path_factory):
-    """A user's, with a job, its data and its reward; commands run in it."""
+    """Write a user's folder with a job, its data and its reward; commands run in it."""
     folder = tmp_path_factory.mktemp("user")
     installed.more["cwd"] = folder
     origin = str(installed.package / "__init__.py")
@@ -110,7 +110,7 @@ def folder(installed, tiny_model, tmp_path_factory):
     return folder
 
 
-def test_the_wheel_has_every_file_of_the_package_the_presets_and_the_tasks(wheel):
+def test_the_wheel_has_all_files_of_the_package_with_presets_and_tasks(wheel):
     files = [path for path in (ROOT / "rlfuse").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     wanted = {path.relative_to(ROOT).as_posix() for path in files if path.suffix != ".md"}
     wanted |= {f"rlfuse/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "conf").rglob("*.yaml")}
@@ -118,11 +118,11 @@ def test_the_wheel_has_every_file_of_the_package_the_presets_and_the_tasks(wheel
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if not name.endswith("/")]
         [about] = [name.partition("/")[0] for name in names if name.endswith("/METADATA")]
-        told = message_from_bytes(archive.read(f"{about}/METADATA"))
+        metadata = message_from_bytes(archive.read(f"{about}/METADATA"))
         assert archive.read(f"{about}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
     assert {name for name in names if not name.startswith(f"{about}/")} == wanted
     assert "rlfuse/conf/config.yaml" in wanted and "rlfuse/tools/report/page.html" in wanted
-    assert (told["License-Expression"], told["License-File"]) == ("Apache-2.0", "LICENSE")
+    assert (metadata["License-Expression"], metadata["License-File"]) == ("Apache-2.0", "LICENSE")
 
 
 def test_the_environment_does_not_see_the_checkout(installed, folder):
@@ -141,8 +141,8 @@ def test_commands_work_in_any_folder(installed, folder):
     assert "adv_estimator: grpo" in composed and "policy: adaptive" in composed
     assert run(installed.command, "plan", "job.yaml", **installed.more).endswith("fits\n")
     (folder / "copy.jsonl").write_text('{"question": "1 + 1?", "answer": "It is\\n#### 2"}\n' * 4)
-    told = run(installed.command, "prepare", "gsm8k", "--from", "copy.jsonl", **installed.more)
-    assert (folder / "data" / "gsm8k" / "train.parquet").is_file() and "jobs/" not in told
+    output = run(installed.command, "prepare", "gsm8k", "--from", "copy.jsonl", **installed.more)
+    assert (folder / "data" / "gsm8k" / "train.parquet").is_file() and "jobs/" not in output
     assert "jobs/" not in run(installed.command, "prepare", **installed.more)
     tasks = [f"rlfuse.tasks.{path.stem}" for path in sorted((ROOT / "jobs" / "tasks").glob("[a-z]*.py"))]
     code = f"from importlib import import_module as of\nfor name in {tasks}: print(of(name).__file__)"
@@ -150,11 +150,11 @@ def test_commands_work_in_any_folder(installed, folder):
     assert [path.parent for path in places] == [installed.package / "tasks"] * len(tasks)
 
 
-def test_the_doctor_knows_the_tested_versions(installed, folder):
+def test_the_doctor_reports_the_tested_versions(installed, folder):
     done = subprocess.run(
         [installed.command, "doctor", "--no-self-test"], capture_output=True, text=True, timeout=240, **installed.more
     )
-    assert done.returncode in (0, 1) and done.stderr == "", "1 where something keeps this machine from running jobs"
+    assert done.returncode in (0, 1) and done.stderr == "", "1 if this machine can't run jobs"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     words = [line.split() for line in done.stdout.splitlines()]
     states = {line[1]: line[0] for line in words if line and line[0] in ("ok", "warning", "problem")}
@@ -162,11 +162,13 @@ def test_the_doctor_knows_the_tested_versions(installed, folder):
     assert len(states) > len(project["dependencies"]) and "No module named" not in done.stdout
 
 
-def test_a_job_trains_and_each_of_its_processes_has_the_installed_package(installed, folder):
+def test_all_processes_of_a_job_import_the_installed_package(installed, folder):
     for record in installed.records.iterdir():
         record.unlink()
     run(installed.command, "train", "job.yaml", timeout=240, **installed.more)
     steps = [row for row in read_metrics(folder / "runs/rlfuse/from_a_wheel/metrics.jsonl") if row["step"] > 0]
-    assert [row["critic/score/mean"] for row in steps] == [1.0, 1.0], "reward workers compare with the package's place"
+    assert [row["critic/score/mean"] for row in steps] == [1.0, 1.0], (
+        "reward workers depend on the location of the package"
+    )
     origins = [record.read_text() for record in installed.records.iterdir()]
-    assert len(origins) > 1 and set(origins) == {str(installed.package / "__init__.py")}, "driver, server of its forks"
+    assert len(origins) > 1 and set(origins) == {str(installed.package / "__init__.py")}, "driver and fork server"

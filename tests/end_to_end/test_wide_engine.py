@@ -1,4 +1,4 @@
-"""An engine over several slots, in a whole job on a CPU host: vLLM's processes there, their weights and KV caches."""
+"""An engine that spans several slots in a whole job on a CPU host: vLLM's processes, their weights and KV caches."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ STEPS = 2
 
 @pytest.fixture(scope="module")
 def found(driven, tmp_path_factory):
-    """What wide_steps.py saw."""
+    """Return what wide_steps.py recorded."""
     settings = {
         "rollout.tensor_model_parallel_size": 2,
         "rollout.draft": "history",
@@ -33,7 +33,7 @@ def test_both_parts_of_the_engine_have_the_trainers_weights_after_every_step(fou
     assert max(row["training/rollout_log_probs_diff_max"] for row in rows) < 1e-4
 
 
-def test_a_sample_goes_on_from_the_kv_caches_of_both_parts(found):
+def test_a_sample_resumes_from_the_kv_caches_of_both_parts(found):
     assert found["moved"] == found["expected"]
     assert min(found["carried"]) > 0 and min(found["cached"]) >= 64  # of 70 in the prompt, in blocks of 32
 
@@ -42,8 +42,10 @@ def test_drafts_change_no_token(found):
     assert found["identical"] and found["accepted"] > 0.8 * found["tokens"] > 0
 
 
-def test_its_processes_hear_nobody_else_and_end_with_it(found):
+def test_engine_processes_listen_on_loopback_only_and_end_with_the_engine(found):
     assert found["processes"] == 3  # the engine core and a worker for each part
-    assert set(found["heard"]) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    assert set(found["listening"]) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
     assert found["left"] == []
-    assert len(found["shared"]) > 3 and not any(found["shared"].values()), "the next engine removes what they shared"
+    assert len(found["shared"]) > 3 and not any(found["shared"].values()), (
+        "the next engine has not removed their shared memory"
+    )

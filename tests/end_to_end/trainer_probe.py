@@ -1,4 +1,4 @@
-"""For tests of trainer ranks: small configurations, ragged rows, and a group whose gradients can be read."""
+"""Small configurations, ragged rows, and a trainer group whose gradients can be read."""
 
 import asyncio
 from dataclasses import replace
@@ -16,7 +16,7 @@ VOCABULARY, LR, BETA = 60, 1e-3, 0.9
 
 
 def make_rows(count=7, seed=3):
-    """Ragged rows with everything that the two losses read."""
+    """Return ragged rows with all tensors that the two losses read."""
     rng = np.random.default_rng(seed)
 
     def row(i):
@@ -33,7 +33,7 @@ def lengths(rows):
 
 
 def settings(folder, zero_stage=1, mode="token-mean", dtype="float32", budget=64, clip=0.0, alone=False):
-    """`alone`: the actor has no critic beside it, whose start is a third of a configuration's."""
+    """Return a small configuration; `alone`: without a critic, whose setup takes a third of the time."""
     config = Config()
     config.algorithm.adv_estimator = "grpo" if alone else "gae"
     config.model.path, config.model.dtype = folder, dtype
@@ -51,7 +51,7 @@ def settings(folder, zero_stage=1, mode="token-mean", dtype="float32", budget=64
 
 
 class Probe(TrainerGroup):
-    """Reads the gradient of the first AdamW step out of its first moment: (1 - beta1) * gradient, at any ZeRO stage."""
+    """Derives the gradient of the first AdamW step from its first moment, (1 - beta1) * gradient, at any ZeRO stage."""
 
     async def gradients(self, model="actor"):
         def read(rank, model):
@@ -76,7 +76,7 @@ class Probe(TrainerGroup):
 
     @classmethod
     async def of(cls, ranks, config):
-        """What `start` gives, of ranks that are there."""
+        """Return what `start` returns, for existing ranks."""
         group = cls(config, ranks)
         await group.meet(config)
         facts = (await group._all("setup", "load its models", None))[0]
@@ -84,7 +84,7 @@ class Probe(TrainerGroup):
         return group
 
     async def meet(self, config):
-        """The ranks share layers and sequences in groups of other degrees."""
+        """Create process groups for other degrees of tensor and sequence parallelism."""
 
         def regroup(rank, config):
             rank.config = config
@@ -93,7 +93,7 @@ class Probe(TrainerGroup):
         await asyncio.gather(*(rank.__ray_call__.remote(regroup, config) for rank in self.ranks))
 
     async def take(self, config):
-        """Load fresh models under another configuration, in the same processes: starting those is what costs."""
+        """Load models under another configuration in the same processes, whose start takes longest."""
 
         def reload(rank, config):
             rank.config = config
@@ -106,7 +106,7 @@ class Probe(TrainerGroup):
         return self
 
     async def exported(self, folder):
-        """{name: weight} of the actor, as engines would receive them."""
+        """Return {name: weight} of the actor, as engines would receive them."""
         folder.mkdir()
         for number, names in enumerate(await self.bucket_plan()):
             await self.export_bucket(names, str(folder / f"{number}.safetensors"))
@@ -118,18 +118,18 @@ class Probe(TrainerGroup):
 
 
 WITHOUT_ADVANTAGE = (set(range(7)), {0, 2, 5}, set(range(7)), {1, 6})
-"""Of the seven rows of four mini-batches, those without advantage. The first step has no moments yet."""
+"""Rows without advantage in each of four mini-batches of seven rows; the first step has no moments yet."""
 
 
 def only_the_policy_loss(config):
-    """The job without other terms. A large eps keeps rounding of elements next to zero out of AdamW's steps."""
+    """Disable entropy and KL terms. A large eps keeps AdamW from amplifying the rounding of elements next to zero."""
     config.actor.use_kl_loss, config.actor.entropy_coeff, config.actor.optim.eps = False, 0.0, 1e-4
     config.actor.optim.weight_decay = 0.01
     return config
 
 
 def mini_batches_without_advantage():
-    """Rows of each mini-batch, and the numbers of those without advantage."""
+    """Return the rows of each mini-batch, and the indices of those without advantage."""
     for seed, zero in enumerate(WITHOUT_ADVANTAGE):
         rows = make_rows(7, seed)
         none = [row.tensors | {"advantages": np.zeros_like(row.tensors["advantages"])} for row in rows]
@@ -137,7 +137,7 @@ def mini_batches_without_advantage():
 
 
 async def steps_that(skip, group, folder):
-    """Metrics of the steps, weights and moments after them, and how many rows each of them ran."""
+    """Run the steps; return their metrics, weights and moments after them, and the number of rows run in each."""
     metrics, ran = [], []
     await group.drain()
     for rows, zero in mini_batches_without_advantage():
@@ -152,9 +152,9 @@ async def steps_that(skip, group, folder):
 
 
 async def assert_skipping_changes_nothing(group, folder, tolerance=1e-6):
-    """Weights, moments, norms and losses are those of a group that runs all rows. `tolerance` 0: to the last bit.
+    """Assert that weights, moments, norms and losses equal those of a group that runs all rows; `tolerance` 0: bitwise.
 
-    `group`: a coroutine function that loads fresh models.
+    `group`: a coroutine function that reloads the models.
     """
     expected, found = [await steps_that(skip, await group(), folder / str(skip)) for skip in (False, True)]
     assert expected[3] == [7, 7, 7, 7] and found[3] == [7 - len(zero) for zero in WITHOUT_ADVANTAGE]
@@ -170,12 +170,12 @@ async def assert_skipping_changes_nothing(group, folder, tolerance=1e-6):
 
 
 def distance(found, expected):
-    """Of two gradients, relative to the second one's norm."""
+    """Return the distance of two gradients, relative to the norm of `expected`."""
     assert found.keys() == expected.keys()
     one, other = (torch.cat([tensors[name].flatten() for name in expected]) for tensors in (found, expected))
     return float((one - other).norm() / other.norm())
 
 
 async def scores_of(trainer, model, rows, slot=None):
-    """Of each row: log-probs, or values."""
+    """Return the log-probs or values of each row."""
     return (await trainer.score((model,), rows, slot))[model].arrays

@@ -1,7 +1,7 @@
-"""A Ray cluster of two nodes with two slots each on this machine, and of one more for each line of its input.
+"""Starts a Ray cluster of two nodes with two slots each on this machine, and adds a node per line of its input.
 
-Prints a line: its address and the process ids of both nodes' raylets; then a line with that of each further node.
-Ends with its input.
+Prints the address and the pids of both raylets as JSON, then the raylet's pid of each added node. Stops when its input
+ends.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""A job whose only engine spans both slots: its steps, then a sample that moves, then the engine's actor is killed.
+"""A job whose only engine spans both slots: its steps, a sample that moves, and the death of the engine's actor.
 
-Performed by driven_jobs.py for test_wide_engine.py.
+Run by driven_jobs.py for test_wide_engine.py.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ ATTEMPTS = 20
 
 
 class Steps:
-    """What the job does with its controller."""
+    """Steps of the job, run on its controller."""
 
     def __init__(self):
         self.found = {}
@@ -39,7 +39,7 @@ class Steps:
         pid = await self.engine.actor.__ray_call__.remote(lambda _: os.getpid())
         below = psutil.Process(pid).children(recursive=True)
         self.found["processes"] = len([each for each in below if each.memory_info().rss > 1 << 28])
-        self.found["heard"] = [each.laddr.ip for process in below for each in process.net_connections("inet")]
+        self.found["listening"] = [each.laddr.ip for process in below for each in process.net_connections("inet")]
         shared = [file for process in below for file in SHARED.findall(Path(f"/proc/{process.pid}/maps").read_text())]
         os.kill(pid, signal.SIGKILL)
         self.found["left"] = [each.pid for each in psutil.wait_procs(below, timeout=120)[1]]
@@ -47,12 +47,12 @@ class Steps:
         self.found["shared"] = {file: Path(file).exists() for file in shared}
 
     async def move(self):
-        """Samples that leave with their KV cache and come back: the files of both ranks are what they go on from."""
+        """Evict samples with their KV caches and resume them from the files of both ranks."""
         samples = [sample(index, length=70) for index in range(16)]
         expected = await self.take(samples)
         self.found |= await self.repeat(samples, expected)
         samples.sort(key=lambda one: len(expected[one.id].token_ids))
-        samples = samples[-3:]  # in which there is time to look at them
+        samples = samples[-3:]  # long enough to evict them in time
         for _ in range(ATTEMPTS):
             taking = asyncio.create_task(self.take(samples))
             while not taking.done() and not (await self.engine.load()).running:
@@ -61,7 +61,7 @@ class Steps:
             await self.engine.evict([one.id for one in samples], "kv")
             left = await taking
             if partials := {key: value for key, value in left.items() if isinstance(value, Partial)}:
-                break  # else a busy machine told of them when they had ended
+                break  # otherwise they had finished on a busy machine
         while not await self.engine.actor.__ray_call__.remote(forget):
             await asyncio.sleep(0.02)
         await self.engine.drain()
@@ -75,7 +75,7 @@ class Steps:
         }
 
     async def repeat(self, samples, expected):
-        """The same samples, with their responses as drafts."""
+        """Generate the same samples again, with their responses as drafts."""
         await self.engine.drain()
         found = await self.take([replace(one, drafts=(expected[one.id].token_ids,)) for one in samples])
         return {
@@ -89,13 +89,13 @@ class Steps:
 
 
 def forget(worker):
-    """What the engine has of prompts already must not hide what a file brings; False while a sample holds blocks."""
+    """Reset the prefix cache, so that blocks have to come from the files; False while a sample holds blocks."""
     engine = worker._engine
     return asyncio.run_coroutine_threadsafe(engine.reset_prefix_cache(), engine.output_handler.get_loop()).result(60)
 
 
 def perform(words):
-    """What was seen."""
+    """Run the job; return what it recorded."""
     steps = Steps()
     steps.found["run"] = str(run(load(words), steps.drive))
     return steps.found

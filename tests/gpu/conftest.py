@@ -1,6 +1,6 @@
-"""Where a CUDA device is, the tests of this folder run on it; elsewhere one line says that they did not.
+"""Run the tests of this folder on a CUDA device if there is one, else report one skipped test.
 
-`RLFUSE_TEST_DEVICE=cpu` runs the same tests on a CPU, where a move moves nothing but names, shapes and logic are real.
+`RLFUSE_TEST_DEVICE=cpu` runs the same tests on a CPU, which covers names, shapes and logic, but not transfers.
 """
 
 import gc
@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # products that give the same bits again
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matrix products
 
 
 def _device() -> str | None:
-    """Looks for a driver first: importing torch for nothing would take the whole suite two seconds."""
-    if asked := os.environ.get("RLFUSE_TEST_DEVICE"):
-        return asked
+    """Return `cuda`, RLFUSE_TEST_DEVICE or None; look for a driver first, as importing torch takes two seconds."""
+    if requested := os.environ.get("RLFUSE_TEST_DEVICE"):
+        return requested
     if shutil.which("nvidia-smi") is None and not any(Path("/dev").glob("nvidia[0-9]*")):
         return None
     import torch
@@ -30,7 +30,7 @@ collect_ignore_glob = [] if DEVICE else ["test_[1-9]*_*.py"]
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """`cuda`, or what RLFUSE_TEST_DEVICE says."""
+    """Return the device type of these tests; skip without one."""
     if DEVICE is None:
         pytest.skip("no CUDA device here: what tests/gpu shows, and on which machine, is in its README.md")
     return DEVICE
@@ -38,7 +38,7 @@ def device() -> str:
 
 @pytest.fixture(autouse=True)
 def _no_cached_memory():
-    """Return torch's cached memory after each test: vLLM only starts where its share of the device is free."""
+    """Release torch's cached memory after each test, because vLLM starts only if its share of the device is free."""
     yield
     if DEVICE == "cuda":
         import torch

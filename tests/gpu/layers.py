@@ -1,4 +1,4 @@
-"""A network of products alone, whose gradients come out the same to the last bit, and DeepSpeed's engine for it."""
+"""A network of matrix products, whose gradients are bitwise reproducible, and a DeepSpeed engine for it."""
 
 import tempfile
 from pathlib import Path
@@ -11,7 +11,7 @@ from rlfuse.engines.deepspeed.optimizer import trainable
 
 
 class Layers(torch.nn.Module):
-    """Four linear layers; under ZeRO each rank's share of them is what there is to move."""
+    """Four linear layers, sharded over ranks under ZeRO."""
 
     def __init__(self, width, dtype, seed=0):
         super().__init__()
@@ -30,37 +30,37 @@ class Layers(torch.nn.Module):
 
 
 def engine(device, width, stage, dtype, **actor):
-    """`Layers` under AdamW and ZeRO, on the device."""
+    """Return `Layers` with AdamW and ZeRO on the device."""
     settings = ActorConfig(zero_stage=stage, grad_clip=0.0, **actor)
     model = Layers(width, dtype)
     return movable(trainable(model if stage == 3 else model.to(device), settings, OptimConfig(lr=1e-2), device))
 
 
 def movable(engine):
-    """An engine that moves as the `DeepSpeedModel` around it does."""
+    """Make the engine movable as `DeepSpeedModel` does, and return it."""
     model = DeepSpeedModel(engine, 1)
     engine.tensors, engine.step_tensors = model.tensors, model.step_tensors
     return engine
 
 
 def inputs(device, width, seed, dtype):
-    """A micro-batch of eight rows; drawn on the CPU, so the same everywhere."""
+    """Return a micro-batch of eight rows, drawn on the CPU so that it is the same on every device."""
     return torch.randn(8, width, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
 def accumulate(engine, device, width, seeds):
-    """Add the gradients of these micro-batches' summed losses."""
+    """Accumulate the gradients of one micro-batch per seed."""
     for seed in seeds:
         engine.backward(loss(engine, inputs(device, width, seed, engine.module.dtype)), scale_wrt_gas=False)
 
 
 def loss(network, x):
-    """A sum over the micro-batch."""
+    """Return the loss summed over the micro-batch."""
     return network(x).float().square().sum()
 
 
 def saved(engine):
-    """{file and place in it: tensor} of the checkpoint that DeepSpeed writes of the engine."""
+    """Save the engine with DeepSpeed; return {file and key: tensor} of the checkpoint."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         engine.save_checkpoint(folder, tag="deepspeed", save_latest=False)
@@ -70,7 +70,7 @@ def saved(engine):
 
 
 def warm_up(device, width, dtype):
-    """Let cuBLAS have its workspaces, of both passes, before anyone counts bytes."""
+    """Let cuBLAS allocate its workspaces for both passes before bytes are counted."""
     loss(Layers(width, dtype).to(device), inputs(device, width, 0, dtype)).backward()
 
 
@@ -84,6 +84,6 @@ def _collect(value, name, found):
 
 
 def difference(ours, theirs):
-    """Names under which two collections of tensors differ in a bit, or that only one of them has."""
+    """Return the names whose tensors are not bitwise equal, or that only one collection has."""
     both = ours.keys() & theirs.keys()
     return sorted(ours.keys() ^ theirs.keys()) + sorted(n for n in both if not torch.equal(ours[n], theirs[n]))

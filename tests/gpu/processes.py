@@ -1,7 +1,7 @@
-"""Bodies of tests in processes of their own, as ranks are: each with a device, a process group and an end.
+"""Runs test bodies in separate processes like ranks, each with a device and a process group.
 
-Role: `in_ranks` runs a body in as many processes and gives back what each returned; `connected` runs one beside this
-process. A process of its own also means that what a library keeps on the device is gone after the test.
+Role: `in_ranks` runs a body in `count` processes and returns their results; `connected` runs one with a connection to
+this process. Separate processes also release all that libraries keep on the device.
 Waits: for every process, at most `TIMEOUT_S`; one that dies is an error with its exit code.
 """
 
@@ -24,7 +24,7 @@ PRELOADED = ("rlfuse.engines.deepspeed.optimizer", "rlfuse.engines.pipeline.stag
 
 
 def in_ranks(count, body, device, *arguments):
-    """What `body(device, *arguments)` returned in each of `count` ranks of one process group."""
+    """Run `body(device, *arguments)` in `count` ranks of one process group; return their results."""
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         multiprocessing.set_forkserver_preload(list(PRELOADED))
@@ -38,8 +38,8 @@ def in_ranks(count, body, device, *arguments):
 
 @contextmanager
 def connected(body, device, *arguments):
-    """A connection to a process that runs `body(connection, device, *arguments)`; it has to end by itself."""
-    started = _start(_beside, device, body, device, *arguments)
+    """Yield a connection to a process that runs `body(connection, device, *arguments)`; the body has to return."""
+    started = _start(_run_connected, device, body, device, *arguments)
     process, connection = started
     try:
         yield connection
@@ -49,9 +49,9 @@ def connected(body, device, *arguments):
 
 
 def received(connection):
-    """The next message, or an error if none comes in time or the other process has failed."""
+    """Return the next message; raise if none arrives in time or the other process has failed."""
     if not connection.poll(TIMEOUT_S):
-        raise TimeoutError(f"nothing came from the other process in {TIMEOUT_S} s")
+        raise TimeoutError(f"no message from the other process within {TIMEOUT_S} s")
     message = connection.recv()
     if isinstance(message, _Failure):
         raise RuntimeError(message.text)
@@ -92,7 +92,7 @@ def _reporting(connection, target, arguments):
 def _answer(process, connection: Connection, deadline):
     try:
         if not connection.poll(max(0.0, deadline - time.monotonic())):
-            raise TimeoutError(f"a rank did not end in {TIMEOUT_S} s")
+            raise TimeoutError(f"a rank did not end within {TIMEOUT_S} s")
         message = connection.recv()
     except EOFError:
         process.join(10)
@@ -112,7 +112,7 @@ def _end(started):
 
 
 def _rank(_, rank, count, store, body, *arguments):
-    """NCCL takes one rank per device, so more of them on one card meet through gloo."""
+    """Run a body in a process group: NCCL for one rank, gloo for several, since NCCL allows one rank per GPU."""
     device = arguments[0]
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(count), "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
@@ -128,7 +128,7 @@ def _rank(_, rank, count, store, body, *arguments):
         dist.destroy_process_group()
 
 
-def _beside(connection, body, *arguments):
+def _run_connected(connection, body, *arguments):
     torch.set_num_threads(1)
     return body(connection, *arguments)
 

@@ -1,4 +1,4 @@
-"""Small random models and ragged rows, with what the policy's loss reads."""
+"""Small random models, and ragged rows with the tensors that the policy loss reads."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ VOCABULARY = 96
 
 
 def policy_folder(folder, hidden=64, layers=2, head=32):
-    """A random Qwen2; flash attention wants heads of multiples of 8."""
+    """Save a random Qwen2; flash attention needs a head size that is a multiple of 8."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
@@ -36,7 +36,7 @@ def served_folder(folder):
 
 
 def settings(folder, dtype="float32"):
-    """A job's configuration for the model in `folder`."""
+    """Return a job configuration for the model in `folder`."""
     config = Config()
     config.model.path, config.model.dtype = str(folder), dtype
     config.data.max_response_length = 64
@@ -50,7 +50,7 @@ def _normal(rng, count, mean):
 
 
 def make_rows(count, seed=0, longest=48):
-    """Ragged rows; every second one has the prompt of the one before it."""
+    """Return ragged rows; every second one has the prompt of the previous one."""
     rng = np.random.default_rng(seed)
     rows, prompt = [], None
     for i in range(count):

@@ -1,4 +1,4 @@
-"""Name of the GPU that the measurements of this folder come from, or a line that there is none."""
+"""Prints the name of the GPU and the versions that the measurements of this folder come from."""
 
 import importlib.metadata
 import os

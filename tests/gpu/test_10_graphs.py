@@ -1,6 +1,6 @@
-"""Passes as CUDA graphs: the log-probs and gradients of launched passes, with few launches, and memory that comes back.
+"""Passes as CUDA graphs: log-probs and gradients of eager passes, with few launches, and memory that is released.
 
-(10) of README.md. On CPUs tests/unit/test_cuda_graphs.py runs the same code with graphs that are emulated.
+(10) of README.md. On CPUs tests/unit/test_cuda_graphs.py runs the same code with emulated graphs.
 """
 
 import pytest
@@ -17,11 +17,11 @@ from rlfuse.events import Recorder
 
 SIZES = (512, 1024)
 WORKSPACES = 256 << 20
-"""Bytes of cuBLAS's workspaces for the streams that recorded, which stay."""
+"""Bytes of cuBLAS workspaces of the capture streams, which are not released."""
 
 
 def _pass(config, model, batch):
-    """Log-probs, and the gradients of two passes added up."""
+    """Return log-probs, and the accumulated gradients of two passes."""
     for parameter in model.parameters():
         parameter.grad = None
     with torch.no_grad():
@@ -38,7 +38,7 @@ def _launches(body, *arguments):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_recorded_passes_compute_what_launched_ones_do(device, tmp_path, dtype):
+def test_graph_passes_equal_eager_passes(device, tmp_path, dtype):
     if device == "cpu":
         pytest.skip("there are no CUDA graphs on CPUs")
     config = settings(policy_folder(tmp_path), dtype)
@@ -52,7 +52,7 @@ def test_recorded_passes_compute_what_launched_ones_do(device, tmp_path, dtype):
     graphs = PassGraphs({"actor": model}, SIZES, Recorder("trainer/0"))
     for _ in range(2):
         found = [_pass(config, model, batch) for batch in batches]
-        assert graphs.sizes == SIZES, "a pass could not be recorded"
+        assert graphs.sizes == SIZES, "a pass could not be captured"
         pairs = [pair for both in zip(found, expected, strict=True) for pair in zip(*both, strict=True)]
         worst = max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
         assert worst <= {"float32": 1e-5, "bfloat16": 2e-2}[dtype], worst

@@ -1,4 +1,4 @@
-"""Drafts in vLLM's V2 model runner: its sampler draws the same tokens and log-probs one by one and with any drafts.
+"""Drafts in vLLM's V2 model runner: its sampler returns the same tokens and log-probs without and with any drafts.
 
 (11) of README.md. On a CPU the kernels need TRITON_INTERPRET=1; tests/unit/test_acceptance_rule.py runs this file so.
 """
@@ -28,7 +28,7 @@ SAMPLING = {
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
-    """Let vLLM import its kernels, which it turns off on hosts without a GPU."""
+    """Let vLLM import its kernels, which it disables on hosts without a GPU."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         import triton
         import vllm.triton_utils
@@ -37,13 +37,13 @@ def kernels():
         vars(vllm.triton_utils).update(HAS_TRITON=True, triton=triton, tl=triton.language, tldevice=libdevice)
         from vllm.v1.sample.ops import topk_topp_sampler
 
-        topk_topp_sampler.HAS_TRITON = False  # the interpreter does not run this kernel; vLLM sorts instead
+        topk_topp_sampler.HAS_TRITON = False  # the interpreter does not support this kernel; vLLM falls back to sorting
     import rlfuse.engines.vllm.worker_extension  # noqa: F401  # replaces vLLM's rule
 
 
 @pytest.fixture
 def sampler(device, monkeypatch):
-    """V2's sampler with one request per entry of `SAMPLING`; each has drawn its first token."""
+    """Return V2's sampler with one request per entry of `SAMPLING`; each has sampled its first token."""
     from vllm import SamplingParams
     from vllm.v1.worker.gpu import buffer_utils
     from vllm.v1.worker.gpu.sample.sampler import Sampler
@@ -72,7 +72,7 @@ def sampler(device, monkeypatch):
 
 
 def batch(device, inputs, first):
-    """A step in which request i gets the input tokens `inputs[i]`, from position `first` on."""
+    """Return the batch of a step in which request i has the input tokens `inputs[i]` from position `first`."""
     counts = np.array([len(each) for each in inputs])
     ends, local = np.concatenate([[0], counts.cumsum()]), np.concatenate([np.arange(count) for count in counts])
     owners, count = np.repeat(np.arange(len(inputs)), counts), int(counts.sum())

@@ -1,8 +1,8 @@
 """Engines on vLLM's V2 model runner: n-grams and earlier responses as drafts change no token and no log-prob.
 
 (12) of README.md. On a CPU the kernels need TRITON_INTERPRET=1; tests/unit/test_acceptance_rule.py runs this file so.
-The engines run in this process with asynchronous scheduling. Running samples are preempted, for lack of blocks and as
-by a push of weights, and moved.
+The engines run in this process with asynchronous scheduling. Running samples are preempted, for lack of blocks and by
+a cache reset as in weight pushes, and moved.
 """
 
 import numpy as np
@@ -26,7 +26,7 @@ SAMPLING = (
 
 @pytest.fixture(scope="module", autouse=True)
 def runner(device):
-    """Choose the V2 model runner; on a CPU let vLLM import its kernels, which it turns off there."""
+    """Select the V2 model runner; on a CPU let vLLM import its kernels, which it disables there."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -42,7 +42,9 @@ def runner(device):
             vars(vllm.triton_utils).update(HAS_TRITON=True, triton=triton, tl=triton.language, tldevice=libdevice)
             from vllm.v1.sample.ops import topk_topp_sampler
 
-            topk_topp_sampler.HAS_TRITON = False  # the interpreter does not run this kernel; vLLM sorts instead
+            topk_topp_sampler.HAS_TRITON = (
+                False  # the interpreter does not support this kernel; vLLM falls back to sorting
+            )
             load = interpreter.InterpreterBuilder.create_masked_load
 
             def load_masked(self, pointers, mask, *more):  # the n-gram kernel masks with integers
@@ -54,7 +56,7 @@ def runner(device):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A random Qwen2 without tokenizer that repeats itself, as the last token decides most."""
+    """Save a random Qwen2 without tokenizer that repeats itself: the next token depends mostly on the last one."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     folder = tmp_path_factory.mktemp("model")
@@ -70,7 +72,7 @@ def model(tmp_path_factory):
 
 
 def engine(model, draft):
-    """An engine with the arguments of GPUs that concern drafts; `draft`: value of rollout.draft, None: without."""
+    """Return an engine with the draft arguments used on GPUs; `draft`: value of rollout.draft, None: without drafts."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -147,7 +149,7 @@ def test_drafts_change_no_token_and_no_log_prob(device, model):
     ]
     expected, log_probs, counts = generated(engine(model, None), prompts, params)
     assert counts.tolist() == [0, 0] and len(expected[-1]) == CONTEXT - len(prompts[-1])
-    drafts = [np.array(response * 2, np.int32) for response in expected]  # beyond the end of the response, too
+    drafts = [np.array(response * 2, np.int32) for response in expected]  # also beyond the end of the response
     for each in drafts:
         each[11::12] = 3
     for draft, earlier, least in (("ngram", None, 0), ("history", drafts, 0.4)):

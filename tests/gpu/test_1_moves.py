@@ -1,4 +1,4 @@
-"""Models leave the device and come back: bytes that are free in between, states and training that don't notice.
+"""Models are moved to the host and back: released bytes, and bitwise equal states and further training.
 
 (1) of README.md. Needs DeepSpeed.
 """
@@ -29,7 +29,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def _moved(device, stage, dtype):
-    """One engine goes through what a slot's rank does between steps, its twin stays where it is."""
+    """Move one engine as a slot's rank is moved between steps, and compare it with a twin that stays on the device."""
     width, dtype = WIDTH[device], DTYPES[dtype]
     warm_up(device, width, dtype)
     before = allocated(device)
@@ -51,7 +51,7 @@ def _moved(device, stage, dtype):
     take_step(twin, 3.0, 1)
     for each in (mover, twin):
         accumulate(each, device, width, range(3, 5))
-    to_host(mover)  # with gradients that wait for their step
+    to_host(mover)  # with accumulated gradients
     to_device(mover)
     for each in (mover, twin):
         accumulate(each, device, width, range(5, 6))
@@ -74,7 +74,7 @@ def test_a_trained_model_leaves_the_device_and_comes_back(device, stage, dtype):
 
 
 def _late(device, stage, dtype, residency):
-    """One engine's optimizer comes behind its weights, or for steps alone; its twin stays where it is."""
+    """Move one engine's optimizer after its weights, or for steps only, and compare it with a twin that stays."""
     width, dtype = WIDTH[device], DTYPES[dtype]
     warm_up(device, width, dtype)
     before, peaks = allocated(device), []
@@ -105,8 +105,8 @@ def _saved_from_host(mover):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("residency", ["forecast", "step"])
-def test_an_optimizer_comes_behind_the_weights(device, stage, residency):
-    """On CPUs by two ranks that cut it up."""
+def test_an_optimizer_can_be_moved_after_the_weights(device, stage, residency):
+    """On CPUs the optimizer is sharded over two ranks."""
     for facts in in_ranks(1 if device == "cuda" else 2, _late, device, stage, "bfloat16", residency):
         print(f"ZeRO {stage}, {residency}: bytes with weights, of the optimizer, with both: {facts['bytes']}")
         assert facts["trained differently"] == []
@@ -130,7 +130,7 @@ def _frozen(device, stage, dtype):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_frozen_model_leaves_the_device_and_comes_back(device, stage):
+def test_a_frozen_model_is_moved_to_the_host_and_back(device, stage):
     [facts] = in_ranks(1, _frozen, device, stage, "bfloat16")
     there, away, back = facts["bytes"]
     print(f"reference, ZeRO {stage}: bytes {there} on the device, {away} away, {back} back")
@@ -140,9 +140,9 @@ def test_a_frozen_model_leaves_the_device_and_comes_back(device, stage):
 
 
 @pytest.mark.parametrize("place", ["host", "disk"])
-def test_activations_wait_off_the_device(device, tmp_path, place):
+def test_activations_are_offloaded(device, tmp_path, place):
     cuda = device == "cuda"
-    rows, hidden = (make_rows(16, longest=400), 1024) if cuda else (make_rows(6), 32)  # on a GPU about 1 GB a layer
+    rows, hidden = (make_rows(16, longest=400), 1024) if cuda else (make_rows(6), 32)  # about 1 GB per layer on a GPU
     model = load_policy(policy_folder(tmp_path, hidden, layers=6), settings(tmp_path).model).to(device).train()
     batch, room = collate(rows, True, device), (2**34 if cuda else 256 * PIECE_BYTES)
     store = HostMemory(room, cuda) if place == "host" else Disk(room, cuda, tmp_path)
@@ -151,7 +151,7 @@ def test_activations_wait_off_the_device(device, tmp_path, place):
     found, smallest = [], activation_offloading.MIN_STORAGE_BYTES
     activation_offloading.MIN_STORAGE_BYTES = 1
     try:
-        for _ in range(3):  # run again, as nothing is known yet; away; and away in memory that is used again
+        for _ in range(3):  # recomputed, as nothing is measured yet; offloaded; offloaded to reused memory
             found.append(_gradients(model, batch, offloading))
     finally:
         activation_offloading.MIN_STORAGE_BYTES = smallest
@@ -159,14 +159,14 @@ def test_activations_wait_off_the_device(device, tmp_path, place):
     expected, peak = _gradients(model, batch)
     print(f"bytes at most: {peak} where all stays, {[most for _, most in found]} run again, away, away")
     for gradients, most in found:
-        for name, gradient in expected.items():  # what is computed again on a GPU may be summed in another order
+        for name, gradient in expected.items():  # recomputation on a GPU may sum in another order
             assert (gradients[name] - gradient).norm() <= (1e-4 if cuda else 0.0) * gradient.norm(), name
         assert most < 0.7 * peak or not cuda
     assert store.has_room(room // PIECE_BYTES * PIECE_BYTES)
 
 
 def _gradients(model, batch, offloading=None):
-    """Of each parameter, and the most bytes on a GPU meanwhile."""
+    """Return the gradient of each parameter, and the peak memory on a GPU in bytes."""
     model.zero_grad()
     if batch.predict.is_cuda:
         torch.cuda.reset_peak_memory_stats()

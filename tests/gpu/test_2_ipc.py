@@ -1,6 +1,6 @@
 """Weights are passed to another process on the same GPU by CUDA IPC, and their memory is released.
 
-(2) of README.md. Needs torch alone. On a CPU the same messages carry tensors of shared memory.
+(2) of README.md. Needs torch only. On a CPU the same messages carry tensors in shared memory.
 """
 
 import pytest
@@ -32,11 +32,11 @@ def _share(weights, device):
 
 
 def _opened(update, device):
-    """As vLLM's receiver does it (distributed/weight_transfer/packed_tensor.py, packed_ipc_consumer)."""
+    """Open an update as vLLM's receiver does (distributed/weight_transfer/packed_tensor.py, packed_ipc_consumer)."""
     buffer = update["ipc_handles"].get(device)
     if device == "cuda":
         arguments = list(update["ipc_handles"][str(torch.cuda.get_device_properties(0).uuid)])
-        arguments[6] = 0  # the receiver's device
+        arguments[6] = 0  # device index of the receiver
         buffer = torch.multiprocessing.reductions.rebuild_cuda_tensor(*arguments)
     described = (update[key] for key in ("names", "dtype_names", "shapes"))
     parts = zip(*described, buffer.split(update["tensor_sizes"]), strict=True)
@@ -44,7 +44,7 @@ def _opened(update, device):
 
 
 def _receiver(connection, device):
-    """Per message: which tensors did not come, or not as described or written; None ends it."""
+    """Answer each message with the names of missing or wrong tensors, until None arrives."""
     while (message := received(connection)) is not None:
         scale, update = message
         opened, expected = _opened(update, device), _weights(device, scale)
@@ -77,7 +77,7 @@ def test_weights_arrive_in_another_process_and_their_memory_comes_back(device):
 
 
 def test_tensors_of_host_memory_are_refused(device):
-    """There are no handles of them: weights are pushed while the trainer is on the device."""
+    """Host memory has no IPC handles; weights are pushed while the trainer is on the device."""
     weights = _weights(device, 1)
     name = next(reversed(weights))
     with pytest.raises(EngineError, match=f"host memory .{name if device == 'cuda' else ''}"):

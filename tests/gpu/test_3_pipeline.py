@@ -27,7 +27,7 @@ LAYERS, COUNT = (2, 1), 4
 
 
 class ThroughHost:
-    """A stage whose neighbours see host memory."""
+    """A stage that exchanges tensors with its neighbours in host memory."""
 
     device = "cpu"
 
@@ -55,7 +55,7 @@ def _micro_batches():
 
 
 def _rows(split):
-    """1F1B of two stages; W right after its B where the backward pass is split."""
+    """Return the 1F1B rows of two stages, with W right after its B if the backward pass is split."""
 
     def operation(stage, number, kind):
         return Operation("actor", 0, stage, number, kind)
@@ -101,7 +101,7 @@ def test_two_processes_give_the_gradients_of_one(device, tmp_path, split):
     expected = _whole_gradients(device, folder)
     found = first[0] | last[0]
     assert found.keys() == expected.keys() and not first[0].keys() & last[0].keys()
-    apart = max(float(norm(found[name] - each) / norm(each)) for name, each in expected.items())
-    print(f"split {split}: gradients differ by at most {apart:.1e} of their norm")
-    assert apart < 1e-5
+    difference = max(float(norm(found[name] - each) / norm(each)) for name, each in expected.items())
+    print(f"split {split}: gradients differ by at most {difference:.1e} of their norm")
+    assert difference < 1e-5
     assert last[1] and first[2] == last[2] == COUNT * (3 if split else 2)

@@ -1,6 +1,6 @@
 """Gradients of 256 micro-batches in bfloat16 add up as they do in float32, under every ZeRO stage.
 
-(4) of README.md. Needs DeepSpeed. The sum is read off Adam's first moment, which after one step is a tenth of it.
+(4) of README.md. Needs DeepSpeed. The sum is derived from Adam's first moment, a tenth of it after one step.
 """
 
 import pytest
@@ -16,7 +16,7 @@ WIDTH, COUNT = {"cuda": 512, "cpu": 16}, 256
 
 
 def _moment(device, stage):
-    """The flattened sum that the engine's optimizer saw."""
+    """Return the flattened sum of gradients in the engine's optimizer."""
     trained = engine(device, WIDTH[device], stage, torch.bfloat16)
     accumulate(trained, device, WIDTH[device], range(COUNT))
     take_step(trained, 1.0, 1)
@@ -26,7 +26,7 @@ def _moment(device, stage):
 
 
 def _sums(device):
-    """The same micro-batches' gradients, added in float32 and in bfloat16."""
+    """Return the gradients of the same micro-batches, summed in float32 and in bfloat16."""
     model = Layers(WIDTH[device], torch.bfloat16).to(device)
     sums = [[torch.zeros_like(p, dtype=dtype) for p in model.parameters()] for dtype in (torch.float32, torch.bfloat16)]
     for seed in range(COUNT):
@@ -43,6 +43,6 @@ def test_bfloat16_gradients_add_up_in_float32(device, stage):
     [found] = in_ranks(1, _moment, device, stage)
     exact, rounded = _sums(device)
     found = torch.from_numpy(found)[: len(exact)]
-    apart, without = (float((each - exact).norm() / exact.norm()) for each in (found, rounded))
-    print(f"ZeRO {stage}: {COUNT} micro-batches are summed to {apart:.1e}; in bfloat16 it would be {without:.1e}")
-    assert apart < 1e-3
+    difference, without = (float((each - exact).norm() / exact.norm()) for each in (found, rounded))
+    print(f"ZeRO {stage}: {COUNT} micro-batches are summed to {difference:.1e}; in bfloat16 it would be {without:.1e}")
+    assert difference < 1e-3

@@ -31,7 +31,7 @@ def _loaded(device, folder, dtype):
 
 
 def _ours(config, model, rows, device, **collated):
-    """Of each row its log-probs; and the gradient of the sum of their squares."""
+    """Return the log-probs of each row, and the gradient of the sum of their squares."""
     batch = collate(rows, device=device, **collated)
     model.zero_grad()
     found = log_probs(config, model, batch)
@@ -42,7 +42,7 @@ def _ours(config, model, rows, device, **collated):
 
 @torch.no_grad()
 def _transformers(folder, rows, device, dtype, attention):
-    """Compute each row separately with transformers only."""
+    """Return the same, with each row computed separately by transformers."""
     model = Qwen2ForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation=attention)
     model, found = model.to(device), []
     for row in rows:
@@ -52,19 +52,19 @@ def _transformers(folder, rows, device, dtype, attention):
     return np.concatenate(found)
 
 
-def _apart(ours, theirs):
+def _difference(ours, theirs):
     return max(float((ours[name] - each).norm() / each.norm()) for name, each in theirs.items())
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_packed_padded_and_shared_prompts_give_the_same(device, folder, dtype):
+def test_packed_padded_and_shared_prompts_agree(device, folder, dtype):
     config, model = _loaded(device, folder, dtype)
     rows, limit = make_rows(6, longest=200 if device == "cuda" else 48), TOLERANCE[dtype]
     expected = _transformers(folder, rows, device, dtype, "sdpa")
     packed, gradient = _ours(config, model, rows, device, packed=True)
     for way in ({"packed": False}, {"packed": True, "shared": True}):
         found, other = _ours(config, model, rows, device, **way)
-        scores, gradients = np.abs(found - packed).max(), _apart(other, gradient)
+        scores, gradients = np.abs(found - packed).max(), _difference(other, gradient)
         print(f"{dtype}, {way}: log-probs differ by {scores:.1e}, gradients by {gradients:.1e}")
         assert scores < limit and gradients < limit
     print(f"{dtype}: from transformers' by {np.abs(packed - expected).max():.1e}")
@@ -72,7 +72,7 @@ def test_packed_padded_and_shared_prompts_give_the_same(device, folder, dtype):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_flash_attention_of_its_own_package_agrees(device, folder, dtype):
+def test_flash_attention_of_the_flash_attn_package_agrees(device, folder, dtype):
     if device != "cuda" or dtype == "float32":
         pytest.skip("flash attention is for 16-bit numbers on CUDA devices")
     pytest.importorskip("flash_attn")
@@ -86,15 +86,15 @@ def _ulysses(device, folder):
 
     from rlfuse.engines.trainer.sequence_parallel import SequenceSlice
 
-    deepspeed.init_distributed(torch.distributed.get_backend(), verbose=False)  # takes the group that is there
+    deepspeed.init_distributed(torch.distributed.get_backend(), verbose=False)  # uses the existing process group
     config, model = _loaded(device, folder, "float32")
     rows = make_rows(4)
     part = SequenceSlice(1, 0, torch.distributed.group.WORLD)
     whole, cut = (_ours(config, model, rows, device, packed=True, part=each) for each in (None, part))
-    return float(np.abs(whole[0] - cut[0]).max()), _apart(cut[1], whole[1])
+    return float(np.abs(whole[0] - cut[0]).max()), _difference(cut[1], whole[1])
 
 
-def test_sequence_parallelism_among_one_rank_changes_nothing(device, folder):
+def test_sequence_parallelism_of_degree_1_changes_nothing(device, folder):
     pytest.importorskip("deepspeed")
     [(scores, gradients)] = in_ranks(1, _ulysses, device, folder)
     assert scores < 1e-5 and gradients < 1e-5

@@ -1,6 +1,6 @@
-"""A vLLM engine and a trainer alternate on the device: memory they free, order of a push, log-probs after it.
+"""A vLLM engine and a trainer alternate on the device: released memory, order of a push, log-probs after it.
 
-(7) of README.md. Needs vLLM and DeepSpeed. Worker and push are those of a run, without Ray between them.
+(7) of README.md. Needs vLLM and DeepSpeed. Worker and push are those of a run, without Ray.
 """
 
 import copy
@@ -27,8 +27,8 @@ from rlfuse.engines.weights.sync import WeightPush, plan_buckets, resolve_transf
 from rlfuse.protocols import DeviceSharing, Sampling
 
 DTYPE = {"cuda": "bfloat16", "cpu": "float32"}
-APART = {"cuda": 0.06, "cpu": 1e-4}
-"""Mean difference of log-probs between engine and trainer."""
+MAX_DIFFERENCE = {"cuda": 0.06, "cpu": 1e-4}
+"""Bound of the mean log-prob difference between engine and trainer."""
 
 
 def free(device):
@@ -37,7 +37,7 @@ def free(device):
 
 
 class Engine(RolloutWorker):
-    """The worker as the push sees it: one that is never lost."""
+    """Worker with the interface of a handle that is never lost."""
 
     lost = False
 
@@ -46,11 +46,11 @@ class Engine(RolloutWorker):
 
 
 class Ranks:
-    """The trainer of one slot: a model of transformers, moved as a rank moves its own."""
+    """Trainer of one slot: a model of transformers, moved like the model of a rank."""
 
     def __init__(self, folder, device, engine):
         loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, DTYPE[device]))
-        self.model = copy.deepcopy(loaded).to(device)  # in memory of its own: a mapped file's can't be given up
+        self.model = copy.deepcopy(loaded).to(device)  # a copy, because memory of a mapped file can't be released
         self.device, self.engine, self.there, self.seen, self.kept = device, engine, True, [], []
 
     sharing = DeviceSharing()
@@ -95,7 +95,7 @@ class Ranks:
 
     @torch.no_grad()
     def change(self):
-        """An optimizer step, as it were."""
+        """Change all weights, as an optimizer step would."""
         for number, parameter in enumerate(self.model.parameters()):
             torch.manual_seed(number)
             parameter.add_(0.02 * torch.randn(parameter.shape).to(parameter))
@@ -108,7 +108,7 @@ class Ranks:
 
 
 async def generated(engine, prompts, name):
-    """Prompt -> response."""
+    """Return the responses to the prompts, in their order."""
     requests = [Request(f"{name}/{i}", 1, i, prompt, EMPTY_PARTIAL) for i, prompt in enumerate(prompts)]
     found = {}
     async for part in engine.generate(requests, Sampling(1.0, 1.0, -1, 32)):
@@ -116,13 +116,13 @@ async def generated(engine, prompts, name):
     return [found[request.id] for request in requests]
 
 
-def apart(ranks, prompts, responses):
-    """Mean difference of the engine's log-probs from the trainer's."""
+def log_prob_difference(ranks, prompts, responses):
+    """Return the mean log-prob difference between engine and trainer."""
     pairs = zip(prompts, responses, strict=True)
     return np.abs(np.concatenate([r.log_probs - ranks.log_probs(p, r.token_ids) for p, r in pairs])).mean()
 
 
-async def test_engine_and_trainer_take_turns(device, tmp_path):
+async def test_engine_and_trainer_alternate_on_the_device(device, tmp_path):
     os.environ |= rollout_env(device, dtype=DTYPE[device])
     folder, engine = served_folder(tmp_path), Engine(0)
     rollout = RolloutConfig(kv_cache_memory_mb=32, max_num_seqs=16, gpu_memory_utilization=0.3)
@@ -133,7 +133,7 @@ async def test_engine_and_trainer_take_turns(device, tmp_path):
     cache, places = facts["kv_tokens"] * facts["kv_bytes_per_token"], {"started": before - free(device)}
     try:
         ranks = Ranks(folder, device, engine)
-        assert apart(ranks, prompts, await generated(engine, prompts, "first")) < APART[device]
+        assert log_prob_difference(ranks, prompts, await generated(engine, prompts, "first")) < MAX_DIFFERENCE[device]
         places["awake"] = before - free(device)
         await engine.sleep()
         places["asleep"] = before - free(device)
@@ -149,11 +149,11 @@ async def test_engine_and_trainer_take_turns(device, tmp_path):
             assert not ranks.there and await engine.version() == version
             places[f"push {version}"] = before - min(left for *_, left in ranks.seen)
             places[f"after push {version}"] = before - free(device)
-            await ranks.acquire_device(0)  # next to the engine, for comparison: the model is small
+            await ranks.acquire_device(0)  # alongside the engine, for the comparison: the model is small
             responses = await generated(engine, prompts, f"version {version}")
             assert {response.weight_version for response in responses} == {version}
-            places[f"log-probs {version}"] = apart(ranks, prompts, responses)
-            assert places[f"log-probs {version}"] < APART[device]
+            places[f"log-probs {version}"] = log_prob_difference(ranks, prompts, responses)
+            assert places[f"log-probs {version}"] < MAX_DIFFERENCE[device]
             await engine.sleep()
     finally:
         await engine.stop()

@@ -1,6 +1,6 @@
-"""The bundled job as a user starts it, on the GPU: Ray, vLLM, DeepSpeed and the push between them, to the last step.
+"""The bundled job as a user starts it, on the GPU, to its last step: Ray, vLLM, DeepSpeed and weight pushes.
 
-(8) of README.md. Needs all of the installation. On a CPU it is two steps.
+(8) of README.md. Needs all dependencies. Two steps on a CPU.
 """
 
 import os
@@ -18,7 +18,7 @@ for package in ("ray", "vllm", "deepspeed"):
 
 ROOT = Path(__file__).parents[2]
 STEPS = {"cuda": 16, "cpu": 2}
-APART = "training/rollout_probs_diff_mean"
+PROBS_DIFF = "training/rollout_probs_diff_mean"
 
 
 def test_the_quickstart_learns(device, tmp_path):
@@ -30,9 +30,9 @@ def test_the_quickstart_learns(device, tmp_path):
         subprocess.run([sys.executable, "-m", *command], cwd=ROOT, env=environment, check=True, timeout=540)
     [file] = tmp_path.rglob("metrics.jsonl")
     trained = [row for row in read_metrics(file) if row["step"]]
-    rewards, apart = ([row[name] for row in trained] for name in ("critic/score/mean", APART))
-    print(f"mean rewards {rewards}; probabilities of engine and trainer differ by {max(apart):.1e} on average")
+    rewards, differences = ([row[name] for row in trained] for name in ("critic/score/mean", PROBS_DIFF))
+    print(f"mean rewards {rewards}; probabilities of engine and trainer differ by {max(differences):.1e} on average")
     print(f"of the last step: {trained[-1]}")
-    assert trained[-1]["step"] == len(trained) == steps and max(apart) < 0.01
+    assert trained[-1]["step"] == len(trained) == steps and max(differences) < 0.01
     if steps > 10:
         assert statistics.mean(rewards[-5:]) > statistics.mean(rewards[:5]) + 0.1

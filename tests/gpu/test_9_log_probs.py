@@ -1,4 +1,4 @@
-"""Fused log-probs, entropy and their gradient against float64, and against what torch does in the logits' own type.
+"""Fused log-probs, entropy and their gradient against float64, and against torch in the type of the logits.
 
 (9) of README.md. On a CPU the kernels need TRITON_INTERPRET=1; tests/unit/test_fused_log_probs.py runs this file so.
 """
@@ -17,7 +17,7 @@ ROWS = 6
 
 
 def _logits(device, size, dtype, forbidden=True):
-    """Rows of which one is large, one has a single likely token, and some tokens are -inf in all."""
+    """Return rows: one large, one with a single likely token; some tokens are -inf in all rows."""
     found = 3 * torch.randn(ROWS, size, generator=torch.Generator().manual_seed(size))
     found[1] += 1000.0
     found[2, 0] += 80.0
@@ -31,13 +31,13 @@ def _targets(device, size):
 
 
 def _torch(logits, targets, temperature, dtype):
-    """What torch's operations compute in this type from logits / temperature in float32."""
+    """Return the results of torch operations in this type, with logits / temperature in float32."""
     scaled = (logits.float() / temperature).to(dtype)
     return log_probs_from_logits(scaled, targets), entropy_from_logits(scaled)
 
 
 def _gradient(function, logits, targets, temperature, weights):
-    """(log-probs, entropy, gradient of their weighted sum); a weight of None: not differentiated."""
+    """Return (log-probs, entropy, gradient of their weighted sum); outputs with weight None are not differentiated."""
     leaf = logits.detach().clone().requires_grad_()
     found = function(leaf * 1, targets, temperature)
     sum((each * weight).sum() for each, weight in zip(found, weights, strict=True) if weight is not None).backward()
@@ -52,7 +52,7 @@ def _weights(device, learned):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("size", [11, 4096, 9973])
 @pytest.mark.parametrize("learned", ["log_probs", "entropy", "log_probs and entropy"])
-def test_float32_is_that_of_float64(device, learned, size, temperature):
+def test_float32_agrees_with_float64(device, learned, size, temperature):
     given = _logits(device, size, torch.float32), _targets(device, size), temperature
     weights = _weights(device, learned)
     found = _gradient(fused_log_probs, *given, weights)
@@ -65,8 +65,8 @@ def test_float32_is_that_of_float64(device, learned, size, temperature):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_short_types_are_rounded_once(device, temperature, dtype):
-    """Of bfloat16 Triton's interpreter cuts digits off, where GPUs round to the nearest number."""
+def test_16_bit_types_are_rounded_once(device, temperature, dtype):
+    """Triton's interpreter truncates to bfloat16, while GPUs round to nearest."""
     given = _logits(device, 5000, dtype), _targets(device, 5000), temperature
     weights = _weights(device, "log_probs and entropy")
     found = _gradient(fused_log_probs, *given, weights)
@@ -80,7 +80,7 @@ def test_short_types_are_rounded_once(device, temperature, dtype):
 
 
 def test_logits_of_any_layout(device):
-    """Rows with gaps, columns with gaps, one row many times, no row."""
+    """Strided rows, strided columns, one row expanded, and no rows."""
     wide, targets = _logits(device, 60, torch.float32), _targets(device, 30)
     for view in (lambda x: x[:, :30], lambda x: x[:, ::2], lambda x: x.T[:30].T, lambda x: x[:1, :30].expand(ROWS, 30)):
         leaf, twin = (wide.clone().requires_grad_() for _ in range(2))
@@ -104,15 +104,15 @@ def test_the_gradient_replaces_the_logits(device):
         log_probs.sum().backward()
 
 
-def test_logits_that_something_else_keeps_are_reported(device):
+def test_logits_that_are_referenced_elsewhere_are_reported(device):
     leaf = _logits(device, 30, torch.float32, forbidden=False).requires_grad_()
     log_probs, _ = fused_log_probs(leaf.tanh(), _targets(device, 30), 1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         log_probs.sum().backward()
 
 
-def test_a_number_that_is_none_stays_none(device):
-    """A target beyond the vocabulary, a NaN and a row of -inf give NaN, and skip the step."""
+def test_nan_is_propagated(device):
+    """A target outside the vocabulary, a NaN and a row of -inf give NaN, so that the step is skipped."""
     logits, targets = _logits(device, 30, torch.float32), _targets(device, 30)
     targets[0], targets[3], logits[1, 4], logits[2] = 30, -1, math.nan, -math.inf
     log_probs, entropy = fused_log_probs(logits, targets, 1.0)

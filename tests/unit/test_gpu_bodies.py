@@ -21,9 +21,9 @@ import test_6_tower as tower
 
 GPU_ONLY = {
     "test_the_device",
-    "test_flash_attention_of_its_own_package_agrees",
-    "test_engine_and_trainer_take_turns",
-    "test_recorded_passes_compute_what_launched_ones_do",
+    "test_flash_attention_of_the_flash_attn_package_agrees",
+    "test_engine_and_trainer_alternate_on_the_device",
+    "test_graph_passes_equal_eager_passes",
     "test_the_quickstart_learns",
 }
 """Tests that need a GPU, or a whole engine or job, which tests/end_to_end covers on CPUs."""
@@ -64,13 +64,13 @@ def test_assert_runs_fails_on_a_skip():
 def test_ranks(tmp_path):
     assert_runs(moves.test_a_trained_model_leaves_the_device_and_comes_back, "cpu", 1, "bfloat16")
     for stage, residency in ((1, "step"), (2, "forecast"), (3, "forecast")):
-        assert_runs(moves.test_an_optimizer_comes_behind_the_weights, "cpu", stage, residency)
-    assert_runs(moves.test_a_frozen_model_leaves_the_device_and_comes_back, "cpu", 1)
-    assert_runs(moves.test_activations_wait_off_the_device, "cpu", tmp_path / "host", "host")
-    assert_runs(moves.test_activations_wait_off_the_device, "cpu", tmp_path / "disk", "disk")
+        assert_runs(moves.test_an_optimizer_can_be_moved_after_the_weights, "cpu", stage, residency)
+    assert_runs(moves.test_a_frozen_model_is_moved_to_the_host_and_back, "cpu", 1)
+    assert_runs(moves.test_activations_are_offloaded, "cpu", tmp_path / "host", "host")
+    assert_runs(moves.test_activations_are_offloaded, "cpu", tmp_path / "disk", "disk")
     assert_runs(sums.test_bfloat16_gradients_add_up_in_float32, "cpu", 1)
     assert_runs(pipeline.test_two_processes_give_the_gradients_of_one, "cpu", tmp_path, True)
-    assert_runs(attention.test_sequence_parallelism_among_one_rank_changes_nothing, "cpu", str(tmp_path))
+    assert_runs(attention.test_sequence_parallelism_of_degree_1_changes_nothing, "cpu", str(tmp_path))
 
 
 @pytest.mark.slow
@@ -85,13 +85,13 @@ def test_attention_layouts(tmp_path):
     folder = small.policy_folder(tmp_path)
     assert attention.TOLERANCE
     for dtype in attention.TOLERANCE:
-        assert_runs(attention.test_packed_padded_and_shared_prompts_give_the_same, "cpu", folder, dtype)
+        assert_runs(attention.test_packed_padded_and_shared_prompts_agree, "cpu", folder, dtype)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["video_llama3", "qwen25_vl"])
 def test_towers(tmp_path, family):
     folder = tower.write_tower(tmp_path, family)
-    assert_runs(tower.test_embeddings_are_those_of_the_cpu, "cpu", folder)
-    assert_runs(tower.test_a_clip_cut_in_two_gives_the_same_bits, "cpu", folder, "float32")
-    assert_runs(tower.test_gradients_are_those_of_the_cpu, "cpu", folder)
+    assert_runs(tower.test_embeddings_equal_those_of_the_cpu, "cpu", folder)
+    assert_runs(tower.test_a_clip_split_in_two_is_bitwise_equal, "cpu", folder, "float32")
+    assert_runs(tower.test_gradients_equal_those_of_the_cpu, "cpu", folder)

@@ -21,7 +21,7 @@ from rlfuse.errors import ConfigError
 from rlfuse.tools.translate.command import main, read, translate
 from rlfuse.tools.translate.job import affects_training
 from rlfuse.tools.translate.undecided import UNDECIDED
-from rlfuse.tools.translate.verl import CONVERSIONS, DEFAULTS
+from rlfuse.tools.translate.verl import CONVERSIONS, DEFAULTS, DIFFERENCES, LOSS_AGG_MODE, LOSS_MODE
 
 VERLS = json.loads((Path(__file__).parent / "verl_keys.json").read_text())
 PUBLIC = yaml.load((Path(__file__).parent / "public_commands.yaml").read_text(), yaml.CSafeLoader)
@@ -335,6 +335,13 @@ def test_different_defaults_are_written_or_explained():
          {f"{CORRECTION}.rollout_is_threshold": 5.0, f"{CORRECTION}.rollout_is_threshold_lower": 0.5}),
         ({f"{CORRECTION}.rollout_rs_threshold": "0.5_2.0,0.1"}, {}),
         ({"actor_rollout_ref.actor.policy_loss.ppo_kl_coef": 1.0}, {"actor.ppo_kl_coef": 1.0}),
+        ({LOSS_MODE: "gspo"}, {"actor.loss_mode": "gspo", "actor.loss_agg_mode": "seq-mean-token-mean"}),
+        ({LOSS_MODE: "sapo", LOSS_AGG_MODE: "token-mean"},
+         {"actor.loss_mode": "sapo", "actor.loss_agg_mode": "seq-mean-token-mean"}),
+        ({LOSS_MODE: "gspo", "actor_rollout_ref.actor.use_kl_loss": True},
+         {"actor.loss_mode": "gspo", "actor.use_kl_loss": True}),
+        ({LOSS_MODE: "cispo", LOSS_AGG_MODE: "seq-mean-token-sum"},
+         {"actor.loss_mode": "cispo", "actor.loss_agg_mode": "seq-mean-token-sum"}),
         ({"algorithm.rollout_correction.bypass_mode": True}, {"algorithm.old_log_probs": "engine"}),
         ({"algorithm.kl_penalty": "mse"}, {"algorithm.kl_penalty": "mse"}),
         (ADAPTIVE_KL, ADAPTIVE_KL),
@@ -414,6 +421,8 @@ def test_values_are_converted_where_they_can_be(given, set_to):
         (["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc",
           "reward_model.overlong_buffer.enable=True"], "algorithm.filter_groups.enable", "with the overlong penalty"),
         (["actor_rollout_ref.actor.optim.optimizer=Muon"], "actor.optim.lr", "rlfuse trains with AdamW"),
+        ([f"{LOSS_MODE}=gspo", "actor_rollout_ref.actor.entropy_coeff=0.1"], "actor.loss_agg_mode",
+         "gspo by seq-mean-token-mean, KL loss and entropy bonus by loss_agg_mode"),
         (["data.gen_batch_size=1536", "data.train_batch_size=512"], "data.train_batch_size", "verl trains on these"),
         (["actor_rollout_ref.model.lora.adapter_path=a"], "model.path", "LoRA is not supported"),
         (["custom_reward_function.path=a.py", "reward_model.enable=True", "reward_model.model.path=b"],
@@ -426,6 +435,15 @@ def test_values_are_converted_where_they_can_be(given, set_to):
 )  # fmt: skip
 def test_what_rlfuse_would_train_differently_is_left_open(words, key, why):
     assert why in str(translate(read(["--", "verl.trainer.main_ppo", *words])).undecided[key])
+
+
+@pytest.mark.parametrize(("key", "value"), DIFFERENCES)
+def test_methods_that_differ_from_verls_are_marked(key, value):
+    name, value = {"actor.loss_mode": LOSS_MODE}.get(key, key), value or "seq_max_k2"
+    printed = translate(read(["--", "verl.trainer.main_ppo", f"{name}={value}"])).as_text("words")
+    assert DIFFERENCES.get((key, value), DIFFERENCES.get((key, None))) in printed
+    other = translate(read(["--", "verl.trainer.main_ppo", "algorithm.adv_estimator=grpo"]))
+    assert not {*DIFFERENCES.values()} & {*other.comments.values()}
 
 
 def test_references_to_other_settings_are_replaced():

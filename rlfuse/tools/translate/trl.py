@@ -89,6 +89,7 @@ LOSSES = {
     "vespo": ("vespo", "token-mean"),
 }
 """loss_type -> (actor.loss_mode, actor.loss_agg_mode)."""
+TOKEN_MEAN = [name for name, (_, aggregation) in LOSSES.items() if aggregation == "token-mean"]
 SCHEDULES = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd"}
 DIRECT = {
     "trust_remote_code": "model.trust_remote_code",
@@ -465,6 +466,9 @@ class _Reader:
         """Set advantage estimator, loss and KL."""
         low, high, n = self.value("epsilon"), self.value("epsilon_high"), self.value("num_generations")
         beta = self.value("beta")
+        if self.given.get("mask_truncated_completions") and self.value("loss_type") not in TOKEN_MEAN:
+            why = "mask_truncated_completions=true: TRL divides the loss by the number of all completions"
+            self.result.leave_open("actor.mask_truncated_completions", why)
         if self.given.get("top_k"):
             self.set("rollout.top_k", self.given["top_k"], "top_k")
         if self.command.program == "rloo":

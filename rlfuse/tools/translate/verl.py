@@ -50,10 +50,21 @@ REWARD_KWARGS = tuple(f"{group}.reward_kwargs." for group in REWARD)
 NO_RESUME = "verl checkpoints can't be resumed in rlfuse"
 VALIDATION = "actor_rollout_ref.rollout.val_kwargs"
 LOGGERS = "trainer.logger"
+LOSS_MODE, LOSS_AGG_MODE = (f"actor_rollout_ref.actor.{name}" for name in ("policy_loss.loss_mode", "loss_agg_mode"))
 CONFIGS = ("ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer", "entropy_trainer")
 """Config files of verl with the same defaults."""
 SAME = {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"}
 """Estimators of verl -> the one with the same result."""
+BY_SEQUENCE = ("gspo", "sapo")
+"""Losses that verl aggregates by seq-mean-token-mean, whatever its loss_agg_mode."""
+DIFFERENCES = {
+    ("algorithm.adv_estimator", "gpg"): "verl divides by the number of non-zero scores",
+    ("algorithm.adv_estimator", "gdpo"): "verl whitens over tokens",
+    ("actor.loss_mode", "clip_cov"): "verl selects tokens in each micro-batch",
+    ("actor.loss_mode", "kl_cov"): "verl selects tokens in each micro-batch",
+    (f"{CORRECTION}.rollout_rs", None): "verl also removes rejected tokens from KL loss, entropy bonus and divisor",
+}
+"""(Key, value or None for all values) of methods that differ from those of verl (`jobs/coming_from.md`) -> how."""
 ENGINES = re.compile(r"(sglang|vllm|trtllm)(_\w+)?")
 GSM8K, MATH = "rlfuse.rewards.verifiers.numeric:score", "rlfuse.rewards.verifiers.math:score"
 VERIFIERS = ((re.compile(r"gsm8k"), GSM8K, "*gsm8k*"), (re.compile(r"(^|/)math(/|\.)|MATH-lighteval"), MATH, "*MATH*"))
@@ -189,6 +200,19 @@ def token_level_loss(value: Any, given: Given) -> Outcome:
     return {"actor.loss_agg_mode": "token-mean" if value else Open("the mean of early versions of verl is unknown")}
 
 
+def aggregation(value: Any, given: Given) -> Outcome:
+    """Convert loss_mode and loss_agg_mode, which verl ignores in the policy loss of BY_SEQUENCE."""
+    mode, by = (given.get(name) for name in (LOSS_MODE, LOSS_AGG_MODE))
+    found = {key: each for key, each in (("actor.loss_mode", mode), ("actor.loss_agg_mode", by)) if each is not None}
+    if mode not in BY_SEQUENCE:
+        return found
+    others = [given.get(f"actor_rollout_ref.actor.{name}") for name in ("use_kl_loss", "entropy_coeff")]
+    if any(others) and by != "seq-mean-token-mean":
+        why = f"verl aggregates the loss of {mode} by seq-mean-token-mean, KL loss and entropy bonus by loss_agg_mode"
+        return found | {"actor.loss_agg_mode": Open(why)}
+    return found | {"actor.loss_agg_mode": "seq-mean-token-mean"}
+
+
 def filter_metric(value: Any, given: Given) -> Outcome:
     """Convert the metric that dynamic sampling compares, which is the reward in rlfuse."""
     penalised = any(given.get(f"{group}.enable") for group in OVERLONG)
@@ -242,6 +266,8 @@ CONVERSIONS: dict[str, Callable[[Any, Given], Outcome]] = {
     ),
     "algorithm.adv_estimator": lambda value, _: {"algorithm.adv_estimator": SAME.get(str(value), value)},
     "algorithm.filter_groups.metric": filter_metric,
+    LOSS_MODE: aggregation,
+    LOSS_AGG_MODE: aggregation,
     "actor_rollout_ref.actor.use_token_level_loss": token_level_loss,
     "actor_rollout_ref.actor.use_gpg_loss": renamed("actor.loss_mode", off=False, to="gpg"),
     f"{VALIDATION}.do_sample": greedy,
@@ -278,6 +304,9 @@ def translate(command: Command) -> Translation:
         job.leave_open("reward.functions", "verl uses the score of the reward model alone; rlfuse adds both")
     _leave_unknown_open(job, command)
     _fill_in(job, command)
+    for (key, value), how in DIFFERENCES.items():
+        if job.settings.get(key) is not None and value in (None, job.settings[key]):
+            job.comments[key] = "; ".join(filter(None, (job.comments[key], how)))
     return job
 
 

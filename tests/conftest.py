@@ -1,4 +1,4 @@
-"""Shared by all tests."""
+"""Fixtures and hooks of all tests."""
 
 import gc
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-# Shell scripts start background processes with SIGINT ignored: tests of Ctrl-C would wait forever.
+# Background processes of shell scripts ignore SIGINT, so tests of Ctrl-C would wait forever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # nohup ignores SIGHUP: tests that close a terminal would receive no signal.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -29,15 +29,15 @@ def pytest_collection():
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items):
-    """Let xdist run all tests of a file in one process, which starts the file's fixtures once, unless marked."""
+    """Let xdist run all tests of a file in one process, which starts its fixtures once, unless they are marked."""
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(autouse=True)
-def _scripts_find_their_neighbours():
-    """Unset the variable that commands set for child processes: scripts of later tests import modules next to them."""
+def _unset_safe_path():
+    """Unset the variable that commands set for child processes, as later scripts import modules next to them."""
     yield
     os.environ.pop("PYTHONSAFEPATH", None)
 
@@ -46,7 +46,7 @@ def _scripts_find_their_neighbours():
 def write_shadows():
     """Write modules with the names of all installed packages to a folder; return the file that lists those imported.
 
-    Namespace packages are left out: Python prefers any module to them.
+    Namespace packages are excluded, as any module takes precedence over them.
     """
     installed = Path(sysconfig.get_path("purelib"))
     names = {path.parent.name for path in installed.glob("*/__init__.py")}

@@ -46,7 +46,7 @@ def imports(module: str) -> frozenset[str]:
 
 @cache
 def strings(module: str) -> frozenset[str]:
-    """Return its strings and the constant parts of its f-strings, without docstrings."""
+    """Return the strings of `module` and the constant parts of its f-strings, without docstrings."""
     all_nodes = nodes(MODULES[module])
     documentation = {id(node.value) for node in all_nodes if isinstance(node, ast.Expr)}
     return frozenset(
@@ -62,7 +62,7 @@ def inside(package: str) -> set[str]:
 
 @cache
 def named(module: str) -> frozenset[str]:
-    """Return the modules that its strings name.
+    """Return the modules that strings of `module` name.
 
     All modules of a package if a string ends with the package and a dot (f-strings), or if its `__path__` is listed."""
     found = set()
@@ -82,13 +82,13 @@ def named(module: str) -> frozenset[str]:
 
 
 def reach(start: str, *, without: str | None = None) -> set[str]:
-    """Return all modules that running `start` may import, packages included, except through `without`."""
-    found, left = set(), [start]
-    while left:
-        module = left.pop()
+    """Return all modules and packages that `start` may import, except through `without`."""
+    found, pending = set(), [start]
+    while pending:
+        module = pending.pop()
         if module not in found and module != without:
             found.add(module)
-            left += [*imports(module), *named(module), *filter(None, [module.rpartition(".")[0]])]
+            pending += [*imports(module), *named(module), *filter(None, [module.rpartition(".")[0]])]
     return found
 
 
@@ -123,7 +123,7 @@ def lines(modules) -> int:
 
 
 def main() -> None:
-    """Print the lines that `rlfuse train` reaches, by package and by the only module that leads to them."""
+    """Print the lines that `rlfuse train` reaches, by package, and the lines reached through one module only."""
     reached = reach(TRAIN)
     print(
         f"{TRAIN} reaches {lines(reached):,} of {lines([*MODULES]):,} lines, {len(reached)} of {len(MODULES)} modules"
@@ -133,7 +133,7 @@ def main() -> None:
         packages[module.split(".")[1]] += lines([module])
     for package, count in packages.most_common():
         print(f"{count:7,}  {package}")
-    print("through one module alone:")
+    print("through one module only:")
     alone = Counter({each: lines(reached - reach(TRAIN, without=each)) for each in reached - {TRAIN, "rlfuse"}})
     for module, count in alone.most_common(30):
         print(f"{count:7,}  {module}")

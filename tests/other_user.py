@@ -1,4 +1,4 @@
-"""Run a function as a user without files, in a fork, because another user may not read this interpreter."""
+"""Run a function as another user in a forked process, as this user may have no access to the interpreter."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import pytest
 
 UID = 54321
 """User id without an entry in the user database."""
-NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="requires root")
 
 
 def as_other_user(function, **variables):

@@ -33,7 +33,7 @@ def modules() -> list[Path]:
     return sorted([*PACKAGE.rglob("*.py"), *(ROOT / "jobs/tasks").rglob("*.py")])
 
 
-@lru_cache(maxsize=1)  # of the module that is being read
+@lru_cache(maxsize=1)  # the current module
 def parsed(source: str) -> ast.Module:
     """Return the syntax tree of a module."""
     return ast.parse(source)

@@ -15,48 +15,48 @@ ASLEEP = ('File "mine.py", line 3 in my_loss', 'File "rlfuse/engines/trainer/tra
 REDUCES = ('File "site-packages/torch/distributed/distributed_c10d.py", line 9 in all_reduce', *ASLEEP[1:])
 
 
-def scene(*ranks, first=False, ticks=60):
-    """(who hangs, after how many seconds, the judge). Each rank: a function of the seconds that gives its pulse."""
-    judge = HangDetector(LIMIT, first)
+def run_detector(*ranks, first=False, ticks=60):
+    """Return (rank that hangs, seconds until detection, detector); a rank is a function from seconds to its pulse."""
+    detector = HangDetector(LIMIT, first)
     for tick in range(1, ticks + 1):
         pulses = {i: pulse for i, rank in enumerate(ranks) if (pulse := rank(tick * TICK)) != "done"}
-        hung = judge.check(TICK, pulses)
+        hung = detector.check(TICK, pulses)
         if hung is not None:
-            return hung, tick * TICK, judge
-    return None, ticks * TICK, judge
+            return hung, tick * TICK, detector
+    return None, ticks * TICK, detector
 
 
-def works(joined=0):
+def computing(joined=0):
     return lambda now: Pulse(int(now), "ended forward", ASLEEP, {"0": joined})
 
 
-def stands(stack=ASLEEP, since=0.0, joined=0, **more):
+def idle(stack=ASLEEP, since=0.0, joined=0, **more):
     return lambda now: Pulse(int(min(now, since)), "began backward", stack, {"0": joined}, **more)
 
 
-def stopped(since):
+def silent_from(since):
     return lambda now: Pulse(int(now), "began forward", ASLEEP) if now < since else None
 
 
-def ends(rank, at):
-    return lambda now: rank(now) if now < at else "done"
+def done_at(rank, pulse_in):
+    return lambda now: rank(now) if now < pulse_in else "done"
 
 
 @pytest.mark.parametrize(
     "ranks, hung, earliest",
     [
-        ([works(), stands()], 1, LIMIT),
-        ([works(), stopped(30.0)], 1, 30 + LIMIT - TICK),
-        ([stands(REDUCES, joined=4), stands(since=30, joined=3)], 1, 30 + LIMIT),
-        ([stands(REDUCES), stopped(30.0)], 1, 30 + LIMIT - TICK),
-        ([stands(ASLEEP, joined=4), stands(ASLEEP, since=90, joined=3)], 1, 90 + LIMIT),
-        ([stands(REDUCES, joined=4), stands(REDUCES, since=60, joined=3)], 1, 60 + COLD_START_FACTOR * LIMIT),
-        ([stands(REDUCES, since=90), stands(REDUCES, since=15)], 1, 90 + COLD_START_FACTOR * LIMIT),
-        ([stands(REDUCES)], 0, COLD_START_FACTOR * LIMIT),
-        ([ends(works(), 400.0), stands(REDUCES)], 1, 400.0),
-        ([stands(REDUCES), works()], None, None),
-        ([stands(joined=4), works(joined=3)], None, None),
-        ([works(), works()], None, None),
+        ([computing(), idle()], 1, LIMIT),
+        ([computing(), silent_from(30.0)], 1, 30 + LIMIT - TICK),
+        ([idle(REDUCES, joined=4), idle(since=30, joined=3)], 1, 30 + LIMIT),
+        ([idle(REDUCES), silent_from(30.0)], 1, 30 + LIMIT - TICK),
+        ([idle(ASLEEP, joined=4), idle(ASLEEP, since=90, joined=3)], 1, 90 + LIMIT),
+        ([idle(REDUCES, joined=4), idle(REDUCES, since=60, joined=3)], 1, 60 + COLD_START_FACTOR * LIMIT),
+        ([idle(REDUCES, since=90), idle(REDUCES, since=15)], 1, 90 + COLD_START_FACTOR * LIMIT),
+        ([idle(REDUCES)], 0, COLD_START_FACTOR * LIMIT),
+        ([done_at(computing(), 400.0), idle(REDUCES)], 1, 400.0),
+        ([idle(REDUCES), computing()], None, None),
+        ([idle(joined=4), computing(joined=3)], None, None),
+        ([computing(), computing()], None, None),
     ],
     ids=[
         "asleep",
@@ -73,80 +73,80 @@ def ends(rank, at):
         "all work",
     ],
 )
-def test_who_hangs_is_named_and_not_who_waits(ranks, hung, earliest):
-    found, after, judge = scene(*ranks)
+def test_the_hung_rank_is_reported_instead_of_ranks_that_wait_for_it(ranks, hung, earliest):
+    found, after, detector = run_detector(*ranks)
     assert found == hung
     if hung is not None:
         assert earliest <= after <= earliest + 2 * TICK
-        assert "(cluster.heartbeat_s=60)" in judge.describe_hang(hung)
+        assert "(cluster.heartbeat_s=60)" in detector.describe_hang(hung)
 
 
-def test_what_is_told_is_where_it_stands_or_stood():
-    _, _, judge = scene(stands(REDUCES, joined=1), stands())
-    assert judge.describe_hang(1).startswith(
+def test_the_description_of_a_hang_has_the_last_activity_and_the_stack():
+    _, _, detector = run_detector(idle(REDUCES, joined=1), idle())
+    assert detector.describe_hang(1).startswith(
         "has made no progress for 60.0 s (cluster.heartbeat_s=60); last activity: began b"
     )
-    assert 'Its stack, innermost call first:\n  File "mine.py", line 3 in my_loss\n' in judge.describe_hang(1)
-    assert judge.is_waiting_for(0, [1]) and not judge.is_waiting_for(1, [0])
-    _, _, judge = scene(stopped(30.0))
-    told = judge.describe_hang(0)
-    assert told.startswith("has not answered for 60.0 s (cluster") and "Its stack at its last answer" in told
-    _, _, judge = scene(lambda now: None)
-    assert judge.describe_hang(0) == "has not answered for 60.0 s (cluster.heartbeat_s=60)"
+    assert 'Its stack, innermost call first:\n  File "mine.py", line 3 in my_loss\n' in detector.describe_hang(1)
+    assert detector.is_waiting_for(0, [1]) and not detector.is_waiting_for(1, [0])
+    _, _, detector = run_detector(silent_from(30.0))
+    message = detector.describe_hang(0)
+    assert message.startswith("has not answered for 60.0 s (cluster") and "Its stack at its last answer" in message
+    _, _, detector = run_detector(lambda now: None)
+    assert detector.describe_hang(0) == "has not answered for 60.0 s (cluster.heartbeat_s=60)"
 
 
-def test_a_first_call_may_compile_on_a_gpu():
-    assert scene(stands(on_gpu=True), first=True)[1] >= COLD_START_FACTOR * LIMIT
-    assert scene(stands(on_gpu=True))[1] < 2 * LIMIT and scene(stands(), first=True)[1] < 2 * LIMIT
+def test_the_first_call_on_a_gpu_has_a_longer_limit_for_compilation():
+    assert run_detector(idle(on_gpu=True), first=True)[1] >= COLD_START_FACTOR * LIMIT
+    assert run_detector(idle(on_gpu=True))[1] < 2 * LIMIT and run_detector(idle(), first=True)[1] < 2 * LIMIT
 
 
-async def test_each_rank_may_compile_in_a_first_call_of_its_own(monkeypatch):
+async def test_the_first_call_of_each_rank_has_the_longer_limit(monkeypatch):
     first = []
 
-    class Noted(HangDetector):
+    class RecordingDetector(HangDetector):
         def __init__(self, limit_s, begins):
             first.append(begins)
             super().__init__(limit_s, begins)
 
-    monkeypatch.setattr(rank_group, "HangDetector", Noted)
+    monkeypatch.setattr(rank_group, "HangDetector", RecordingDetector)
     group = rank_group.RankGroup(Config(), [None, None])
     for ranks in ((0,), (1,), (0, 1), (0,)):
-        asked = {rank: asyncio.ensure_future(asyncio.sleep(0.01)) for rank in ranks}
-        await group._watched(asyncio.gather(*asked.values()), asked, "score")
+        calls = {rank: asyncio.ensure_future(asyncio.sleep(0.01)) for rank in ranks}
+        await group._watched(asyncio.gather(*calls.values()), calls, "score")
     assert first == [True, True, False, False]
 
 
-def test_a_driver_that_was_stopped_takes_that_for_no_silence():
-    judge = HangDetector(LIMIT)
-    judge.check(TICK, {0: works()(1), 1: works()(1)})
-    assert judge.check(10 * LIMIT, {0: None, 1: works()(1)}) is None
-    assert judge.check(TICK, {0: works()(2), 1: works()(2)}) is None
-    assert judge.check(10 * LIMIT, {0: None, 1: works()(2)}) is None
-    assert judge.check(LIMIT / 2, {0: None, 1: works()(3)}) == 0
+def test_a_paused_driver_does_not_count_the_pause_as_silence():
+    detector = HangDetector(LIMIT)
+    detector.check(TICK, {0: computing()(1), 1: computing()(1)})
+    assert detector.check(10 * LIMIT, {0: None, 1: computing()(1)}) is None
+    assert detector.check(TICK, {0: computing()(2), 1: computing()(2)}) is None
+    assert detector.check(10 * LIMIT, {0: None, 1: computing()(2)}) is None
+    assert detector.check(LIMIT / 2, {0: None, 1: computing()(3)}) == 0
 
 
-class Calls:
-    """A thread that does one thing after the other, as a rank's does."""
+class CallThread:
+    """A thread that runs one function repeatedly, like the call thread of a rank."""
 
     def __init__(self):
-        self.progress, self.work, self.here = Progress("cpu"), spins, threading.Event()
+        self.progress, self.work, self.started = Progress("cpu"), spins, threading.Event()
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.thread.start()
-        assert self.here.wait(60)
+        assert self.started.wait(60)
 
     def run(self):
         self.progress.set_call_thread()
-        self.here.set()
+        self.started.set()
         while self.work:
             self.work()
 
-    def at(self, work):
-        """Return the pulse once the thread does this."""
+    def pulse_in(self, work):
+        """Return the pulse once the thread runs `work`."""
         self.work, until = work, time.monotonic() + 60
-        while not (told := self.progress.pulse()).stack[0].endswith(f"in {work.__name__}"):
+        while not (pulse := self.progress.pulse()).stack[0].endswith(f"in {work.__name__}"):
             assert time.monotonic() < until
             time.sleep(0.01)
-        return told
+        return pulse
 
     def end(self):
         self.work = None
@@ -162,21 +162,21 @@ def sleeps():
 
 
 @pytest.mark.slow
-def test_computing_is_a_sign_of_life_and_sleeping_is_none():
-    calls = Calls()
-    before, until = calls.at(spins), time.monotonic() + 60  # it may still queue for a core
-    while time.sleep(0.1) or calls.at(spins).activity <= before.activity:
+def test_cpu_time_counts_as_activity_and_sleep_does_not():
+    thread = CallThread()
+    before, until = thread.pulse_in(spins), time.monotonic() + 60  # may still wait for a core
+    while time.sleep(0.1) or thread.pulse_in(spins).activity <= before.activity:
         assert time.monotonic() < until
-    before, until = calls.at(sleeps), time.monotonic() + 60  # the same, to fall asleep
-    while time.sleep(0.1) or (after := calls.at(sleeps)).activity != before.activity:
+    before, until = thread.pulse_in(sleeps), time.monotonic() + 60  # may not be asleep yet
+    while time.sleep(0.1) or (after := thread.pulse_in(sleeps)).activity != before.activity:
         before = after
         assert time.monotonic() < until
-    calls.end()
+    thread.end()
     assert f'File "{__file__}", line ' in after.stack[0] and not after.is_waiting
 
 
 @pytest.mark.slow
-def test_on_gpus_a_spinning_thread_is_none_but_every_layer_and_gradient_is():
+def test_on_gpus_layers_and_gradients_count_as_activity_and_cpu_time_does_not():
     torch = pytest.importorskip("torch")
     progress = Progress("cuda")
     progress.set_call_thread()

@@ -42,14 +42,14 @@ BAD = {  # response -> visible answer
 }
 
 
-def test_the_right_format_is_split():
+def test_well_formed_responses_are_split():
     for response, parts in GOOD.items():
         assert split_reasoning(response) == parts
         assert answer_after_reasoning(response) == parts[1]
 
 
 @pytest.mark.parametrize("response", BAD)
-def test_other_formats_are_rejected_without_showing_reasoning(response):
+def test_malformed_responses_are_rejected_without_exposing_reasoning(response):
     assert split_reasoning(response) is None
     assert answer_after_reasoning(response) == BAD[response]
 
@@ -62,33 +62,33 @@ def test_reasoning_opened_by_the_prompt():
 
 
 def item(prompt, response="<think>so</think>four", prompt_text=None):
-    made = item_of_row({"prompt": prompt, "response": response})
-    return made if prompt_text is None else without(made, prompt_text)
+    built = item_of_row({"prompt": prompt, "response": response})
+    return built if prompt_text is None else without(built, prompt_text)
 
 
-def without(made, prompt_text):
+def without(built, prompt_text):
     from dataclasses import replace
 
-    return replace(made, prompt_text=prompt_text)
+    return replace(built, prompt_text=prompt_text)
 
 
 def test_only_tags_of_the_template_open_reasoning():
-    asked = [{"role": "user", "content": "Close with </think> what <think>"}]
-    assert not is_reasoning_open(item(asked))  # tables have no chat template
-    assert not is_reasoning_open(item(asked, prompt_text="<u>Close with </think> what <think><a>"))
-    assert is_reasoning_open(item(asked, prompt_text="<u>Close with </think> what <think><a><think>\n"))
+    messages = [{"role": "user", "content": "Close with </think> what <think>"}]
+    assert not is_reasoning_open(item(messages))  # rows of tables have no chat template
+    assert not is_reasoning_open(item(messages, prompt_text="<u>Close with </think> what <think><a>"))
+    assert is_reasoning_open(item(messages, prompt_text="<u>Close with </think> what <think><a><think>\n"))
     plain = [{"role": "user", "content": "2+2?"}]
     assert is_reasoning_open(item(plain, prompt_text="<u>2+2?<a><think>\n"))
     assert is_reasoning_open(item([*plain, {"role": "assistant", "content": "<think>"}]))
     assert is_reasoning_open(item([*plain, {"role": "assistant", "content": "<think>\nOkay,"}]))
     assert not is_reasoning_open(item([*plain, {"role": "assistant", "content": "<think>so</think>"}]))
     assert is_reasoning_open(item("Question: 2+2? Assistant: <think>"))
-    for question in ("2 >", "", [{"type": "text", "text": "2+2?"}]):  # none of them is the end of the template
+    for question in ("2 >", "", [{"type": "text", "text": "2+2?"}]):  # none of them ends the template
         assert is_reasoning_open(item([{"role": "user", "content": question}], prompt_text="<u>?<a><think>"))
 
 
 @pytest.mark.parametrize(
-    ("prefill", "response", "read"),
+    ("prefill", "response", "answer"),
     [
         (None, " four", " four"),
         ("It is", " four", "It is four"),
@@ -97,16 +97,16 @@ def test_only_tags_of_the_template_open_reasoning():
         ("<think>\nOkay,", " so", ""),
     ],
 )
-def test_a_response_continues_a_prefill(prefill, response, read):
-    """The input of a reward model, which gets answers only."""
-    asked = [{"role": "user", "content": "2+2?"}]
-    given = item([*asked, {"role": "assistant", "content": prefill}] if prefill else asked, response)
-    shown = without_reasoning(given)
-    assert conversation(shown.messages, shown.response) == [*asked, {"role": "assistant", "content": read}]
-    assert "Okay" not in shown.prompt_text
+def test_a_response_continues_a_prefill(prefill, response, answer):
+    """Check the input of a reward model, which receives answers only."""
+    messages = [{"role": "user", "content": "2+2?"}]
+    sample = item([*messages, {"role": "assistant", "content": prefill}] if prefill else messages, response)
+    visible = without_reasoning(sample)
+    assert conversation(visible.messages, visible.response) == [*messages, {"role": "assistant", "content": answer}]
+    assert "Okay" not in visible.prompt_text
 
 
-def test_the_gate_gives_a_reason():
+def test_the_format_gate_returns_the_reason():
     chat = [{"role": "user", "content": "2+2? <think>"}]
     closed = ["four", "<think>so", "<think>a</think>b<think>c</think>d", "<think>so</think>"]
     good, *bad = format_gate([item(chat), *(item(chat, response) for response in closed)])
@@ -119,7 +119,7 @@ def test_the_gate_gives_a_reason():
     ]
 
 
-def test_only_decorated_functions_get_the_answer_alone():
+def test_only_answer_only_functions_receive_the_answer_without_reasoning():
     plain = [{"role": "user", "content": "2+2?"}]
     opened = item(plain, "four, but wait", "<u>2+2?<a><think>\n")
 
@@ -137,11 +137,11 @@ def test_only_decorated_functions_get_the_answer_alone():
         (cut, {"answer_only": False}, "four, but wait"),
     ):
         _, loaded = load_entries([{"path": function, "name": "f", **entry}])
-        [score] = unpack(pack(loaded["f"])).score([opened])  # like in a reward worker
+        [score] = unpack(pack(loaded["f"])).score([opened])  # as in a reward worker
         assert score.notes == {"seen": seen}
 
 
-def test_reasoning_is_removed_from_the_prompt_too():
+def test_reasoning_tags_are_removed_from_the_prompt_too():
     plain = [{"role": "user", "content": "2+2?"}]
     seen = without_reasoning(item(plain, "so</think>four", "<u>2+2?<a><think>\n"))
     assert (seen.response, seen.prompt_text) == ("four", "<u>2+2?<a>")

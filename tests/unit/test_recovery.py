@@ -1,4 +1,4 @@
-"""What happens when workers are lost, as far as it is decided: attempts, signs of life, counts."""
+"""Restarts after lost workers: attempts, liveness of engines, classification of errors, counts of faults."""
 
 import os
 import threading
@@ -25,7 +25,7 @@ def config(tmp_path):
 
 
 class Attempts:
-    """Attempts that end after these steps; what is not an error is the end of the run. Every second step is kept."""
+    """Attempts that end after the given steps with an error, or None for a complete run; every second step is saved."""
 
     def __init__(self, *ends):
         self.ends, self.jobs = list(ends), []
@@ -38,28 +38,28 @@ class Attempts:
         (job.folder / "metrics.jsonl").write_text(rows)
         for step in range(job.state["step"] + 1, steps + 1):
             if step % 2 == 0:
-                kept = job.folder / f"global_step_{step}"
-                kept.mkdir(exist_ok=True)
-                (kept / "run.json").write_text(f'{{"step": {step}}}')
-                (kept / checkpoints.MARKER).touch()
+                saved = job.folder / f"global_step_{step}"
+                saved.mkdir(exist_ok=True)
+                (saved / "run.json").write_text(f'{{"step": {step}}}')
+                (saved / checkpoints.MARKER).touch()
         if isinstance(end, Exception):
             raise end
         return job.folder
 
 
-def test_a_lost_worker_takes_the_run_to_its_last_checkpoint_or_its_beginning(config, capsys):
+def test_a_run_restarts_from_its_last_checkpoint_or_start_after_a_lost_worker(config, capsys):
     lost = WorkerLost("trainer/0 died"), WorkerLost("trainer/1 died: http://me:secret@host")
     attempts = Attempts((1, lost[1]), (5, lost[0]), (8, None))
     folder = run_with_restarts(config, attempts)
     assert [job.state["step"] for job in attempts.jobs] == [0, 0, 4]
     assert attempts.jobs[2].checkpoint == folder / "global_step_4"
     assert [job.restart.cause for job in attempts.jobs[1:]] == [str(lost[1]), str(lost[0])]
-    said = capsys.readouterr().out
-    assert "trainer/1 died: http://***@host\nThe run resumes from its start (restart 1 of at most 3)" in said
-    assert "from global_step_4 (restart 2 of at most 3)" in said
+    output = capsys.readouterr().out
+    assert "trainer/1 died: http://***@host\nThe run resumes from its start (restart 1 of at most 3)" in output
+    assert "from global_step_4 (restart 2 of at most 3)" in output
 
 
-def test_a_node_that_leaves_as_planned_counts_as_no_loss_and_is_not_taken_again(config, capsys):
+def test_a_planned_departure_of_a_node_is_no_fault_and_excludes_the_node(config, capsys):
     config.cluster.max_restarts, config.cluster.drain = 0, [1]
     ends = [(4, NodeLeft("node b leaves", ("b",))), (4, NodeLeft("lost node c", ("c",))), (8, None)]
     attempts = Attempts(*ends)
@@ -70,11 +70,11 @@ def test_a_node_that_leaves_as_planned_counts_as_no_loss_and_is_not_taken_again(
     assert not count_faults([job.restart for job in attempts.jobs[1:]])
     assert attempts.jobs[2].drained is attempts.jobs[0].drained and attempts.jobs[0].drained == {1}
     assert attempts.jobs[1].checkpoint == folder / "global_step_4"
-    said = capsys.readouterr().out
-    assert "node b leaves\nThe run resumes from global_step_4 on other nodes." in said
+    output = capsys.readouterr().out
+    assert "node b leaves\nThe run resumes from global_step_4 on other nodes." in output
 
 
-def test_a_run_that_goes_on_after_a_loss_goes_on_for_those_who_look_on(config):
+def test_the_status_stays_running_during_a_restart(config):
     seen, ends = [], [WorkerLost("trainer/1 died"), None]
 
     async def work():
@@ -85,7 +85,7 @@ def test_a_run_that_goes_on_after_a_loss_goes_on_for_those_who_look_on(config):
         seen.append(state := status.read(job.folder))
         assert state is None or status.state_now(job.folder, state) == "running"
         job.run_until_done(work(), job.begin(8))
-        assert status.read(job.folder).state == "running", "those who look on read the summary first"
+        assert status.read(job.folder).state == "running", "readers read the summary first"
         return job.folder
 
     config.trainer.logger = []
@@ -94,23 +94,23 @@ def test_a_run_that_goes_on_after_a_loss_goes_on_for_those_who_look_on(config):
     assert status.read(folder).state == "finished"
 
 
-def test_a_run_that_fails_before_its_work_says_so_and_draws_nothing_more(config, monkeypatch):
+def test_a_run_that_fails_at_startup_reports_the_error_and_stops_the_live_view(config, monkeypatch):
     def attempt(job):
         job.begin(8)
 
-    def refused(*_):
+    def fail_wandb(*_):
         raise RuntimeError("no key for wandb")
 
-    monkeypatch.setattr("rlfuse.observe.loggers.sinks", refused)
+    monkeypatch.setattr("rlfuse.observe.loggers.sinks", fail_wandb)
     before = set(threading.enumerate())
     with pytest.raises(RuntimeError, match="no key"):
         run_with_restarts(config, attempt)
-    told = status.read(config.run_folder)
-    assert (told.state, told.error) == ("failed", "no key for wandb")
+    state = status.read(config.run_folder)
+    assert (state.state, state.error) == ("failed", "no key for wandb")
     assert "live view" not in [thread.name for thread in set(threading.enumerate()) - before]
 
 
-def test_a_run_whose_rows_are_damaged_draws_nothing_more(config):
+def test_a_run_with_damaged_rows_stops_the_live_view(config):
     config.trainer.logger = []
     config.run_folder.mkdir(parents=True)
     (config.run_folder / "validation.jsonl").write_text("no row\n{}\n")
@@ -120,7 +120,7 @@ def test_a_run_whose_rows_are_damaged_draws_nothing_more(config):
     assert "live view" not in [thread.name for thread in set(threading.enumerate()) - before]
 
 
-def test_a_checkpoint_that_an_earlier_run_left_is_not_gone_on_from(config):
+def test_a_restart_ignores_checkpoints_of_an_earlier_run(config):
     attempts = Attempts((1, WorkerLost("trainer/1 died")), (2, None))
     for step, age in ((2, 60), (4, 0)):
         old = config.run_folder / f"global_step_{step}"
@@ -142,7 +142,7 @@ def test_other_errors_and_ctrl_c_end_the_run(config, error):
         run_with_restarts(config, attempt)
 
 
-def test_attempts_end_with_their_number_or_when_they_get_no_further(config, capsys):
+def test_restarts_end_at_the_limit_or_without_progress(config, capsys):
     assert no_restart_reason([7], limit=0) == "No restart: 0 of at most cluster.max_restarts=0 restarts were made."
     assert no_restart_reason([7], limit=3) is None and no_restart_reason([0], limit=1) is None
     assert no_restart_reason([2, 5, 7], limit=3) is None
@@ -164,10 +164,10 @@ def test_attempts_end_with_their_number_or_when_they_get_no_further(config, caps
         "rerun the same command to resume from it (trainer.resume_mode=auto)"
         in capsys.readouterr().out.splitlines()[-1]
     )
-    again = dying.jobs[-1]
-    again.config.trainer.resume_mode = str(again.folder / "global_step_2")
-    assert how_to_resume(again).endswith(
-        f"with trainer.experiment_name={again.folder.name} trainer.resume_mode=auto to resume from it"
+    last_job = dying.jobs[-1]
+    last_job.config.trainer.resume_mode = str(last_job.folder / "global_step_2")
+    assert how_to_resume(last_job).endswith(
+        f"with trainer.experiment_name={last_job.folder.name} trainer.resume_mode=auto to resume from it"
     )
 
 
@@ -185,7 +185,7 @@ def test_attempts_end_with_their_number_or_when_they_get_no_further(config, caps
     ],
 )
 def test_only_the_death_of_a_process_at_startup_restarts_a_run(config, capsys, error, cause, restarts):
-    """Once: the second start in a row that loses a worker ends the run."""
+    # The second start in a row that loses a worker ends the run.
     config.trainer.logger = ["console"]
     attempts = []
 
@@ -205,10 +205,10 @@ def test_only_the_death_of_a_process_at_startup_restarts_a_run(config, capsys, e
     assert ("(restart 1 of at most 3)" in capsys.readouterr().out) == restarts
 
 
-# Signs of life -------------------------------------------------------------------------------------------------------
+# Liveness of engines --------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_stands_still_only_while_it_has_work_and_neither_ends_steps_nor_computes():
+def test_an_engine_is_stalled_only_while_busy_without_steps_or_cpu_time():
     now, cpu = [100.0], [5.0]
     engine = Liveness(lambda: cpu[0], lambda: now[0])
 
@@ -220,8 +220,8 @@ def test_an_engine_stands_still_only_while_it_has_work_and_neither_ends_steps_no
     assert after(1000, busy=False) == 0  # nothing to do
     assert after(10) == 10 and after(10) == 20
     engine.record_progress("a step of 3 samples")
-    assert after(10) == 0 and after(10) == 10  # a step has ended in between
-    assert after(10, computed=8.0) == 0 and after(10, computed=0.1) == 10  # a long step; threads that only wait
+    assert after(10) == 0 and after(10) == 10  # a step ended in between
+    assert after(10, computed=8.0) == 0 and after(10, computed=0.1) == 10  # a long step, then threads that only wait
     assert engine.check_progress(True).last.startswith("a step of 3 samples at ")
 
 
@@ -239,14 +239,14 @@ def test_an_engine_stands_still_only_while_it_has_work_and_neither_ends_steps_no
         (RayTaskError("f", "", ValueError("the user's")), EngineError),
     ],
 )
-def test_what_another_process_may_do_is_told_from_what_is_wrong(error, kind):
+def test_lost_workers_are_distinguished_from_other_errors(error, kind):
     explained = explain(error, "trainer/0", "update the actor", 5)
     assert type(explained) is kind
-    lacking = "memory" in repr(getattr(error, "cause", None)).lower()
-    assert ("It is out of memory. Lower actor.ppo_max_token_len_per_gpu" in str(explained)) == lacking
+    is_out_of_memory = "memory" in repr(getattr(error, "cause", None)).lower()
+    assert ("It is out of memory. Lower actor.ppo_max_token_len_per_gpu" in str(explained)) == is_out_of_memory
 
 
-async def test_of_several_failures_the_death_is_told_and_not_its_echo():
+async def test_a_lost_worker_takes_precedence_over_the_errors_it_causes():
     async def fail(error, cause=None):
         raise error from cause
 
@@ -255,7 +255,7 @@ async def test_of_several_failures_the_death_is_told_and_not_its_echo():
         await all_of(calls)
 
 
-def test_faults_are_counted_by_who_was_lost_and_replaced():
+def test_faults_are_counted_by_kind_of_worker():
     spans = [
         Span("lost", "rollout/1", 0, samples=("1/2/0", "1/2/1"), cause="died"),
         Span("restart", "rollout/1", 0, cause="died"),

@@ -1,4 +1,4 @@
-"""A reference policy that follows the actor: its weights in every layout, in checkpoints and after a resume."""
+"""Synchronisation of the reference policy with the actor: in every layout, in checkpoints and after a resume."""
 
 import asyncio
 
@@ -23,32 +23,32 @@ from rlfuse.simulate.clock import run_virtual
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("stage", [0, 1, 2, pytest.param(3, marks=pytest.mark.slow), "fsdp2"])
-def test_a_reference_is_mixed_with_the_actor(stage, dtype):
-    config, share = Config(), 0.25
+def test_reference_weights_are_mixed_with_those_of_the_actor(stage, dtype):
+    config, alpha = Config(), 0.25
     config.model.dtype = dtype
     backend = Fsdp2Model if stage == "fsdp2" else DeepSpeedModel
     config.actor.zero_stage = 1 if stage == "fsdp2" else stage
-    models, befores = [], []
+    models, initial = [], []
     for scale in (1.0, -2.0):
         model = small_model(dtype)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(scale)
-        befores.append({name: each.detach().clone() for name, each in model.named_parameters()})
+        initial.append({name: each.detach().clone() for name, each in model.named_parameters()})
         models.append(model)
     actor = backend.trained(models[0], config, OptimConfig(), "cpu", ParallelMesh())
     frozen = backend.frozen(models[1], config, "cpu")
-    actor.mix_into(frozen, share)
+    actor.mix_into(frozen, alpha)
     for model, expected in (
-        (actor, befores[0]),
+        (actor, initial[0]),
         (
             frozen,
-            {name: share * befores[0][name].float() + (1 - share) * befores[1][name].float() for name in befores[0]},
+            {name: alpha * initial[0][name].float() + (1 - alpha) * initial[1][name].float() for name in initial[0]},
         ),
     ):
         names, tensors = zip(*model.module.named_parameters(), strict=True)
-        with model.gathered(tensors) as whole:
-            for name, found in zip(names, whole, strict=True):
+        with model.gathered(tensors) as gathered:
+            for name, found in zip(names, gathered, strict=True):
                 torch.testing.assert_close(found, expected[name].to(found.dtype))
 
 
@@ -72,7 +72,7 @@ def rank_of(folder, stage, dtype):
     return rank
 
 
-def trained_and_mixed(rank):
+def train_and_sync(rank):
     """Return the log-probs of the reference before and after another update of the actor."""
     batch = [MicroBatch((row(),))]
     scores = lambda: rank.score(("ref",), batch)["ref"][0][0][0]  # noqa: E731
@@ -84,7 +84,7 @@ def trained_and_mixed(rank):
 
 
 def bytes_of_tensors(folder):
-    """Bytes of all safetensors files without their headers."""
+    """Return the bytes of all safetensors files without their headers."""
     found = [file.read_bytes() for file in folder.rglob("*.safetensors")]
     return sum(len(each) - 8 - int.from_bytes(each[:8], "little") for each in found)
 
@@ -96,7 +96,7 @@ def bytes_of_tensors(folder):
 def test_a_resumed_run_continues_with_the_mixed_reference(tmp_path, stage, dtype):
     small_model(dtype).save_pretrained(tmp_path / "start")
     rank = rank_of(tmp_path / "start", stage, dtype)
-    trained_and_mixed(rank)
+    train_and_sync(rank)
     assert (
         rank.save(tmp_path / "saved", {name: [[each for each, _ in rank.sizes(name)]] for name in ("actor", "ref")})
         is None
@@ -111,21 +111,21 @@ def test_a_resumed_run_continues_with_the_mixed_reference(tmp_path, stage, dtype
         actor, start = weights["actor"][name], weights["start"][name]
         torch.testing.assert_close(found, 0.25 * actor + 0.75 * start, rtol=tolerance, atol=tolerance)
     assert not torch.equal(weights["ref"]["lm_head.weight"], weights["start"]["lm_head.weight"])
-    expected = trained_and_mixed(rank)
+    expected = train_and_sync(rank)
     resumed = rank_of(tmp_path / "start", stage, dtype)
     resumed.load(tmp_path / "saved")
-    np.testing.assert_array_equal(trained_and_mixed(resumed), expected)
+    np.testing.assert_array_equal(train_and_sync(resumed), expected)
     assert not np.array_equal(*expected)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "part"), [(0, 1), (1, 4)])
-def test_a_host_stages_the_states_of_its_ranks_and_the_first_one_the_exported_models(tmp_path, stage, part):
+@pytest.mark.parametrize(("stage", "shards"), [(0, 1), (1, 4)])
+def test_a_host_stages_states_of_its_ranks_and_the_first_host_exported_models(tmp_path, stage, shards):
     small_model("float32").save_pretrained(tmp_path / "start")
     rank = rank_of(tmp_path / "start", stage, "float32")
     states, exported = rank.checkpoint_bytes()
     rank.world, rank.config.trainer.n_gpus_per_node = 8, 2
-    for rank.rank, expected in ((1, states // part + exported), (2, states // part)):
+    for rank.rank, expected in ((1, states // shards + exported), (2, states // shards)):
         assert rank._bytes_of_host() == expected
 
 
@@ -141,7 +141,7 @@ def test_a_reference_with_other_parameters_is_rejected(tmp_path):
 
 
 @pytest.mark.parametrize("policy", ["serial", "adaptive"])
-def test_the_reference_changes_after_whole_steps_only(policy):
+def test_the_reference_is_synchronised_only_after_complete_steps(policy):
     scene = Scene(policy, batch=4, mini_batch=2, epochs=1, estimator="gae", steps=5, prompts=20)
     world, synced = World(scene), []
     settings = world.config

@@ -1,7 +1,6 @@
-"""Layers of vLLM compute with the weights that were pushed last, also where a kernel holds them in an order of its own.
+"""Weight updates of vLLM's layers, including kernels that store weights in a custom layout.
 
-In one process and without an engine: vLLM's model, its linear layers and experts on the CPU, and buckets as the trainer
-writes them.
+The tests run in one process without an engine: vLLM's model on the CPU, and buckets as the trainer writes them.
 """
 
 import inspect
@@ -24,7 +23,7 @@ from rlfuse.engines.weights.sync import check_pushable
 from rlfuse.errors import EngineError
 from rlfuse.tensor_files import map_tensors
 
-pytestmark = pytest.mark.xdist_group("vllm")  # importing it takes long: by one process
+pytestmark = pytest.mark.xdist_group("vllm")  # its import is slow: one process
 
 SMALL = dict(
     vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
@@ -33,8 +32,8 @@ SMALL = dict(
 
 
 @contextmanager
-def served(kind: str, config: transformers.PreTrainedConfig, folder, dtype: str, quantization: str | None = None):
-    """transformers' model, vLLM's with other weights, and its `SharedMemoryTransfer`."""
+def vllm_model(kind: str, config: transformers.PreTrainedConfig, folder, dtype: str, quantization: str | None = None):
+    """Yield transformers' model, vLLM's model with other weights, and its `SharedMemoryTransfer`."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
     from vllm.engine.arg_utils import EngineArgs
@@ -69,7 +68,7 @@ def served(kind: str, config: transformers.PreTrainedConfig, folder, dtype: str,
 
 
 def push(trained, transfer, folder):
-    """Other weights, in two buckets that cut the layer."""
+    """Push random weights in two buckets that split the layer."""
     for parameter in trained.parameters():
         parameter.copy_(torch.randn_like(parameter) * 0.3)
     exporter = Exporter(trained, 0)
@@ -83,13 +82,13 @@ def push(trained, transfer, folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype, tied, width", [("float32", False, 64), ("bfloat16", True, 40)])
-def test_each_push_is_what_layers_compute_with(dtype, tied, width, tmp_path):
-    """Experts, also of a width that their kernel pads; the head and a linear layer, packed as well."""
+def test_layers_compute_with_the_weights_of_the_last_push(dtype, tied, width, tmp_path):
+    """Check experts (also of a width that their kernel pads), the head and a packed linear layer."""
     from vllm.forward_context import set_forward_context
 
     sizes = SMALL | {"intermediate_size": width}
     config = transformers.MixtralConfig(**sizes, num_local_experts=3, tie_word_embeddings=tied)
-    with served("MixtralForCausalLM", config, tmp_path, dtype) as (trained, model, transfer):
+    with vllm_model("MixtralForCausalLM", config, tmp_path, dtype) as (trained, model, transfer):
         states = torch.randn(9, 32, dtype=trained.dtype)
         ours, theirs = trained.model.layers[0], model.model.layers[0]
         for _ in range(3):
@@ -99,8 +98,8 @@ def test_each_push_is_what_layers_compute_with(dtype, tied, width, tmp_path):
             found = [experts, theirs.self_attn.qkv_proj(states)[0]]
             found += [model.lm_head.quant_method.apply(model.lm_head, states), model.model.embed_tokens.weight]
             attention = ours.self_attn
-            whole = torch.cat([part.weight for part in (attention.q_proj, attention.k_proj, attention.v_proj)])
-            expected = [ours.mlp(states[None])[0], states @ whole.T]
+            qkv = torch.cat([part.weight for part in (attention.q_proj, attention.k_proj, attention.v_proj)])
+            expected = [ours.mlp(states[None])[0], states @ qkv.T]
             expected += [trained.lm_head(states), trained.model.embed_tokens.weight]
             for one, other in zip(found, expected, strict=True):
                 close = 1e-5 if dtype == "float32" else 0.02
@@ -108,10 +107,10 @@ def test_each_push_is_what_layers_compute_with(dtype, tied, width, tmp_path):
 
 
 @pytest.mark.slow
-def test_each_push_is_quantized_anew(tmp_path):
-    """On CPUs: scales of a weight's rows and of a token, products of torch's own."""
+def test_each_push_is_quantized_again(tmp_path):
+    """Check the CPU method: scales per row of a weight and per token, matrix products by torch."""
     sizes = {**SMALL, "tie_word_embeddings": True}
-    with served("Qwen2ForCausalLM", transformers.Qwen2Config(**sizes), tmp_path, "bfloat16", CPU_METHOD) as each:
+    with vllm_model("Qwen2ForCausalLM", transformers.Qwen2Config(**sizes), tmp_path, "bfloat16", CPU_METHOD) as each:
         trained, model, transfer = each
         states, layer = torch.randn(9, 32, dtype=trained.dtype), model.model.layers[0].mlp.down_proj
         wide, expected = torch.randn(9, 64, dtype=trained.dtype), []
@@ -119,17 +118,17 @@ def test_each_push_is_quantized_anew(tmp_path):
             push(trained, transfer, tmp_path)
             ours = trained.model.layers[0]
             expected.append(ours.mlp.down_proj(wide))
-            far = float(expected[-1].abs().max())
-            torch.testing.assert_close(layer(wide)[0], expected[-1], atol=0.1 * far, rtol=0)
+            scale = float(expected[-1].abs().max())
+            torch.testing.assert_close(layer(wide)[0], expected[-1], atol=0.1 * scale, rtol=0)
             assert layer.weight.dtype == torch.float8_e4m3fn
             torch.testing.assert_close(
                 model.lm_head.quant_method.apply(model.lm_head, states), trained.lm_head(states), atol=0.05, rtol=0.02
             )
-        assert float((expected[1] - expected[2]).abs().max()) > 0.5 * far, "pushes of other weights"
+        assert float((expected[1] - expected[2]).abs().max()) > 0.5 * scale, "each push has other weights"
 
 
 @pytest.mark.slow
-def test_vllm_makes_every_kind_while_it_loads_and_again_at_each_reload():
+def test_vllm_quantizes_every_kind_at_load_and_at_each_reload():
     from vllm.config.quantization import _ONLINE_SHORTHANDS
     from vllm.model_executor.layers.quantization.online.base import _ONLINE_LINEAR_METHODS, _ONLINE_MOE_METHODS
     from vllm.model_executor.model_loader.reload import layerwise
@@ -137,16 +136,16 @@ def test_vllm_makes_every_kind_while_it_loads_and_again_at_each_reload():
     mark = "_already_called_process_weights_after_loading"
     assert f'delattr(layer, "{mark}")' in inspect.getsource(layerwise._layerwise_process)
     for kind in by_name()["rollout.quantization"].names:
-        of = _ONLINE_SHORTHANDS[kind]
-        assert (of.linear is None) == (kind == EXPERTS_ONLY)
-        linear = [_ONLINE_LINEAR_METHODS[of.linear.weight]] if of.linear else []
-        for method in (*linear, _ONLINE_MOE_METHODS[of.moe.weight]):
+        shorthand = _ONLINE_SHORTHANDS[kind]
+        assert (shorthand.linear is None) == (kind == EXPERTS_ONLY)
+        linear = [_ONLINE_LINEAR_METHODS[shorthand.linear.weight]] if shorthand.linear else []
+        for method in (*linear, _ONLINE_MOE_METHODS[shorthand.moe.weight]):
             assert mark in inspect.getsource(method.process_weights_after_loading)
 
 
 @pytest.mark.slow
-def test_routers_and_towers_stay_as_they_are(tmp_path):
-    """vLLM hands Qwen3-MoE's, LFM2-MoE's and any tower's layers what quantizes others."""
+def test_routers_and_vision_towers_are_not_quantized(tmp_path):
+    # vLLM passes the quantization to the routers of Qwen3-MoE and LFM2-MoE and to all towers.
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
     from vllm.model_executor.layers.linear import RowParallelLinear
@@ -164,22 +163,22 @@ def test_routers_and_towers_stay_as_they_are(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_model_that_loads_past_the_reload_is_refused(tmp_path):
-    """vLLM writes GPT-OSS's experts and sinks into tensors that a reload has emptied: they would stay as they were."""
+def test_a_model_that_loads_weights_without_the_reload_is_rejected(tmp_path):
+    # vLLM writes the experts and sinks of GPT-OSS into tensors that a reload has emptied, so they would not change.
     config = transformers.GptOssConfig(**SMALL, num_local_experts=3, layer_types=["full_attention"])
     refused = pytest.raises(EngineError, match=r"GptOssForCausalLM: .* would not reach model\.layers\.0\.")
-    with served("GptOssForCausalLM", config, tmp_path, "float32") as (trained, _, transfer), refused:
+    with vllm_model("GptOssForCausalLM", config, tmp_path, "float32") as (trained, _, transfer), refused:
         push(trained, transfer, tmp_path)
 
 
-def test_quantized_weights_are_refused_before_anything_starts():
+def test_quantized_weights_are_rejected_at_startup():
     with pytest.raises(EngineError, match=r"quantized \(fp8\).*unquantized copy"):
         check_pushable(transformers.Qwen2Config(quantization_config={"quant_method": "fp8"}))
     for kind in (transformers.MixtralConfig, transformers.Qwen2_5_VLConfig):
         assert check_pushable(kind()) is None
 
 
-def test_reading_pushed_tensors_leaves_no_memory_behind(tmp_path):
+def test_reading_pushed_tensors_leaks_no_memory(tmp_path):
     written = {
         "matrix": torch.randn(3, 5),
         "scalar": torch.tensor(2.5),
@@ -196,4 +195,4 @@ def test_reading_pushed_tensors_leaves_no_memory_behind(tmp_path):
     before = sys.getallocatedblocks()
     for _ in range(500):
         dict(map_tensors(tmp_path / "bucket"))
-    assert sys.getallocatedblocks() < before + 500, "safetensors' safe_open leaves two integers behind for each tensor"
+    assert sys.getallocatedblocks() < before + 500, "safe_open of safetensors leaks two integers per tensor"

@@ -1,4 +1,4 @@
-"""The quickstart's task: reward, problems, tokenizer, files, and a very short warm start."""
+"""The quickstart task: reward, problems, tokenizer, files and a short warm start."""
 
 import json
 import time
@@ -40,7 +40,7 @@ def test_solution_shows_every_subtraction():
     assert solution(12, 6).endswith("6 - 6 = 0 ; 0")
 
 
-def test_every_right_solution_scores_one():
+def test_every_correct_solution_scores_one():
     for dividend in range(LARGEST_NUMBER + 1):
         for divisor in DIVISORS:
             parts = score(solution(dividend, divisor), str(dividend % divisor))
@@ -72,7 +72,7 @@ def test_other_endings_score_nothing(text):
     assert score(text)["score"] == score(text)["acc"] == 0.0
 
 
-def test_format_is_told_apart_from_the_score():
+def test_format_is_independent_of_the_score():
     assert score("; 5") == {"score": 1.0, "acc": 1.0, "format": 1.0}
     assert score("nonsense ; 5") == {"score": 1.0, "acc": 1.0, "format": 0.0}
     assert score("11 - 6 = 4 ; 4") == {"score": 0.0, "acc": 0.0, "format": 1.0}
@@ -121,22 +121,22 @@ def test_tokenizer_round_trip_and_chat_template():
     user = {"role": "user", "content": "47 mod 6 ="}
     prompt = tokenizer.apply_chat_template([user], add_generation_prompt=True, tokenize=False)
     assert prompt == " 47 mod 6 ="
-    whole = tokenizer.apply_chat_template([user, {"role": "assistant", "content": "; 5"}], tokenize=False)
-    assert whole == f" 47 mod 6 = ; 5{END}"
-    assert tokenizer(whole)["input_ids"][-1] == tokenizer.eos_token_id
+    conversation = tokenizer.apply_chat_template([user, {"role": "assistant", "content": "; 5"}], tokenize=False)
+    assert conversation == f" 47 mod 6 = ; 5{END}"
+    assert tokenizer(conversation)["input_ids"][-1] == tokenizer.eos_token_id
 
 
-def test_demonstrations_are_of_mixed_quality_and_right_without_faults():
+def test_demonstrations_are_of_mixed_quality_and_correct_without_errors():
     rng, settings = np.random.default_rng(0), WarmStart()
     problems = draw_problems(1000, 2, held_out=False)
-    right = [score(demonstration(p, rng, settings), str(p.answer)) for p in problems]
-    assert 0.3 < np.mean([parts["acc"] for parts in right]) < 0.5
-    assert all(parts["format"] == 1.0 for parts in right)
+    scores = [score(demonstration(p, rng, settings), str(p.answer)) for p in problems]
+    assert 0.3 < np.mean([parts["acc"] for parts in scores]) < 0.5
+    assert all(parts["format"] == 1.0 for parts in scores)
     perfect = WarmStart(stop_early_small=0.0, stop_early_large=0.0)
     assert all(demonstration(p, rng, perfect) == solution(p.dividend, p.divisor) for p in problems)
 
 
-def test_parquet_rows_are_in_verls_shape(tmp_path):
+def test_parquet_rows_have_the_format_of_verl(tmp_path):
     train, val = write_parquet(tmp_path, train_rows=20, val_rows=10, seed=1)
     rows, held_out = pq.read_table(train).to_pylist(), pq.read_table(val).to_pylist()
     assert (len(rows), len(held_out)) == (20, 10)
@@ -150,7 +150,7 @@ def test_parquet_rows_are_in_verls_shape(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_short_warm_start_learns_and_leaves_the_process_as_it_was(tmp_path):
+def test_a_short_warm_start_learns_and_restores_global_state(tmp_path):
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     losses = warm_start(tmp_path / "model", TINY)
     assert np.mean(losses[-5:]) < losses[0] - 1.0
@@ -164,7 +164,7 @@ def test_a_short_warm_start_learns_and_leaves_the_process_as_it_was(tmp_path):
 
 
 @pytest.mark.slow
-def test_prepare_keeps_what_it_built_and_rebuilds_for_other_settings(tmp_path, capsys):
+def test_prepare_reuses_its_output_and_rebuilds_for_other_settings(tmp_path, capsys):
     root = tmp_path / "cache" / "remainder"
     task = prepare(root, TINY, Rows(8, 4))
     assert task.train_file.is_file() and task.val_file.is_file() and (task.model_path / "config.json").is_file()
@@ -181,29 +181,29 @@ def test_prepare_keeps_what_it_built_and_rebuilds_for_other_settings(tmp_path, c
 def test_a_second_process_that_prepares_a_folder_waits_for_the_first(tmp_path, capsys):
     root, built = tmp_path / "tasks" / "root", []
 
-    def kept():
+    def prepare_once():
         return tasks._kept(root, {"rows": 1}, built.append)
 
     with ThreadPoolExecutor(1) as other:
         with write_lock(root):
-            second = other.submit(kept)
+            second = other.submit(prepare_once)
             while "Waiting for another process that is writing" not in capsys.readouterr().out:
                 time.sleep(0.001)
             assert not second.done()
             root.mkdir()
             (root / SETTINGS_FILE).write_text(json.dumps({"version": VERSION, "rows": 1}))
-        assert second.result(60).root == root and not built, "it has what the first one made"
+        assert second.result(60).root == root and not built, "it reuses the output of the first process"
     assert list(root.parent.iterdir()) == [root]
 
 
-def test_prepare_replaces_no_folder_of_someone_else(tmp_path):
+def test_prepare_does_not_overwrite_other_folders(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(ValueError, match=r"--out: .* was not written by `rlfuse prepare`"):
         prepare(tmp_path, TINY)
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 
-def test_a_failed_build_leaves_nothing_behind(tmp_path, monkeypatch):
+def test_a_failed_build_leaves_no_files(tmp_path, monkeypatch):
     monkeypatch.setattr("rlfuse.tasks.warm_start.train", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         prepare(tmp_path / "root", TINY)
@@ -211,7 +211,7 @@ def test_a_failed_build_leaves_nothing_behind(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_command_prints_where_things_are(tmp_path, monkeypatch, capsys):
+def test_the_command_prints_the_paths_of_its_output(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("rlfuse.tasks.prepare.WarmStart", lambda: TINY)
     main(["quickstart"])

@@ -1,4 +1,4 @@
-"""Functions of vLLM that rlfuse replaces or repeats: those of the installed version are those it was written for."""
+"""Functions of vLLM that rlfuse replaces, copies or relies on are unchanged in the installed version."""
 
 import hashlib
 import importlib
@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # importing it takes long: by one process
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # its import is slow: one process
 
 SCHEDULER = {
     "vllm.v1.core.sched.scheduler.Scheduler": (
@@ -25,7 +25,7 @@ SCHEDULER = {
     "vllm.v1.engine.output_processor.OutputProcessor": "abort_requests process_outputs",
     "vllm.v1.metrics.loggers.StatLoggerManager": "__init__",
 }
-"""What `decode_scheduler` and `front_end` replace, repeat or rely on. rollout.scheduler=vllm runs vLLM's own."""
+"""Functions that `decode_scheduler` and `front_end` replace, copy or rely on; rollout.scheduler=vllm uses vLLM's."""
 
 SAMPLER = {
     "vllm.v1.worker.gpu.sample.sampler.Sampler": "__init__ add_request apply_staged_writes",
@@ -38,13 +38,13 @@ SAMPLER = {
     "vllm.v1.worker.gpu.sample.logprob.LogprobTokenIdsState": "add_request apply_staged_writes",
     "vllm.v1.worker.gpu.sample.logprob": "compute_topk_scores",
 }
-"""Where the sampler stages and copies parameters of requests, which only `add_request` may change, and counts ranks."""
+"""Functions of the sampler that stage and copy request parameters (changed only by `add_request`) or count ranks."""
 STOP_TEXTS = {
     "vllm.v1.engine.detokenizer.BaseIncrementalDetokenizer": "update",
     "vllm.v1.engine.detokenizer.FastIncrementalDetokenizer": "__init__ decode_next _protected_step",
     "vllm.v1.engine.detokenizer": "uses_fast_detokenizer check_stop_strings",
 }
-"""How the front end finds stop texts: in the text that a token adds, or in what it completes."""
+"""Functions by which the front end finds stop strings."""
 V2 = "vllm.v1.worker.gpu"
 DRAFTS = {
     "vllm.v1.sample.rejection_sampler.RejectionSampler": "forward parse_output",
@@ -57,15 +57,15 @@ DRAFTS = {
     f"{V2}.spec_decode.rejection_sampler_utils": "rejection_sample",
     f"{V2}.model_runner.GPUModelRunner": "sample",
 }
-"""What `acceptance` and `proposer` replace, and what reads their results."""
+"""Functions that `acceptance` and `proposer` replace, and the readers of their results."""
 CPU_SAMPLER = {"vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler": "forward_cpu"}
-"""What `acceptance.sample_on_cpu` repeats."""
+"""Functions that `acceptance.sample_on_cpu` copies."""
 HISTORY = {
     "vllm.v1.core.sched.async_scheduler.AsyncScheduler": "_update_after_schedule",
     f"{V2}.model_runner.GPUModelRunner": "add_requests sample_tokens",
     f"{V2}.spec_decode.ngram.speculator.NgramGPUSpeculator": "propose",
 }
-"""What `history_speculator` is called by, and what it replaces."""
+"""Callers of `history_speculator`, and functions that it replaces."""
 
 
 @pytest.mark.parametrize(
@@ -80,17 +80,17 @@ HISTORY = {
     ],
     ids=["scheduler", "sampler", "stop texts", "drafts", "CPU sampler", "earlier responses"],
 )
-def test_functions_that_are_replaced_are_those_that_the_replacement_was_written_for(replaced, known):
-    """After an upgrade: compare these functions with the last version's, adapt what replaces them, renew the digest."""
+def test_the_source_of_replaced_functions_is_unchanged(replaced, known):
+    # After an upgrade of vLLM: compare with the previous version, adapt the replacements, renew the digest.
     from rlfuse.engines.vllm import acceptance
     from rlfuse.engines.vllm import worker_extension as steps
 
-    vllm_s = {"add_request": steps._add_request, "apply_staged_writes": steps._apply_staged_writes}
+    originals = {"add_request": steps._add_request, "apply_staged_writes": steps._apply_staged_writes}
     digest, runner = hashlib.sha256(), steps.gpu_model_runner.GPUModelRunner
     names = "propose_draft_token_ids", "_input_fits_in_drafter"
     drafts = mock.patch.multiple(runner, **{name: getattr(steps, f"_{name.strip('_')}") for name in names})
     cpu_sampler = mock.patch.object(steps.TopKTopPSampler, "forward_cpu", acceptance._forward_cpu)
-    with mock.patch.multiple(steps.Sampler, **vllm_s), drafts, cpu_sampler:
+    with mock.patch.multiple(steps.Sampler, **originals), drafts, cpu_sampler:
         for place, names in replaced.items():
             holder = resolved(place)
             for each in names.split():
@@ -99,19 +99,19 @@ def test_functions_that_are_replaced_are_those_that_the_replacement_was_written_
 
 
 def resolved(place):
-    """The module or the class of this name."""
+    """Import the module or class of a dotted name."""
     module, _, name = place.rpartition(".")
     return getattr(importlib.import_module(module), name) if name[0].isupper() else importlib.import_module(place)
 
 
-def test_the_rule_for_drafts_is_called_as_vllm_s_own():
+def test_replacements_of_rejection_sampling_have_the_signatures_of_vllm():
     from rlfuse.engines.vllm.acceptance import EqualitySampler, accept_equal
 
-    vllm_s = resolved(f"{V2}.spec_decode.rejection_sampler_utils").rejection_sample
-    given = inspect.signature(vllm_s).parameters
+    original = resolved(f"{V2}.spec_decode.rejection_sampler_utils").rejection_sample
+    parameters = inspect.signature(original).parameters
     ours = inspect.signature(accept_equal).parameters
-    assert list(given)[: len(ours)] == list(ours), "the others belong to watermarks, which are off"
-    assert {name for name in given if name not in ours} == {
+    assert list(parameters)[: len(ours)] == list(ours), "the other parameters are for watermarks, which are off"
+    assert {name for name in parameters if name not in ours} == {
         "contexts", "watermarking", "watermarking_skip_mask", "watermark_key"
     }  # fmt: skip
     assert resolved(f"{V2}.spec_decode.rejection_sampler").rejection_sample is accept_equal

@@ -1,4 +1,4 @@
-"""`rlfuse reward replay`: a run's samples under another reward, scored here in this process."""
+"""`rlfuse reward replay`: scoring the samples of a run with another reward, in this process."""
 
 import csv
 import json
@@ -26,18 +26,18 @@ def picky(solution_str, ground_truth):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Return a copy of a run folder, with rewards scored without Ray; `asked` collects the rewards in use."""
-    asked = []
+    """Return a copy of a run folder, whose rewards are scored without Ray, and the list of rewards used."""
+    used = []
 
-    async def scored(samples, reward, prompt_key, trusts):
-        asked.append(reward)
+    async def score_locally(samples, reward, prompt_key, trusts):
+        used.append(reward)
         items = [item_of_sample(sample, prompt_key) for sample in samples]
         return score_items(list(reward.functions), items, list(reward.weights), reward.model_path)
 
-    monkeypatch.setattr(replay, "scored", scored)
+    monkeypatch.setattr(replay, "scored", score_locally)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(MINE)
-    return Path(shutil.copytree(RUN, tmp_path / "run")), asked
+    return Path(shutil.copytree(RUN, tmp_path / "run")), used
 
 
 def rows_of(path):
@@ -46,7 +46,7 @@ def rows_of(path):
 
 
 @pytest.mark.slow
-def test_the_reward_of_the_run_gives_the_saved_scores(run, capsys):
+def test_the_reward_of_the_run_reproduces_the_saved_scores(run, capsys):
     folder, _ = run
     assert rlfuse(["reward", "replay", str(folder)]) == 0
     report = json.loads((folder / "replay.json").read_text())
@@ -56,22 +56,22 @@ def test_the_reward_of_the_run_gives_the_saved_scores(run, capsys):
     assert "384" in capsys.readouterr().out
 
 
-def test_a_replay_is_refused_while_another_writes_there(run, capsys):
-    folder, asked = run
+def test_a_replay_is_rejected_while_another_writes_the_same_file(run, capsys):
+    folder, used = run
     with write_lock(folder / "replay.json"):
         assert rlfuse(["reward", "replay", str(folder)]) == 2
-    assert "is writing this file" in capsys.readouterr().err and not asked
+    assert "is writing this file" in capsys.readouterr().err and not used
 
 
 @pytest.mark.slow
-def test_another_reward_shows_what_would_have_changed(run, capsys):
-    folder, asked = run
+def test_another_reward_reports_changed_scores_and_ranks(run, capsys):
+    folder, used = run
     words = ["reward.functions=[mine.py:short]", "--examples", "2"]
     assert rlfuse(["reward", "replay", str(folder), *words]) == 0
     out = capsys.readouterr().out
     report = json.loads((folder / "replay.json").read_text())
     rows = rows_of(folder / "replay.csv")
-    assert list(asked[0].functions) == ["mine.py:short"]
+    assert list(used[0].functions) == ["mine.py:short"]
     assert len(rows) == 384 and float(rows[4]["after"]) == -len(rows[4]["response"])
     assert report["agreement"]["flipped"] > 0 and report["agreement"]["pairs"] == 96 * 6
     assert len(report["examples"]) == 2 and report["examples"][0]["id"] in out
@@ -79,7 +79,7 @@ def test_another_reward_shows_what_would_have_changed(run, capsys):
 
 
 @pytest.mark.slow
-def test_failures_are_counted_and_have_no_number(run, capsys):
+def test_failures_are_counted_and_have_no_score(run, capsys):
     folder, _ = run
     out = folder.parent / "elsewhere"
     assert rlfuse(["reward", "replay", str(folder), "reward.functions=[mine.py:picky]", "--out", str(out)]) == 0
@@ -101,14 +101,14 @@ def test_limits_of_the_run_apply():
     reward = replay.reward_of(run, ["reward.functions=[{path: a.py:b, weight: 2}]", "reward.num_workers=3"])
     assert (reward.timeout_s, reward.num_workers) == (7.0, 3)
     assert (list(reward.weights), reward.model_path) == ([], None) and reward.functions[0]["weight"] == 2
-    own = replay.reward_of(run, [])
-    assert own.model_path == "old" and list(own.weights) == [0.5]
+    unchanged = replay.reward_of(run, [])
+    assert unchanged.model_path == "old" and list(unchanged.weights) == [0.5]
     assert not replay.trusts_code(run, []) and replay.trusts_code(run, ["model.trust_remote_code=true"])
     replay.reward_of(run, ["model.trust_remote_code=true", "reward.model_path=m"])
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--examples", "-1"], "--examples -1: it must be 0 or more"),
         (["data.seed=3"], "data.seed=3: only reward.KEY=VALUE"),
@@ -117,6 +117,6 @@ def test_limits_of_the_run_apply():
         (["reward.functions=[mine.py:long]"], "has no function 'long'"),
     ],
 )
-def test_invalid_arguments_are_reported(run, capsys, words, told):
+def test_invalid_arguments_are_reported(run, capsys, words, message):
     assert rlfuse(["reward", "replay", str(run[0]), *words]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Reports: pages from run folders made by hand, parsed as a browser would."""
+"""HTML reports of generated run folders, parsed as a browser would."""
 
 import json
 import tracemalloc
@@ -26,8 +26,8 @@ def spans_of(step, count, at):
     yield span("driver", "gen", 0, 6, slot=0)
     for number in range(count):
         name, length = f"{step}/{number}/0", 10 + number + step % 7
-        made = Span("generate", f"rollout/{number % 2}", at, at + 1 + 5 * number / count, step, (name,), length)
-        yield made
+        generation = Span("generate", f"rollout/{number % 2}", at, at + 1 + 5 * number / count, step, (name,), length)
+        yield generation
     yield span("rollout/0", "decode", 0, 6, batch=count, context=10)
     yield span("reward/0", "reward", 5, 6.5, f"{step}/0/0")
     yield span("trainer/1", "backward", 7, 9, f"{step}/0/0", model="actor")
@@ -77,7 +77,7 @@ def run_folder(path, steps=4, count=6, metrics=3, lr=1e-6):
 
 
 class Page(HTMLParser):
-    """Tags with their attributes, and what stands in data scripts."""
+    """Tags with their attributes, and the contents of data scripts."""
 
     def __init__(self, text):
         super().__init__()
@@ -108,12 +108,12 @@ def runs(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(runs):
+def one_run_page(runs):
     return page_of(runs[0].parent / "alone.html", runs[0])
 
 
 @pytest.fixture(scope="module")
-def both(runs):
+def two_run_page(runs):
     return page_of(runs[0].parent / "both.html", *runs)
 
 
@@ -123,32 +123,35 @@ def page_of(out, *folders):
 
 
 def values(page, run, name):
-    """Steps and values of a metric."""
-    shown = json.loads(page.data["data"])["runs"][run]
-    steps, numbers = shown["series"][name]
-    return shown["steps"][steps], numbers
+    """Return the steps and values of a metric."""
+    run_data = json.loads(page.data["data"])["runs"][run]
+    steps, numbers = run_data["series"][name]
+    return run_data["steps"][steps], numbers
 
 
 @pytest.mark.slow
-def test_a_page_holds_the_run_and_nothing_of_it_is_markup(alone):
-    data = json.loads(alone.data["data"])
-    assert alone.data.keys() >= PLOTS
-    assert not [tag for tag, _ in alone.tags if tag in ("img", "link", "iframe")]
-    assert not [value for _, each in alone.tags for name, value in each.items() if name in ("src", "href")
+def test_a_page_contains_the_run_and_escapes_its_texts(one_run_page):
+    data = json.loads(one_run_page.data["data"])
+    assert one_run_page.data.keys() >= PLOTS
+    assert not [tag for tag, _ in one_run_page.tags if tag in ("img", "link", "iframe")]
+    assert not [value for _, each in one_run_page.tags for name, value in each.items() if name in ("src", "href")
                 and not value.startswith("#")]  # fmt: skip
-    assert NASTY in alone.text, "the model's name"
+    assert NASTY in one_run_page.text, "the model's name"
     (run,) = data["runs"]
-    assert run["name"] == "a<b>" and values(alone, 0, "critic/score/mean") == ([1, 2, 3, 4], [0.25, 0.5, 0.75, 1.0])
-    assert values(alone, 0, "actor/reward_kl_penalty")[1] == [None] * 4
+    assert run["name"] == "a<b>" and values(one_run_page, 0, "critic/score/mean") == (
+        [1, 2, 3, 4],
+        [0.25, 0.5, 0.75, 1.0],
+    )
+    assert values(one_run_page, 0, "actor/reward_kl_penalty")[1] == [None] * 4
     first, second = data["samples"][:2]
     assert first["prompt"] == NASTY and "more characters" in first["response"] and first["reward"] == 0.5
     assert second["reward"] is None and first["parts"] == {"f/<i>": None}
     assert first["picture"].startswith("data:image/png;base64,") and second["picture"] is None
-    assert "idle slots" not in alone.text, "too few steps to tell"
-    assert "5000" not in alone.text, "what validation generated is no sample of the step"
+    assert "idle slots" not in one_run_page.text, "too few steps"
+    assert "5000" not in one_run_page.text, "validation samples are not samples of the step"
 
 
-def test_a_metric_keeps_its_dash_and_a_run_its_colour(tmp_path):
+def test_dashes_of_metrics_and_colours_of_runs_are_stable(tmp_path):
     critic = {"step": 1, "critic/grad_norm": 1.0}
     both = critic | {"actor/grad_norm": 2.0}
     (alone,), (together,) = (curves([SimpleNamespace(rows=[row])]) for row in (critic, both))
@@ -157,26 +160,35 @@ def test_a_metric_keeps_its_dash_and_a_run_its_colour(tmp_path):
 
 
 @pytest.mark.slow
-def test_figures_show_each_step_and_cause(alone):
-    bars = {bar["name"]: bar for bar in json.loads(alone.data["timeline-0"])["data"] if bar["type"] == "bar"}
+def test_charts_show_each_step_and_cause(one_run_page):
+    bars = {bar["name"]: bar for bar in json.loads(one_run_page.data["timeline-0"])["data"] if bar["type"] == "bar"}
     assert bars["busy/generate"]["x"] == [6.0] and bars["busy/generate"]["y"] == ["slot 0"]
     assert bars["busy/train"]["base"] == [7.0] and bars["busy/reward"]["y"] == ["rewards"]
     assert bars["idle/tail"]["y"] == ["slot 1"]
     for label in ("idle share of slot time", "all causes", "waiting for the longest responses"):
-        assert f"{label}70.0 %" in alone.text, "start-up is left out"
-    assert {bar["name"] for bar in json.loads(alone.data["chart-time-0"])["data"]} == {"busy/generate", "idle/tail"}
+        assert f"{label}70.0 %" in one_run_page.text, "start-up is excluded"
+    assert {bar["name"] for bar in json.loads(one_run_page.data["chart-time-0"])["data"]} == {
+        "busy/generate",
+        "idle/tail",
+    }
 
 
 @pytest.mark.slow
-def test_runs_side_by_side(both):
-    data = {name: json.loads(text) for name, text in both.data.items() if name != "data"}
-    shown = json.loads(both.data["data"])
-    assert [run["name"] for run in shown["runs"]] == ["a<b>", "other"] and {row["run"] for row in shown["samples"]} == {
+def test_runs_side_by_side(two_run_page):
+    data = {name: json.loads(text) for name, text in two_run_page.data.items() if name != "data"}
+    data_script = json.loads(two_run_page.data["data"])
+    assert [run["name"] for run in data_script["runs"]] == ["a<b>", "other"] and {
+        row["run"] for row in data_script["samples"]
+    } == {
         0,
         1,
     }
-    assert both.text.index("actor.optim.lr") < both.text.index("Overview"), "what differs comes first"
-    assert "1.0e-06" in both.text and "5.0e-07" in both.text and both.text.count("top_p") == 2, "only what differs"
+    assert two_run_page.text.index("actor.optim.lr") < two_run_page.text.index("Overview"), (
+        "differing settings come first"
+    )
+    assert (
+        "1.0e-06" in two_run_page.text and "5.0e-07" in two_run_page.text and two_run_page.text.count("top_p") == 2
+    ), "only differing settings"
     for chart in ("chart-lengths", "chart-time"):
         first, second = (data[f"{chart}-{number}"]["layout"] for number in (0, 1))
         assert (
@@ -185,7 +197,7 @@ def test_runs_side_by_side(both):
 
 
 @pytest.mark.slow
-def test_what_differs_is_what_the_steps_had(tmp_path):
+def test_differing_settings_include_changes_during_a_run(tmp_path):
     changed, plain = run_folder(tmp_path / "changed", lr=1e-7), run_folder(tmp_path / "plain", lr=4e-7)
     (changed / "changes.jsonl").write_text(
         json.dumps({"step": 2, "key": "actor.optim.lr", "was": 5e-7, "is": 2e-7})
@@ -195,14 +207,14 @@ def test_what_differs_is_what_the_steps_had(tmp_path):
         + json.dumps({"step": 4, "key": "data.seed", "was": 1, "is": 2})
         + "\n"
     )
-    told = page_of(tmp_path / "page.html", changed, plain).text
-    told = told[told.index("Settings that differ") : told.index("Overview")]
-    assert "5.0e-07, from step 3 on 2.0e-07" in told and "4.0e-07" in told
-    assert "1.0e-07" not in told and "data.seed" not in told
+    text = page_of(tmp_path / "page.html", changed, plain).text
+    text = text[text.index("Settings that differ") : text.index("Overview")]
+    assert "5.0e-07, from step 3 on 2.0e-07" in text and "4.0e-07" in text
+    assert "1.0e-07" not in text and "data.seed" not in text
 
 
 @pytest.mark.slow
-def test_a_projects_runs_together(tmp_path, capsys):
+def test_one_report_for_all_runs_of_a_project(tmp_path, capsys):
     for number in range(5):
         run_folder(tmp_path / f"run{number}", steps=2, lr=number * 1e-6)
     run_folder(tmp_path / "more", steps=1).rename(tmp_path / "runs")
@@ -216,7 +228,7 @@ def test_a_projects_runs_together(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_runs_of_one_name_are_told_apart(tmp_path):
+def test_runs_of_the_same_name_are_distinguished(tmp_path):
     for project in ("a", "b"):
         (tmp_path / project).mkdir()
         run_folder(tmp_path / project / "run", steps=1)
@@ -225,7 +237,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path):
 
 
 @pytest.mark.slow
-def test_validation_shows_the_same_prompts_over_the_steps(tmp_path):
+def test_validation_shows_the_same_prompts_at_each_step(tmp_path):
     folder = run_folder(tmp_path / "run", steps=1)
     rows = [json.loads(line) for line in (folder / "samples.jsonl").open()]
     with (folder / "validation.jsonl").open("w") as file:
@@ -233,15 +245,15 @@ def test_validation_shows_the_same_prompts_over_the_steps(tmp_path):
             for number in range(60):
                 row = rows[0] | {"step": step, "id": f"{step}/{number}/0", "prompt": "the same words, of other clips"}
                 file.write(json.dumps(row) + "\n")
-    shown = json.loads(page_of(tmp_path / "page.html", folder).data["data"])["samples"]
-    assert sum(bool(row["picture"]) for row in shown) == 1, "answers share their picture"
-    shown = [(row["step"], row["id"].split("/")[1]) for row in shown if row.get("validation")]
-    steps, prompts = ({each[place] for each in shown} for place in (0, 1))
-    assert len(shown) == len(steps) * len(prompts) <= 400 and len(steps) == 12 and {0, 98} <= steps
+    samples = json.loads(page_of(tmp_path / "page.html", folder).data["data"])["samples"]
+    assert sum(bool(row["picture"]) for row in samples) == 1, "answers share their picture"
+    samples = [(row["step"], row["id"].split("/")[1]) for row in samples if row.get("validation")]
+    steps, prompts = ({each[place] for each in samples} for place in (0, 1))
+    assert len(samples) == len(steps) * len(prompts) <= 400 and len(steps) == 12 and {0, 98} <= steps
 
 
 @pytest.mark.slow
-def test_a_run_that_has_only_begun_has_a_page(tmp_path):
+def test_a_run_without_steps_has_a_page(tmp_path):
     folder = run_folder(tmp_path / "new", steps=0)
     for name in ("events.jsonl", "metrics.jsonl", "samples.jsonl"):
         (folder / name).unlink()
@@ -254,21 +266,21 @@ def test_a_run_that_has_only_begun_has_a_page(tmp_path):
     ("name", "content"),
     [("summary.json", '{"steps": 3, "met'), ("summary.json", "[1]"), ("config.yaml", ""), ("config.yaml", "data: {a")],
 )
-def test_files_that_are_cut_short_are_told(tmp_path, capsys, name, content):
+def test_truncated_files_are_reported(tmp_path, capsys, name, content):
     folder = run_folder(tmp_path / "new", steps=1)
     (folder / name).write_text(content)
     assert rlfuse(["report", str(folder)]) == 2
-    told = capsys.readouterr().err
-    assert str(folder / name) in told and "Traceback" not in told
+    message = capsys.readouterr().err
+    assert str(folder / name) in message and "Traceback" not in message
 
 
 @pytest.mark.slow
-def test_many_steps_stay_small(tmp_path):
+def test_a_report_of_many_steps_is_small(tmp_path):
     folder = run_folder(tmp_path / "long", steps=800, count=2, metrics=40)
     page = page_of(tmp_path / "page.html", folder)
     assert (tmp_path / "page.html").stat().st_size < 20e6
     assert len(json.loads(page.data["data"])["samples"]) <= 400
-    assert page.text.count("idle slots") == 2, "told once, as in the run: in the overview and with its text"
+    assert page.text.count("idle slots") == 2, "reported once, as in the run: in the overview and with its text"
     assert "idle slots (step 5)" in page.text
     steps, numbers = values(page, 0, "some/metric_1")
     assert len(steps) == len(numbers) == 400 and steps[0] == 2 and steps[-1] == 800, "means over neighbours"
@@ -280,7 +292,7 @@ def test_memory_does_not_grow_with_the_steps(tmp_path):
     peaks = []
     for steps in (200, 600):
         run, found = open_run(run_folder(tmp_path / str(steps), steps=steps, count=40, metrics=60)), []
-        for _ in range(3):  # threads of other tests allocate, too
+        for _ in range(3):  # threads of other tests also allocate
             tracemalloc.start()
             gathered = gather(run, "run")
             found.append(tracemalloc.get_traced_memory()[1])

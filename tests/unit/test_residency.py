@@ -1,4 +1,4 @@
-"""What lies on a device when: the real controller's calls on a ledger, for every policy and kind of trainer."""
+"""Contents of a device in each phase: replayed calls of the real controller, for every policy and kind of trainer."""
 
 import asyncio
 import json
@@ -52,7 +52,7 @@ def model(tmp_path_factory):
 
 
 def plan_of(config, zero, model, gib=80):
-    """Of a model of 7B parameters on three GPUs."""
+    """Return the memory plan of a 7B model on three GPUs."""
     config.actor.zero_stage, config.trainer.n_gpus_per_node = min(zero, 3) if zero < 4 else 1, 3
     config.training.pipeline_parallel_size = 3 if zero == 4 else 1
     models = dict.fromkeys(("actor", "critic", "reference") if config.uses_critic else ("actor", "reference"), model)
@@ -64,15 +64,15 @@ EVERY_PAIR = [
     for at, policy in enumerate(POLICIES)
     for number, zero in enumerate(ZERO)
 ]
-"""Of a policy, an estimator, a kind of ranks and whether the device is handed over: any two meet."""
+"""Pairwise combinations of policy, estimator, kind of ranks, and whether engine and ranks alternate on the device."""
 
 
 @pytest.mark.parametrize(("policy", "estimator", "zero", "alternates"), EVERY_PAIR)
-def test_nothing_is_used_where_it_does_not_lie(policy, estimator, zero, alternates, model):
+def test_calls_use_only_resident_items(policy, estimator, zero, alternates, model):
     world = replay(ResidentWorld(scene_of(policy, estimator, ZERO[zero]), alternates=alternates))
     assert world.saved == [1, 2] and len(world.learned) == 2
     slots, discards = 3, sum(rollout.discards for rollout in world.rollouts)
-    if alternates:  # before the first push of each slot, and where no sample of the step is left to generate
+    if alternates:  # before the first push of each slot, and when all samples of the step are generated
         assert discards >= slots + (2 * slots if policy == "serial" else 0)
     memory = plan_of(world.config(), ZERO[zero], model)
     assert memory.alternates == alternates
@@ -83,12 +83,12 @@ def test_nothing_is_used_where_it_does_not_lie(policy, estimator, zero, alternat
 
 @pytest.mark.parametrize("residency", ["training", "step"])
 @pytest.mark.parametrize("zero", ["ZeRO 1", "ZeRO 3", "pipelines"])
-def test_where_both_stay_nothing_moves_whatever_happens(residency, zero, tmp_path):
-    given = dict(residency=residency, alternates=False)
-    worlds = [ResidentWorld(scene_of("adaptive", "gae", ZERO[zero]), resumed=True, **given)]
-    worlds += [ResidentWorld(scene_of("adaptive", "grpo", ZERO[zero]), tower=tmp_path, **given)]
+def test_nothing_moves_when_engine_and_ranks_both_stay(residency, zero, tmp_path):
+    options = dict(residency=residency, alternates=False)
+    worlds = [ResidentWorld(scene_of("adaptive", "gae", ZERO[zero]), resumed=True, **options)]
+    worlds += [ResidentWorld(scene_of("adaptive", "grpo", ZERO[zero]), tower=tmp_path, **options)]
     lost = scene_of("stream", "grpo", ZERO[zero], lost=(2.5, 2.6, 2.7))
-    worlds += [ResidentWorld(lost, **given), ResidentWorld(scene_of("adaptive", "grpo", ZERO[zero]), **given)]
+    worlds += [ResidentWorld(lost, **options), ResidentWorld(scene_of("adaptive", "grpo", ZERO[zero]), **options)]
     worlds[-1].rollouts[1].dies_in_push = True
     for world in worlds:
         assert len(replay(world).learned) == 2
@@ -98,7 +98,7 @@ def test_where_both_stay_nothing_moves_whatever_happens(residency, zero, tmp_pat
 
 @pytest.mark.parametrize("residency", ["forecast", "step"])
 @pytest.mark.parametrize("zero", ZERO)
-def test_optimizers_that_come_by_themselves_are_where_they_are_read(zero, residency, model):
+def test_prefetched_optimizers_are_resident_when_they_are_read(zero, residency, model):
     for policy in POLICIES:
         world = ResidentWorld(scene_of(policy, "gae", ZERO[zero]), resumed=True, residency=residency)
         replay(world)
@@ -111,12 +111,12 @@ def test_optimizers_that_come_by_themselves_are_where_they_are_read(zero, reside
         assert (world.trainer.fetched > 0) == (residency == "forecast")
 
 
-def test_what_is_there_for_steps_alone_has_the_room_of_activations(model):
+def test_optimizer_states_resident_only_in_steps_share_memory_with_activations(model):
     together, alone = (
         plan_of(ResidentWorld(scene_of("serial", "gae", 1), residency=each).config(), 1, model)
         for each in ("forecast", "step")
     )
-    (states,) = {part.size for part in together.parts if part.item == Item.OPTIMIZER}  # of actor and critic alike
+    (states,) = {part.size for part in together.parts if part.item == Item.OPTIMIZER}  # the same for actor and critic
     assert alone.total("syncing") == together.total("syncing") - 2 * states
     assert together.total("training") - 2 * states <= alone.total("training") <= together.total("training") - states
     for phase in ("loading", "generating", "saving"):
@@ -131,34 +131,36 @@ def test_what_is_there_for_steps_alone_has_the_room_of_activations(model):
     residency=st.sampled_from(("training", "forecast", "step")),
     zero=st.sampled_from(sorted(ZERO.values())),
     gib=st.floats(16, 400),
-    share=st.sampled_from((0.3, 0.6, 0.9)),
-    again=st.booleans(),
+    utilization=st.sampled_from((0.3, 0.6, 0.9)),
+    recomputes=st.booleans(),
     alternates=st.booleans(),
 )
-def test_no_plan_fits_whose_replayed_calls_need_more_than_the_device(
-    scene, residency, zero, gib, share, again, alternates, model
+def test_plans_that_fit_have_memory_for_all_replayed_calls(
+    scene, residency, zero, gib, utilization, recomputes, alternates, model
 ):
     world = replay(ResidentWorld(scene, residency=residency, alternates=alternates))
     config = world.config()
-    config.rollout.gpu_memory_utilization, config.model.enable_gradient_checkpointing = share, again
+    config.rollout.gpu_memory_utilization, config.model.enable_gradient_checkpointing = utilization, recomputes
     memory = plan_of(config, zero, model, gib)
-    seen = world.ledger.resident.values()
-    most = max(sum(part.size for part in memory.parts if part.item in items) for items in seen)
+    contents_of_phases = world.ledger.resident.values()
+    needed = max(sum(part.size for part in memory.parts if part.item in items) for items in contents_of_phases)
     if not problems(config, memory):
-        assert most <= gib * 2**30
-        assert not problems(config, plan_of(config, zero, model, 1.5 * gib)), "more memory is never too little"
+        assert needed <= gib * 2**30
+        assert not problems(config, plan_of(config, zero, model, 1.5 * gib)), (
+            "a plan that fits also fits on a larger device"
+        )
 
 
 @pytest.mark.slow
 @exploring
 @given(scene=scenes(steps=2), alternates=st.booleans())
-def test_nor_where_engines_are_lost_at_any_time(scene, alternates):
+def test_calls_are_valid_when_engines_are_lost_at_any_time(scene, alternates):
     world = replay(ResidentWorld(scene, alternates=alternates))
     assert len(world.learned) == 2 and not any(rollout.lost for rollout in world.rollouts)
 
 
 @pytest.mark.parametrize("zero", ZERO)
-def test_an_engine_that_replaces_the_last_one_starts_on_a_device_that_the_ranks_have_left(zero):
+def test_a_replacement_engine_starts_after_the_ranks_release_the_device(zero):
     restarted = 0
     for when in (2.0, 2.5, 3.0, 3.5):
         world = replay(ResidentWorld(scene_of("stream", "grpo", ZERO[zero], lost=(when, when + 0.1, when + 0.2))))
@@ -166,13 +168,13 @@ def test_an_engine_that_replaces_the_last_one_starts_on_a_device_that_the_ranks_
     assert restarted
 
 
-def test_nor_does_one_that_is_lost_in_a_push():
+def test_an_engine_lost_during_a_push_is_replaced():
     world = ResidentWorld(scene_of("adaptive", "grpo", 1))
     world.rollouts[1].dies_in_push = True
     assert len(replay(world).learned) == 2 and not world.rollouts[1].lost
 
 
-def test_a_trained_tower_goes_to_the_encoders_after_every_step(tmp_path):
+def test_a_trained_tower_is_pushed_to_the_encoders_after_every_step(tmp_path):
     world = replay(ResidentWorld(scene_of("adaptive", "grpo", 1), tower=tmp_path))
     assert world.encoder.updated == [1, 2, 3]
 
@@ -181,7 +183,7 @@ def test_a_resumed_job_loads_before_it_generates():
     assert len(replay(ResidentWorld(scene_of("adaptive", "gae", 1), resumed=True)).learned) == 2
 
 
-def test_a_checkpoint_that_finds_no_room_costs_no_engine_its_device():
+def test_a_checkpoint_that_fails_on_a_full_disk_loses_no_engine():
     world = ResidentWorld(scene_of("adaptive", "grpo", 1))
     world.trainer.disk_is_full = True
     assert replay(world).not_saved == [1, 2] and len(world.learned) == 2
@@ -194,18 +196,18 @@ def test_a_checkpoint_that_finds_no_room_costs_no_engine_its_device():
         lambda data: scenes(data=data, steps=2)
     )
 )
-def test_nor_where_samples_go_on_in_the_next_step(scene):
+def test_calls_are_valid_when_samples_continue_in_the_next_step(scene):
     assert len(replay(ResidentWorld(scene)).learned) == 2
 
 
-async def test_parts_start_in_the_order_that_a_gpu_needs():
+async def test_parts_start_in_the_order_required_by_the_device():
     order = []
 
     def start(name, result=None):
         async def begin():
             order.append(f"{name} begins")
             await asyncio.sleep(0)
-            order.append(f"{name} stands")
+            order.append(f"{name} ready")
             return result
 
         return begin
@@ -218,7 +220,7 @@ async def test_parts_start_in_the_order_that_a_gpu_needs():
             return {"peak_flops": 1e9}
 
         async def release_device(self, slot):
-            order.append(f"leave {slot}")
+            order.append(f"release {slot}")
 
     async def ranks(let_engines_start):
         if not Ranks.sharing.alternates:
@@ -227,32 +229,32 @@ async def test_parts_start_in_the_order_that_a_gpu_needs():
         return await start("ranks", (Ranks(), {}))()
 
     engines, rewards = [start("engine 0", 7), start("engine 1", 8)], [start("rewards")]
-    shown = []
-    part = partial(timed, say=lambda line: shown.append(line.rpartition("  ")[0]))
+    lines = []
+    part = partial(timed, say=lambda line: lines.append(line.rpartition("  ")[0]))
     towers = [start("towers")]
     gpu = await start_parts("cuda", trainer=ranks, engines=engines, towers=towers, rewards=rewards, part=part)
-    assert shown == ["✓ speed of the ranks", "✓ ranks release the devices"], "what has no part of its own"
+    assert lines == ["✓ speed of the ranks", "✓ ranks release the devices"], "work that is not a part"
     assert gpu.trainer_facts == {"peak_flops": 1e9} and gpu.engine_facts == [7, 8]
-    began = [f"{name} {what}" for what in ("begins", "stands") for name in ("ranks", "towers")]
-    then = [f"{name} {what}" for what in ("begins", "stands") for name in ("engine 0", "engine 1")]
-    assert order == [*began, "measured", "leave 0", "leave 1", *then, "rewards begins", "rewards stands"]
+    first = [f"{name} {what}" for what in ("begins", "ready") for name in ("ranks", "towers")]
+    then = [f"{name} {what}" for what in ("begins", "ready") for name in ("engine 0", "engine 1")]
+    assert order == [*first, "measured", "release 0", "release 1", *then, "rewards begins", "rewards ready"]
     order.clear()
     Ranks.sharing = DeviceSharing(alternates=False)
     both = await start_parts("cuda", trainer=ranks, engines=engines, rewards=rewards)
     assert both.trainer_facts == {"peak_flops": 1e9} and both.engine_facts == [7, 8]
     assert order[:4] == then and order[4] == "ranks begins", "engines do not wait for ranks to load"
-    assert order[-3:] == ["rewards begins", "rewards stands", "measured"], "reward models measure free memory"
+    assert order[-3:] == ["rewards begins", "rewards ready", "measured"], "reward models measure free memory"
     order.clear()
     Ranks.sharing = DeviceSharing()
     cpu = await start_parts("cpu", trainer=ranks, engines=engines, rewards=rewards)
     assert cpu.trainer_facts == {"peak_flops": 1e9} and cpu.engine_facts == [7, 8]
-    begun = [order.index(f"{name} begins") for name in ("engine 0", "engine 1", "rewards", "ranks")]
-    assert max(begun) < order.index("engine 0 stands"), "none waits for another"
+    starts = [order.index(f"{name} begins") for name in ("engine 0", "engine 1", "rewards", "ranks")]
+    assert max(starts) < order.index("engine 0 ready"), "no part waits for another"
     assert order[-1] == "measured"
 
 
 @pytest.mark.parametrize("failing", ["ranks", "engine"])
-async def test_a_side_that_fails_ends_the_wait_for_the_other(failing):
+async def test_a_failed_start_cancels_the_wait_for_other_parts(failing):
     async def end(name):
         if name == failing:
             raise EngineError(f"{name}: its own cause")
@@ -266,17 +268,17 @@ async def test_a_side_that_fails_ends_the_wait_for_the_other(failing):
         await asyncio.wait_for(start_parts("cuda", trainer=ranks, engines=[partial(end, "engine")]), 60)
 
 
-def test_sigterm_is_followed_by_a_checkpoint_that_can_be_read():
+def test_sigterm_writes_a_checkpoint():
     world = ResidentWorld(scene_of("adaptive", "gae", 3), stop_after=1)
     with pytest.raises(Stopped):
         replay(world)
     assert world.saved == [1]
 
 
-# The ledger ----------------------------------------------------------------------------------------------------------
+# Rules of the ledger --------------------------------------------------------------------------------------------------
 
 
-def listed(*names, alternates=True):
+def ledger_after(*names, alternates=True):
     ledger = ResidencyReplay(1, alternates)
     for name in names:
         with ledger.running(name, 0):
@@ -313,30 +315,30 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_order_is_told(case):
+def test_a_wrong_order_of_calls_is_rejected(case):
     calls, message = WRONG[case]
-    with pytest.raises(ResidencyError) as told:
-        listed(*calls)
-    assert message in str(told.value)
+    with pytest.raises(ResidencyError) as error:
+        ledger_after(*calls)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("call", ["sleep", "wake(weights)", "wake(kv_cache)", "acquire_device", "release_device"])
-def test_a_call_that_moves_is_refused_where_both_stay(call):
+def test_a_call_that_moves_items_is_rejected_when_engine_and_ranks_both_stay(call):
     with pytest.raises(
         ResidencyError,
         match=rf"slot 0: {re.escape(call)} would move resident items although engine and ranks both stay",
     ):
-        listed("start_ranks", "start_engine", "push", "generate", "accumulate", call, alternates=False)
+        ledger_after("start_ranks", "start_engine", "push", "generate", "accumulate", call, alternates=False)
 
 
-def test_nobody_moves_while_somebody_works():
-    ledger = listed(*STARTED)
+def test_items_do_not_move_during_a_call():
+    ledger = ledger_after(*STARTED)
     with ledger.running("generate", 0), pytest.raises(ResidencyError, match="sleep begins while generate is running"):
         ledger._begin("sleep", 0)
 
 
-def test_an_optimizer_comes_while_others_work_and_nothing_leaves_meanwhile():
-    ledger = listed(*STARTED, "sleep", "take_weights")
+def test_an_optimizer_is_fetched_during_calls_and_nothing_is_released_meanwhile():
+    ledger = ledger_after(*STARTED, "sleep", "take_weights")
     with ledger.running("accumulate", 0), ledger.running("fetch_optimizer", 0):
         with ledger.running("score", 0):
             pass
@@ -345,8 +347,8 @@ def test_an_optimizer_comes_while_others_work_and_nothing_leaves_meanwhile():
     assert {Item.OPTIMIZER, Item.ACTIVATIONS} <= ledger.resident["training"]
 
 
-def test_a_slot_ends_as_it_began_and_phases_hold_what_they_need():
-    assert listed(*STEP).held == [{Item.ENGINE_WEIGHTS, Item.KV_CACHE, Item.RESIDENTS}]
+def test_a_step_restores_the_contents_of_a_slot():
+    assert ledger_after(*STEP).held == [{Item.ENGINE_WEIGHTS, Item.KV_CACHE, Item.RESIDENTS}]
     phases = contents()
     assert phases["generating"] == {Item.ENGINE_WEIGHTS, Item.KV_CACHE, Item.RESIDENTS}
     assert Item.PARAMETERS in phases["syncing"] and Item.ENGINE_WEIGHTS in phases["syncing"]
@@ -355,12 +357,12 @@ def test_a_slot_ends_as_it_began_and_phases_hold_what_they_need():
 
 @pytest.mark.parametrize("optimizers_alone", [False, True])
 @pytest.mark.parametrize("alternates", [False, True])
-def test_the_planned_items_are_those_of_a_replayed_step(optimizers_alone, alternates):
+def test_the_planned_items_equal_a_replayed_step(optimizers_alone, alternates):
     assert contents(optimizers_alone, alternates) == replayed_contents(optimizers_alone, alternates)
 
 
 class EndedByRewards(ResidentWorld):
-    """Rewards end the run in step 3, or in the validation after step 2; checkpoints are written then only."""
+    """A run that rewards end in step 3, or in the validation after step 2; it writes a checkpoint only then."""
 
     def __init__(self, scene, how):
         super().__init__(scene)
@@ -408,7 +410,7 @@ class EndedByRewards(ResidentWorld):
 @pytest.mark.parametrize("how", ["too many fail", "a process is lost permanently", "validation"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("zero", ["ZeRO 1", "pipelines"])
-def test_rewards_that_end_the_run_leave_a_checkpoint_of_the_last_complete_step(zero, policy, how):
+def test_a_run_ended_by_rewards_has_a_checkpoint_of_the_last_complete_step(zero, policy, how):
     scene = replace(scene_of(policy, "gae", ZERO[zero]), steps=4, mini_batch=2)
     world = EndedByRewards(scene, how)
     with pytest.raises((RewardError, EngineError), match=r"^rewards$"):

@@ -1,4 +1,4 @@
-"""The file of earlier responses: what survives kills, corruption and full disks; which of them become drafts."""
+"""The file of earlier responses: kills, corruption, full disks, and selection of drafts."""
 
 import os
 from dataclasses import replace
@@ -19,7 +19,7 @@ def tokens(number: int, count: int = 10) -> np.ndarray:
 
 
 def found(stored: StoredResponses, *keys: int) -> list[tuple[int, int] | None]:
-    """Step and first token of each response, whose other tokens are checked."""
+    """Return the step and first token of each response; check its other tokens."""
     responses = [stored.find(key) for key in keys]
     for each in filter(None, responses):
         assert each.token_ids.tolist() == tokens(each.token_ids[0]).tolist()
@@ -40,13 +40,13 @@ def store(path):
     with_three.close()
 
 
-def test_the_last_response_of_each_key_is_found_also_after_reopening(store, path):
+def test_the_last_response_of_each_key_is_found_before_and_after_reopening(store, path):
     store.add(step=6, key=2, token_ids=tokens(250))
     expected = [(4, 100), (6, 250), (4, 300), None]
     assert found(store, 1, 2, 3, 9) == expected and store.step_of(2) == 6 and store.step_of(9) is None
-    again = ResponseStore(path, 1 << 20)
-    again.add(step=7, key=9, token_ids=tokens(900))
-    for stored in (again, StoredResponses(path)):
+    reopened = ResponseStore(path, 1 << 20)
+    reopened.add(step=7, key=9, token_ids=tokens(900))
+    for stored in (reopened, StoredResponses(path)):
         assert found(stored, 1, 2, 3, 9) == [*expected[:3], (7, 900)]
         assert stored.last_step == 7 and stored.count == 4
         stored.close()
@@ -80,16 +80,16 @@ def test_a_damaged_file_is_read_up_to_the_damage_and_continued_there(store, path
     reader = StoredResponses(path)
     assert found(reader, 1, 2, 3) == expected
     reader.close()
-    again = ResponseStore(path, 1 << 20)
-    again.add(step=5, key=8, token_ids=tokens(800))
-    again.close()
+    reopened = ResponseStore(path, 1 << 20)
+    reopened.add(step=5, key=8, token_ids=tokens(800))
+    reopened.close()
     assert not unfinished.exists()
     reader = StoredResponses(path)
     assert found(reader, 1, 2, 3, 8) == [*expected, (5, 800)]
     reader.close()
 
 
-def test_a_file_that_is_truncated_while_it_is_read_has_the_responses_before(store, path, monkeypatch):
+def test_a_file_truncated_during_reading_has_the_responses_before_the_cut(store, path, monkeypatch):
     size = path.stat().st_size
     store.close()
     os.truncate(path, size - 3)
@@ -107,7 +107,7 @@ def test_the_oldest_responses_are_dropped_at_the_limit(path):
         assert path.stat().st_size <= limit and store.find(number % 50).step == number
     newest = [store.find(key) for key in range(20)]
     assert all(each is not None for each in newest[-14:]) and store.find(30) is None and store.dropped > 0
-    store.add(step=99, key=99, token_ids=tokens(0, 1000))  # above the limit alone
+    store.add(step=99, key=99, token_ids=tokens(0, 1000))  # larger than the limit
     assert store.find(99) is None
     store.close()
     assert [each.name for each in path.parent.iterdir()] == [FILE]
@@ -125,17 +125,17 @@ def test_a_response_to_the_same_key_replaces_the_earlier_one(path):
 
 
 def test_a_full_disk_at_startup_does_not_end_the_run(path, monkeypatch):
-    said = []
+    messages = []
     monkeypatch.setattr(response_store.ResponseStore, "_write", lambda self, content: os.write(-1, content))
-    store = ResponseStore(path, 1 << 20, said.append)
+    store = ResponseStore(path, 1 << 20, messages.append)
     store.add(step=1, key=1, token_ids=tokens(1))
-    assert len(said) == 1 and "could not be written" in said[0] and not path.exists() and store.find(1) is None
+    assert len(messages) == 1 and "could not be written" in messages[0] and not path.exists() and store.find(1) is None
 
 
 @pytest.mark.parametrize("fails", ["write", "rewrite"])
 def test_a_store_that_cannot_be_written_is_removed_and_the_run_continues(path, monkeypatch, fails):
-    said = []
-    store = ResponseStore(path, len(MAGIC) + 4 * RECORD, said.append)
+    messages = []
+    store = ResponseStore(path, len(MAGIC) + 4 * RECORD, messages.append)
     store.add(step=1, key=1, token_ids=tokens(1))
     if fails == "write":
         store._file = type("Full", (), {"write": lambda self, record: len(record) // 2, "close": lambda self: None})()
@@ -143,7 +143,7 @@ def test_a_store_that_cannot_be_written_is_removed_and_the_run_continues(path, m
         monkeypatch.setattr(response_store, "atomic_write", lambda path: (_ for _ in ()).throw(OSError("no space")))
     for key in range(2, 9):
         store.add(step=1, key=key, token_ids=tokens(key))
-    assert len(said) == 1 and f"{path} could not be written" in said[0] and not path.exists()
+    assert len(messages) == 1 and f"{path} could not be written" in messages[0] and not path.exists()
     assert store.find(1) is None
     store.close()
 
@@ -155,7 +155,7 @@ def prompts(count: int) -> list[Prompt]:
     return [Prompt(index, np.array([1, 2, 3]), "p", (), "s", None) for index in range(count)]
 
 
-def answered(groups, first: int = 0):
+def with_responses(groups, first: int = 0):
     for group in groups:
         for sample in group.samples:
             sample.response = Response(tokens(first + sample.rollout_index), np.zeros(10, np.float32), "stop", 0, "")
@@ -166,21 +166,21 @@ def answered(groups, first: int = 0):
     ("first", "line"),
     [(0, "step 3 was repeated: all 4 stored responses are identical"), (5, "4 of 4 stored responses differ")],
 )
-def test_a_repeated_step_gets_its_responses_as_drafts_and_is_compared_with_them(store, first, line):
-    said = []
-    for sample in answered(make_groups(prompts(2), 2, 7, 3)):
+def test_a_repeated_step_drafts_its_stored_responses_and_compares_them(store, first, line):
+    messages = []
+    for sample in with_responses(make_groups(prompts(2), 2, 7, 3)):
         Drafts(store=store).record(sample)
-    drafts = Drafts(store=store, are_wanted=True, repeated_until=3, say=said.append)
+    drafts = Drafts(store=store, are_wanted=True, repeated_until=3, say=messages.append)
     groups = make_groups(prompts(3), 2, 7, 3)
     drafts.attach(groups)
     assert [[len(s.drafts) for s in g.samples] for g in groups] == [[2] * 2, [2] * 2, [0] * 2]
     assert [each.tolist() for each in groups[0].samples[1].drafts] == [tokens(1).tolist(), tokens(0).tolist()]
-    for sample in answered(groups, first):
+    for sample in with_responses(groups, first):
         drafts.record(sample)
     assert all(not sample.drafts for group in groups for sample in group.samples)
     drafts.report(3)
     drafts.report(4)
-    assert len(said) == 1 and line in said[0]
+    assert len(messages) == 1 and line in messages[0]
     for later in (Drafts(store=store, are_wanted=True), Drafts(store=store), Drafts()):
         groups = make_groups(prompts(2), 2, 7, 4)
         later.attach(groups)
@@ -188,41 +188,39 @@ def test_a_repeated_step_gets_its_responses_as_drafts_and_is_compared_with_them(
 
 
 @pytest.mark.parametrize("missing", [(), (1,), (0, 2), (0, 1, 2, 3)], ids=str)
-def test_a_draft_has_the_next_responses_to_the_prompt_after_its_own(store, missing):
+def test_drafts_are_the_own_stored_response_and_the_next_ones_to_the_prompt(store, missing):
     [group] = make_groups(prompts(1), 4, 7, 1)
-    for sample in answered([group]):
+    for sample in with_responses([group]):
         if sample.rollout_index not in missing:
             store.add(1, sample.draft_key, sample.response.token_ids)
     attach(store, [group])
     for sample in group.samples:
-        own = sample.rollout_index
-        others = [index % 4 for index in range(own + 1, own + 4) if index % 4 not in missing][:OTHER_RESPONSES]
-        expected = [] if own in missing else [tokens(index).tolist() for index in (own, *others)]
+        index = sample.rollout_index
+        others = [other % 4 for other in range(index + 1, index + 4) if other % 4 not in missing][:OTHER_RESPONSES]
+        expected = [] if index in missing else [tokens(each).tolist() for each in (index, *others)]
         assert [each.tolist() for each in sample.drafts] == expected
 
 
 @pytest.mark.parametrize(("limit_mb", "lines"), [(256, 1), (0, 0)], ids=["over epochs", "of repeated steps"])
 def test_a_store_that_is_too_small_for_an_epoch_is_reported_once(path, limit_mb, lines):
-    said, store = [], ResponseStore(path, len(MAGIC) + 4 * RECORD)
-    drafts = Drafts(store=store, are_wanted=True, epoch_limit_mb=limit_mb, say=said.append)
+    messages, store = [], ResponseStore(path, len(MAGIC) + 4 * RECORD)
+    drafts = Drafts(store=store, are_wanted=True, epoch_limit_mb=limit_mb, say=messages.append)
     drafts.report(1)
-    assert not said
-    for sample in answered(make_groups(prompts(4), 2, 7, 1)):
+    assert not messages
+    for sample in with_responses(make_groups(prompts(4), 2, 7, 1)):
         drafts.record(sample)
     for step in (1, 2):
         drafts.report(step)
-    assert len(said) == lines and all("rollout.draft_store_mb=256 is reached" in line for line in said)
+    assert len(messages) == lines and all("rollout.draft_store_mb=256 is reached" in line for line in messages)
     store.close()
 
 
-def test_an_evaluation_drafts_from_the_nearest_step(tmp_path):
+def test_an_evaluation_uses_drafts_of_the_nearest_step(tmp_path):
     run = tmp_path / "run"
     for name, step in (("eval/global_step_2", 2), ("eval/global_step_8", 8), ("eval/mine", 5)):
         stored = ResponseStore(run / name / FILE, 1 << 20)
-        for sample in answered(make_groups(prompts(2), 2, 7, step, scope=VALIDATION), first=step):
-            stored.add(
-                step, sample.draft_key + (name == "eval/mine"), sample.response.token_ids
-            )  # mine: of other prompts
+        for sample in with_responses(make_groups(prompts(2), 2, 7, step, scope=VALIDATION), first=step):
+            stored.add(step, sample.draft_key + (name == "eval/mine"), sample.response.token_ids)  # mine: other prompts
         stored.close()
     folder = run / "eval" / "global_step_6"
     paths = stores(Source("m", 6, run), folder)

@@ -1,4 +1,4 @@
-"""What a resumed trainer goes on with: the state of the checkpoint under the settings of the run that loads it."""
+"""A resumed trainer has the state of the checkpoint and the settings of the run that loads it."""
 
 import dataclasses
 import math
@@ -37,7 +37,7 @@ def small_model(dtype):
 
 
 def rank_of(kind, stage, dtype, lr, optim=None, **actor):
-    """A rank with one small actor, always the same; what takes inputs, and what `save` is called with."""
+    """Return a rank with a small fixed actor, the callable model, and further arguments of `save`."""
     model = small_model(dtype)
     config, settings = Config(), ActorConfig(zero_stage=stage, **actor)
     optim = dataclasses.replace(optim or OptimConfig(), lr=lr)
@@ -53,7 +53,7 @@ def rank_of(kind, stage, dtype, lr, optim=None, **actor):
 
 
 def step(rank, model, lr_factor=1.0):
-    """One optimizer step; the gradient's norm before clipping."""
+    """Take one optimizer step; return the gradient norm before clipping."""
     engine = rank.engines["actor"].engine
     set_lr(engine, lr_factor)
     loss = model(input_ids=torch.arange(8)[None]).logits.float().log_softmax(-1)[..., 3].sum()
@@ -62,7 +62,7 @@ def step(rank, model, lr_factor=1.0):
 
 
 def weights_of(rank):
-    """Of the optimizer's first parameter, in float32."""
+    """Return the first parameter of the optimizer in float32."""
     parameter = next(rank.engines["actor"].module.parameters())
     master = safe_get_full_fp32_param(parameter)
     return (parameter if master is None else master).detach().float().clone()
@@ -70,7 +70,7 @@ def weights_of(rank):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, stage, dtype", KINDS)
-def test_a_new_rate_decay_and_clipping_are_what_the_optimizer_uses(tmp_path, kind, stage, dtype):
+def test_the_optimizer_uses_the_new_learning_rate_weight_decay_and_clipping(tmp_path, kind, stage, dtype):
     writer, model, more = rank_of(kind, stage, dtype, lr=1e-2, grad_clip=1.0)
     step(writer, model)
     assert writer.save(tmp_path, *more) is None
@@ -89,10 +89,10 @@ def test_a_new_rate_decay_and_clipping_are_what_the_optimizer_uses(tmp_path, kin
         assert actor.get_lr() == [1e-3 * factor] and getattr(actor.optimizer, "clip_grad", 0.25) == 0.25
         weights.append(weights_of(reader))
     moved = [(after - before).abs().max().item() for before, after in pairwise(weights)]
-    assert moved[0] == 0 and 0 < moved[1] < 1e-3 and moved[1] < moved[2], "the rate is what each step went by"
+    assert moved[0] == 0 and 0 < moved[1] < 1e-3 and moved[1] < moved[2], "each step uses its learning rate"
 
 
-def test_a_checkpoint_asks_for_nothing_but_weights_under_any_python(tmp_path, monkeypatch):
+def test_a_checkpoint_loads_with_weights_only_under_any_python(tmp_path, monkeypatch):
     by_name = lambda stage, _: (getattr, (ZeroStageEnum, stage.name))  # noqa: E731
     monkeypatch.setattr(ZeroStageEnum, "__reduce_ex__", by_name)  # as before Python 3.11.4
     writer, model, more = rank_of(TrainerRank, 1, "bfloat16", lr=1e-2)
@@ -102,7 +102,7 @@ def test_a_checkpoint_asks_for_nothing_but_weights_under_any_python(tmp_path, mo
     rank_of(TrainerRank, 1, "bfloat16", lr=1e-2)[0].load(tmp_path)
 
 
-def test_what_zero_1_saved_goes_on_under_zero_2(tmp_path):
+def test_a_checkpoint_of_zero_1_resumes_under_zero_2(tmp_path):
     writer, model, more = rank_of(TrainerRank, 1, "bfloat16", lr=1e-2)
     step(writer, model)
     assert writer.save(tmp_path, *more) is None
@@ -120,10 +120,10 @@ def test_what_zero_1_saved_goes_on_under_zero_2(tmp_path):
     ],
 )
 def test_a_resume_reports_prompts_that_it_skips(data, expected):
-    selection, said = Selection(data, 0.5, 4, PromptSource(prompts(8), 4, False, 0)), []
+    selection, messages = Selection(data, 0.5, 4, PromptSource(prompts(8), 4, False, 0)), []
     state = {"selection": {"again": [7, 5, 7], "new": []}}
     job = Job(Config(), Path(), Path("global_step_2"), state, 0.0)
-    _restore({"selection": selection}, job, selection, said.append)
-    assert len(said) == bool(expected) and all(part in said[0] for part in expected)
-    _restore({}, dataclasses.replace(job, checkpoint=None), selection, said.append)
-    assert len(said) == bool(expected)
+    _restore({"selection": selection}, job, selection, messages.append)
+    assert len(messages) == bool(expected) and all(part in messages[0] for part in expected)
+    _restore({}, dataclasses.replace(job, checkpoint=None), selection, messages.append)
+    assert len(messages) == bool(expected)

@@ -1,4 +1,4 @@
-"""Batching of model calls by size and age, placement of models, and rewards from a judge's verdicts."""
+"""Batching of model calls by size and age, placement of models, and verdicts of a judge."""
 
 import asyncio
 import math
@@ -28,10 +28,10 @@ HOUR = 3600.0
 def no_ray(monkeypatch):
     """Create actors locally, without a Ray head."""
 
-    async def directly(create):
+    async def create_locally(create):
         return create()
 
-    monkeypatch.setattr(reward_worker_handle, "from_head", directly)
+    monkeypatch.setattr(reward_worker_handle, "from_head", create_locally)
 
 
 def call(item):
@@ -47,9 +47,9 @@ async def test_a_batch_is_complete_by_size_or_age():
     assert not waiting.done()
     for each in calls[2:]:
         await batches.put(each)
-    whole = await waiting
-    assert whole.items == [0, 1, 2]
-    whole.answer.set_result(["a", "b", "c"])
+    merged = await waiting
+    assert merged.items == [0, 1, 2]
+    merged.answer.set_result(["a", "b", "c"])
     assert [await each.answer for each in calls[:3]] == [["a"], ["b"], ["c"]]
     for age in (0.0, 0.001):  # the calls available by then; no wait for a third
         batches = ModelCallQueue(3, age)
@@ -59,12 +59,12 @@ async def test_a_batch_is_complete_by_size_or_age():
         assert (await batches.get()).items == [0, 1]
 
 
-class Scripted(RewardWorkerHandle):
-    """Handle whose processes end as listed in `ends`, one word per attempt. `asked`: number of items per attempt."""
+class ScriptedHandle(RewardWorkerHandle):
+    """Handle whose processes end as listed in `ends`, one word per attempt; `requested` has the items per attempt."""
 
     def __init__(self, ends):
         super().__init__("reward/0", None, None, 1.0)
-        self.ends, self.asked = ends.split(), []
+        self.ends, self.requested = ends.split(), []
 
     async def start(self):
         self._is_fresh = True
@@ -72,7 +72,7 @@ class Scripted(RewardWorkerHandle):
     async def _attempt(self, call):
         if self._restart:
             await self._restart
-        self.asked.append(len(call.items))
+        self.requested.append(len(call.items))
         if (end := self.ends.pop(0)) == "scores":
             self._is_fresh = False
             return [Score(1.0)] * len(call.items)
@@ -81,7 +81,7 @@ class Scripted(RewardWorkerHandle):
 
 
 @pytest.mark.parametrize(
-    ("ends", "is_batched", "items", "asked", "failed"),
+    ("ends", "is_batched", "items", "requested", "failed"),
     [
         ("scores full scores", False, 1, [1, 1, 1], 0),
         ("full", False, 1, [1], 1),  # a new process has all its memory available
@@ -96,48 +96,48 @@ class Scripted(RewardWorkerHandle):
         ("late", True, 3, [3], 3),
     ],
 )
-async def test_only_the_loss_of_a_fresh_process_fails_a_sample(ends, is_batched, items, asked, failed):
-    handle = Scripted(ends)
+async def test_a_sample_fails_only_if_a_fresh_process_is_lost(ends, is_batched, items, requested, failed):
+    handle = ScriptedHandle(ends)
     if ends.startswith("scores"):
         await handle._outcomes(call(9))
     found = await handle._outcomes(Call("f", list(range(items)), list(range(items)), 1.0, 1.0, is_batched))
     assert sum(isinstance(outcome, RewardFailure) for outcome in found) == failed and len(found) == items
-    assert handle.asked == asked
+    assert handle.requested == requested
 
 
-async def test_merged_calls_get_results_and_errors_and_cancel_together():
+async def test_merged_calls_share_results_errors_and_cancellation():
     async def batch(*calls):
         batches = ModelCallQueue(len(calls), HOUR)
         for each in calls:
             await batches.put(each)
         return await batches.get()
 
-    one, two, left = call(1), call(2), call(3)
-    left.answer.cancel()
+    one, two, cancelled = call(1), call(2), call(3)
+    cancelled.answer.cancel()
     batches = ModelCallQueue(3, HOUR)
-    for each in (left, one, two):
+    for each in (cancelled, one, two):
         await batches.put(each)
-    whole = await batches.get()
-    assert whole.items == [1, 2]
-    whole.answer.set_result([10, 20])
+    merged = await batches.get()
+    assert merged.items == [1, 2]
+    merged.answer.set_result([10, 20])
     assert (await one.answer, await two.answer) == ([10], [20])
 
     one, two = call(1), call(2)
-    whole = await batch(one, two)
-    whole.fail(EngineError("the model is gone"))
+    merged = await batch(one, two)
+    merged.fail(EngineError("the model is gone"))
     for each in (one, two):
         with pytest.raises(EngineError, match="gone"):
             await each.answer
 
     one, two = call(1), call(2)
-    whole = await batch(one, two)
+    merged = await batch(one, two)
     one.answer.cancel()
     await asyncio.sleep(0)
-    assert not whole.answer.done()
+    assert not merged.answer.done()
     two.answer.cancel()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert whole.answer.cancelled()
+    assert merged.answer.cancelled()
 
 
 async def test_put_blocks_while_full_and_a_closed_handle_fails_its_calls():
@@ -188,7 +188,7 @@ def test_a_verdict_must_be_one_known_token(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_experiment_has_the_judge_of_the_task():
+def test_the_experiment_uses_the_judge_of_the_task():
     [judge, _] = to_config(compose_job(["experiment=judge"]), lambda _: Facts()).reward.functions
     assert judge == entry(FOLDERS["judge"] / "model")
     assert map_judge_paths([judge, "a.py:f"], str.upper)[0]["kwargs"]["model"] == ".CACHE/RLFUSE/JUDGE/MODEL"
@@ -196,24 +196,27 @@ def test_the_experiment_has_the_judge_of_the_task():
         to_config(compose_job(["experiment=judge", "reward.device=cuda"]), lambda _: Facts(cuda=False))
 
 
-def logs(*probabilities):
+def log_probs(*probabilities):
     return [math.log(p) for p in probabilities]
 
 
 def test_averaging_both_orders_cancels_position_bias():
-    clear = verdict(logs(0.72, 0.08), logs(0.1, 0.7))
+    clear = verdict(log_probs(0.72, 0.08), log_probs(0.1, 0.7))
     assert clear.value == pytest.approx((0.9 + 0.875) / 2)
     assert clear.parts == pytest.approx({"consistency": 1.0, "position": (0.9 + 0.125) / 2, "verdict_mass": 0.8})
-    biased = verdict(logs(0.9, 0.1), logs(0.9, 0.1))
+    biased = verdict(log_probs(0.9, 0.1), log_probs(0.9, 0.1))
     assert biased.value == pytest.approx(0.5) and biased.parts["consistency"] == 0
     assert biased.parts["position"] == pytest.approx(0.9)
-    mirrored = [verdict(*pair).value for pair in ((logs(0.6, 0.2), logs(0.3, 0.5)), (logs(0.3, 0.5), logs(0.6, 0.2)))]
+    mirrored = [
+        verdict(*pair).value
+        for pair in ((log_probs(0.6, 0.2), log_probs(0.3, 0.5)), (log_probs(0.3, 0.5), log_probs(0.6, 0.2)))
+    ]
     assert sum(mirrored) == pytest.approx(1)
     extreme = verdict([0.0, -2000.0], [-2000.0, 0.0])
     assert extreme.value == 1.0
 
 
-@pytest.mark.parametrize("odd", [[math.nan, -1.0], [-math.inf, -math.inf]])
-def test_invalid_probabilities_are_failures(odd):
-    failure = verdict(odd, logs(0.5, 0.5))
+@pytest.mark.parametrize("invalid", [[math.nan, -1.0], [-math.inf, -math.inf]])
+def test_invalid_probabilities_are_failures(invalid):
+    failure = verdict(invalid, log_probs(0.5, 0.5))
     assert isinstance(failure, RewardFailure) and "log-probs of the verdicts" in failure.message

@@ -49,12 +49,12 @@ def test_verls_custom_reward_function_with_reward_kwargs():
     assert rewards(compute_score, format_score=0.1) == [1.0, 0.1]
 
 
-def test_verls_functions_keep_their_defaults_whatever_columns_there_are():
+def test_defaults_of_verl_functions_take_precedence_over_columns():
     def one(data_source, solution_str, ground_truth, extra_info=None, solution="mine", *, score=0.5, **kwargs):
         options = {"method": "strict", **kwargs}  # a helper parameter that may have the name of a column
         return {"score": score, "solution": solution, "options": options}
 
-    def asks(solution_str, level, split="own"):
+    def requires_level(solution_str, level, split="own"):
         return {"score": 1.0, "level": level, "split": split}
 
     def many(data_sources, solution_strs, ground_truths, extra_infos, score=0.25, level=None):
@@ -64,7 +64,12 @@ def test_verls_functions_keep_their_defaults_whatever_columns_there_are():
     for function, kwargs, reward, note in (
         (one, {}, 0.5, "one/solution: mine\none/options: {'method': 'strict'}"),
         (one, {"score": 2, "method": "mild"}, 2.0, "one/solution: mine\none/options: {'method': 'mild'}"),
-        (asks, {}, 1.0, "asks/level: hard\nasks/split: own"),  # required, so filled from a column
+        (
+            requires_level,
+            {},
+            1.0,
+            "requires_level/level: hard\nrequires_level/split: own",
+        ),  # required, so filled from a column
         (many, {}, 0.25, "many/level: None"),
     ):
         for row in score_table({"path": function, "kwargs": kwargs}, rows):
@@ -87,8 +92,10 @@ def test_openrlhfs_agent_reward_function():
     import torch
 
     def reward_func(queries, prompts, labels, **kwargs):
-        right = torch.tensor([float(q[len(p) :].endswith(a)) for q, p, a in zip(queries, prompts, labels, strict=True)])
-        return {"rewards": right, "scores": right, "extra_logs": {"dummy_scores": right}}
+        correct = torch.tensor(
+            [float(q[len(p) :].endswith(a)) for q, p, a in zip(queries, prompts, labels, strict=True)]
+        )
+        return {"rewards": correct, "scores": correct, "extra_logs": {"dummy_scores": correct}}
 
     assert rewards(reward_func) == [1.0, 0.0]
 
@@ -116,7 +123,7 @@ def test_trls_documented_functions():
 
 
 @pytest.mark.slow
-def test_trls_own_functions():
+def test_builtin_functions_of_trl():
     pytest.importorskip("trl")
     assert rewards("trl.rewards:think_format_reward") == [1.0, 0.0]
     punishment = rewards("trl.rewards:get_soft_overlong_punishment", max_completion_len=100, soft_punish_cache=20)

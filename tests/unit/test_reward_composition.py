@@ -57,7 +57,7 @@ def test_a_closed_gate_gives_zero_and_an_open_one_adds_nothing():
     assert undecided.value == 3.0 and undecided.gate is None
 
 
-def test_a_source_that_nothing_scores_fails_even_at_a_closed_gate():
+def test_a_source_without_reward_function_fails_even_at_a_closed_gate():
     entries = [entry("gate", gate=True), entry("a", sources=["math/*", "code"])]
     for value in (0.0, 1.0):
         assert (
@@ -66,7 +66,7 @@ def test_a_source_that_nothing_scores_fails_even_at_a_closed_gate():
     assert uncovered_sources(entries, ["code", "chat", "math/1", "chat", "codes"]) == ["chat", "codes"]
 
 
-# ---- which function scores which sample -----------------------------------------------------------------------------
+# ---- assignment of samples to functions -----------------------------------------------------------------------------
 
 
 def test_gates_run_first_and_gated_samples_are_not_scored_further():
@@ -88,14 +88,14 @@ ROWS = [
 
 
 def test_a_mixed_batch_is_routed_and_gated():
-    asked = {"exact": [], "length": []}
+    responses = {"exact": [], "length": []}
 
     def exact(solution_str, ground_truth):
-        asked["exact"].append(solution_str)
+        responses["exact"].append(solution_str)
         return float(solution_str == ground_truth)
 
     def length(solution_str):
-        asked["length"].append(solution_str)
+        responses["length"].append(solution_str)
         return len(solution_str)
 
     gate = {"path": "rlfuse.rewards.reasoning_tags:format_gate", "gate": True}
@@ -107,7 +107,7 @@ def test_a_mixed_batch_is_routed_and_gated():
     table = score_table(functions, ROWS)
     assert [row["reward"] for row in table] == [1.0, 0.0, 2.0, 0.0]
     assert [row["gate"] for row in table] == [None, "format_gate", None, "format_gate"]
-    assert asked == {"exact": ["2"], "length": ["<think>x</think>hello"]}
+    assert responses == {"exact": ["2"], "length": ["<think>x</think>hello"]}
     assert table[3]["note"] == "format_gate/text: the reasoning is not closed with </think>"
     stray = score_table(functions, [{**ROWS[0], "data_source": "code"}])
     assert stray[0]["reward"] is None and "scores data_source 'code'" in stray[0]["failure"]
@@ -168,7 +168,7 @@ def test_given_names_are_kept_and_the_model_sees_answers_only(tmp_path):
     assert [e.answer_only for e in entries] == [False, False, False, True]
 
 
-# ---- checks before the start ----------------------------------------------------------------------------------------
+# ---- checks at startup ----------------------------------------------------------------------------------------------
 
 
 def prompts(*rows):
@@ -183,15 +183,15 @@ def of_trl(prompts, completions, answer, scale, hint=None, **rest):
 
 
 @pytest.mark.parametrize(
-    "wrong, told",
+    "wrong, message",
     [({"num_workers": 0}, "num_workers is 0"), *(({"timeout_s": s}, "timeout_s is") for s in (0, nan, inf))],
 )
-def test_invalid_pool_settings_are_rejected(wrong, told):
-    with pytest.raises(RewardError, match=rf"reward\.{told}.* must be"):
+def test_invalid_pool_settings_are_rejected(wrong, message):
+    with pytest.raises(RewardError, match=rf"reward\.{message}.* must be"):
         RewardPool(RewardConfig([wants_the_prompt], **wrong))
 
 
-def test_a_column_that_is_missing_is_found_in_the_data():
+def test_a_missing_column_is_reported():
     pool = RewardPool(
         RewardConfig([{"path": of_trl, "sources": ["math"], "kwargs": {"scale": 1}}, {"path": of_all, "gate": False}])
     )
@@ -212,7 +212,7 @@ def wants_the_prompt(solution_str, prompt):
     return 0.0
 
 
-def test_a_source_that_nothing_scores_is_found_in_the_data():
+def test_a_source_without_reward_function_is_reported():
     pool = RewardPool(RewardConfig([{"path": of_all, "sources": ["sums"]}]))
     pool.check_prompts(prompts(("sums", {})))
     with pytest.raises(RewardError, match="no entry scores data_source 'code'"):

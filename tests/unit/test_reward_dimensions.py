@@ -19,19 +19,19 @@ from rlfuse.samples import Reward
 ONES = torch.ones(4, 3, dtype=torch.bool)
 
 
-def by_hand(values):
+def standardised(values):
     return (np.array(values) - np.mean(values)) / (np.std(values, ddof=1) + 1e-6)
 
 
-def test_gdpo_normalises_each_reward_by_itself_then_adds_them_up():
-    right, short = [0.0, 1.0, 0.0, 1.0], [0.0, 0.0, 300.0, 400.0]
-    dimensions = torch.tensor([right, short], dtype=torch.float64).T
+def test_gdpo_normalises_each_reward_before_summation():
+    correct, short = [0.0, 1.0, 0.0, 1.0], [0.0, 0.0, 300.0, 400.0]
+    dimensions = torch.tensor([correct, short], dtype=torch.float64).T
     found = gdpo(dimensions, torch.tensor([1.0, 0.5]), torch.zeros(4, dtype=torch.int64), ONES, by_std=True)
-    expected = by_hand(right) + 0.5 * by_hand(short)
+    expected = standardised(correct) + 0.5 * standardised(short)
     np.testing.assert_allclose(found, expected[:, None].repeat(3, 1), rtol=1e-6)
 
 
-def test_gdpo_of_one_reward_is_grpo_and_a_reward_that_does_not_apply_adds_nothing():
+def test_gdpo_of_one_reward_is_grpo_and_ignores_rewards_that_do_not_apply():
     scores, index = torch.tensor([0.0, 1.0, 0.0, 3.0]), torch.tensor([0, 0, 1, 1])
     alone = gdpo(scores[:, None], torch.ones(1), index, ONES, by_std=True)
     assert torch.equal(alone, grpo(scores, index, ONES, by_std=True))
@@ -42,14 +42,14 @@ def test_gdpo_of_one_reward_is_grpo_and_a_reward_that_does_not_apply_adds_nothin
 
 
 def test_gdpo_distinguishes_rewards_with_equal_sums():
-    """The example of the paper: under GRPO, rewards (0, 1) and (0, 2) give the same advantages."""
+    """Check the example of the paper: under GRPO, rewards (0, 1) and (0, 2) give the same advantages."""
     index, mask = torch.zeros(2, dtype=torch.int64), ONES[:2]
     one = torch.tensor([[0.0, 0.0], [1.0, 0.0]])
     two = torch.tensor([[0.0, 0.0], [1.0, 1.0]])
     flat = [grpo(rewards.sum(1), index, mask, by_std=True) for rewards in (one, two)]
     torch.testing.assert_close(*flat, atol=1e-5, rtol=0)
-    kept = [gdpo(rewards, torch.ones(2), index, mask, by_std=True) for rewards in (one, two)]
-    torch.testing.assert_close(2 * kept[0], kept[1])
+    separate = [gdpo(rewards, torch.ones(2), index, mask, by_std=True) for rewards in (one, two)]
+    torch.testing.assert_close(2 * separate[0], separate[1])
 
 
 def test_whitening_by_response_counts_each_response_once():
@@ -62,7 +62,7 @@ def test_whitening_by_response_counts_each_response_once():
 ENTRIES = [RewardEntry("m:a", "a", 2.0), RewardEntry("m:b", "b", 1.0, normalise=True), RewardEntry("g", "g", gate=True)]
 
 
-def rewarded(values, gate=()):
+def rewarded_groups(values, gate=()):
     """Return two groups of two samples with rewards of two dimensions (a, b)."""
     batch = groups([[0.0, 0.0], [0.0, 0.0]], [[3, 2], [1, 4]])
     for number, (sample, (a, b)) in enumerate(zip((s for g in batch for s in g.samples), values, strict=True)):
@@ -73,15 +73,15 @@ def rewarded(values, gate=()):
     return batch
 
 
-def test_gdpo_in_a_step_reads_the_dimensions_and_the_length_penalty():
+def test_gdpo_in_a_step_includes_dimensions_and_the_length_penalty():
     changes = {"algorithm__adv_estimator": "gdpo", "data__max_response_length": 4, "reward__overlong_buffer__len": 2}
-    batch = rewarded([(0, 5), (1, 9), (1, 2), (0, 2)])
+    batch = rewarded_groups([(0, 5), (1, 9), (1, 2), (0, 2)])
     experience = Experience(config(**changes), [ENTRIES[0], RewardEntry("m:b", "b", 1.0), ENTRIES[2]])
     experience.prepare(batch)
     assert not experience.can_train_before_batch_completes("actor")
     experience.complete(batch)
-    first = 2 * by_hand([0, 1]) + by_hand([5, 9]) + by_hand([-0.5, 0])
-    second = 2 * by_hand([1, 0]) + by_hand([2, 2]) + by_hand([0, -1])
+    first = 2 * standardised([0, 1]) + standardised([5, 9]) + standardised([-0.5, 0])
+    second = 2 * standardised([1, 0]) + standardised([2, 2]) + standardised([0, -1])
     total = np.concatenate([first, second])
     expected = (total - total.mean()) / total.std(ddof=1)
     np.testing.assert_allclose([t["advantages"][0] for t in tensors(batch)], expected, atol=1e-5)
@@ -104,7 +104,7 @@ def test_running_moments_equal_those_of_all_values():
 
 def test_running_normalisation_and_its_checkpoint():
     experience = Experience(config(algorithm__adv_estimator="rloo"), ENTRIES)
-    first = rewarded([(0, 5), (1, 9), (1, 2), (0, 4)], gate=[3])
+    first = rewarded_groups([(0, 5), (1, 9), (1, 2), (0, 4)], gate=[3])
     assert not experience.can_train_before_batch_completes("actor") and not experience.can_train_before_batch_completes(
         "critic"
     )
@@ -117,7 +117,7 @@ def test_running_normalisation_and_its_checkpoint():
     np.testing.assert_allclose(scores, expected, rtol=1e-6)
     resumed = Experience(experience.config, ENTRIES)
     resumed.normaliser.load_state_dict(copy.deepcopy(experience.normaliser.state_dict()))
-    second = rewarded([(0, 1), (1, 2), (1, 3), (0, 4)])
+    second = rewarded_groups([(0, 1), (1, 2), (1, 3), (0, 4)])
     assert resumed.can_train_before_batch_completes("actor")
     resumed.prepare(second)
     scores = [t["token_rewards"].sum() for t in tensors(second)]
@@ -142,7 +142,7 @@ def test_the_first_matching_source_sets_the_coefficient():
     assert [kl_coefficient(source, BY_SOURCE, 9.0) for source in ("math/1", "s", "math", "t")] == [0.0, 0.5, 9.0, 9.0]
 
 
-def mixed():
+def groups_of_two_sources():
     """Return two groups of one sample, from different sources."""
     from dataclasses import replace
 
@@ -153,7 +153,7 @@ def mixed():
 
 def test_kl_in_the_reward_is_weighted_by_source():
     changes = {"algorithm__use_kl_in_reward": True, "algorithm__kl_coef_by_source": BY_SOURCE}
-    experience, batch = Experience(config(**changes)), mixed()
+    experience, batch = Experience(config(**changes)), groups_of_two_sources()
     experience.prepare(batch)
     np.testing.assert_allclose([t["token_rewards"] for t in tensors(batch)], [[-0.25, 0.75], [0.0, 1.0]], atol=1e-6)
     assert experience.complete(batch)["actor/reward_kl_penalty_coeff"] == pytest.approx(0.25)
@@ -161,7 +161,7 @@ def test_kl_in_the_reward_is_weighted_by_source():
 
 def test_kl_in_the_loss_is_weighted_by_source():
     changes = {"actor__use_kl_loss": True, "actor__kl_loss_type": "k2", "algorithm__kl_coef_by_source": BY_SOURCE}
-    experience, batch = Experience(config(**changes)), mixed()
+    experience, batch = Experience(config(**changes)), groups_of_two_sources()
     experience.prepare(batch)
     assert experience.complete(batch)["actor/kl_coef"] == pytest.approx(0.25)
     assert experience.actor_tensors == ("old_log_probs", "advantages", "ref_log_probs", "kl_coefs")

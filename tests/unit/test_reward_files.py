@@ -40,7 +40,7 @@ def by_process(solution_str, method):
 """
 
 
-def written(folder, stem, code=COUNTED):
+def write_file(folder, stem, code=COUNTED):
     folder.mkdir(exist_ok=True)
     path = folder / f"{stem}.py"
     path.write_text(code.replace("{stem}", stem))
@@ -53,7 +53,7 @@ def value(spec, response="abc", **kwargs):
 
 
 def test_all_entries_of_a_file_are_one_module(tmp_path):
-    path = written(tmp_path, "rewards_of_one_file")
+    path = write_file(tmp_path, "rewards_of_one_file")
     [row] = score_table([f"{path}:first", f"{path}:second"], [{"prompt": "p", "response": "abc"}])
     assert (row["first"], row["second"]) == (1.0, 13.0)
     assert value(f"{path}:first") == 2.0  # loaded again, in the next cell of a notebook
@@ -61,9 +61,9 @@ def test_all_entries_of_a_file_are_one_module(tmp_path):
 
 
 def test_files_with_equal_names_are_separate_modules(tmp_path):
-    """The other module may be a reward, an installed package or the standard library."""
-    same = [written(tmp_path / folder, "rewards_of_one_name") for folder in ("one", "two")]
-    others = [written(tmp_path / "one", stem) for stem in ("pytest", "code", "my-rewards.v2")]
+    # The other module may be a reward, an installed package or the standard library.
+    same = [write_file(tmp_path / folder, "rewards_of_one_name") for folder in ("one", "two")]
+    others = [write_file(tmp_path / "one", stem) for stem in ("pytest", "code", "my-rewards.v2")]
     for path in (*same, *others):
         assert value(f"{path}:first") == 1.0 and value(f"{path}:second") == 13.0
     entries, functions = load_entries([f"{path}:first" for path in same])
@@ -82,22 +82,22 @@ def test_files_with_equal_names_are_separate_modules(tmp_path):
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.parametrize("stem", ["rewards_with_processes", "pytest"])
 def test_a_reward_may_use_processes(tmp_path, stem, method):
-    path = written(tmp_path / method, stem)
+    path = write_file(tmp_path / method, stem)
     load_entries([{"path": f"{path}:first"}, {"path": f"{path}:second"}])
     assert value(f"{path}:by_process", method=method) == 3.0
 
 
 def test_a_file_that_another_reward_imports_is_the_same_module(tmp_path):
-    helper = written(tmp_path, "imported_by_a_reward")
+    helper = write_file(tmp_path, "imported_by_a_reward")
     code = "import imported_by_a_reward\ndef f(solution_str): return imported_by_a_reward.first(solution_str)\n"
-    importing = written(tmp_path, "importing_a_reward", code)
+    importing = write_file(tmp_path, "importing_a_reward", code)
     for spec in (f"{importing}:f", f"{helper}:first", f"{importing}:f"):
         value(spec)
     assert value(f"{helper}:first") == 4.0 and len(sys._runs_of_imported_by_a_reward) == 1
 
 
 def test_an_edited_file_is_reloaded_and_a_broken_edit_keeps_the_old_module(tmp_path):
-    path = written(tmp_path, "rewards_to_edit", "def f(solution_str): return 1\n")
+    path = write_file(tmp_path, "rewards_to_edit", "def f(solution_str): return 1\n")
     before = load_function(f"{path}:f")
     path.write_text("def f(solution_str): return 2\n")
     assert value(f"{path}:f") == 2.0 and value(before) == 1.0
@@ -109,8 +109,8 @@ def test_an_edited_file_is_reloaded_and_a_broken_edit_keeps_the_old_module(tmp_p
     assert value(f"{path}:f") == 2.0
 
 
-def test_an_imported_neighbour_may_be_deleted(tmp_path):
-    path = written(tmp_path, "writes_a_neighbour")
+def test_an_imported_module_may_be_deleted(tmp_path):
+    path = write_file(tmp_path, "writes_a_neighbour")
     gone = "pathlib.Path(__file__).with_name('gone_neighbour.py')"
     path.write_text(
         f"import pathlib\n{gone}.write_text('N = 3')\nimport gone_neighbour\n{gone}.unlink()\n"
@@ -121,7 +121,7 @@ def test_an_imported_neighbour_may_be_deleted(tmp_path):
 
 def test_modules_imported_by_the_notebook_are_reloaded_only_after_edits(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    path = written(tmp_path, "imported_before")
+    path = write_file(tmp_path, "imported_before")
     import imported_before
 
     monkeypatch.setattr(custom_modules, "_started", time.time() + 60)  # older than this process
@@ -129,7 +129,7 @@ def test_modules_imported_by_the_notebook_are_reloaded_only_after_edits(tmp_path
     path.write_text("def f(solution_str): return 2\n")
     assert value(f"{path}:f") == 2.0
 
-    path = written(tmp_path, "imported_and_edited", "def f(solution_str): return 1\n")
+    path = write_file(tmp_path, "imported_and_edited", "def f(solution_str): return 1\n")
     import imported_and_edited
 
     path.write_text("def f(solution_str): return 2\n")

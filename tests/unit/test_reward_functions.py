@@ -92,13 +92,13 @@ def test_verl_gives_scores_extras_and_notes():
     assert [score.value for score in outcomes(verl_async)] == [1.0, 0.0]
 
 
-def test_trl_is_batched_gets_columns_and_may_return_none():
+def test_trl_functions_receive_batches_and_columns_and_may_return_none():
     assert outcomes(trl) == [Score(1.0, {"calls": 2.0, "doubled": 2.0}), Score(None, {"calls": 2.0, "doubled": 4.0})]
     rows = [{**row, "response_ids": np.arange(2 + n)} for n, row in enumerate(ROWS)]
     assert [score.value for score in outcomes(trl_async, rows)] == [2.0, 3.0]
 
 
-def test_trl_sees_text_or_messages_as_the_row_had_them():
+def test_trl_functions_receive_text_or_messages_as_in_the_row():
     seen = []
 
     def look(prompts, completions):
@@ -119,7 +119,7 @@ def test_openrlhf_gives_rewards_and_logs():
     assert [score.value for score in outcomes(openrlhf_async)] == [1.0, 1.0]
 
 
-def test_verls_batch_shape_gives_scores_and_extras():
+def test_batched_verl_functions_give_scores_and_extras():
     assert outcomes(verl_many) == [Score(1.0, {"length": 1.0}), Score(0.0, {"length": 5.0})]
 
 
@@ -204,7 +204,7 @@ def test_sample_and_row_give_the_same_item():
         item_of_sample(Sample(prompt, 7, 0, 1))
 
 
-# ---- results that are no numbers -----------------------------------------------------------------------------------
+# ---- results that are not numbers ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_non_numbers_are_failures(function, message):
         assert isinstance(outcome, RewardFailure) and message in outcome.message
 
 
-def test_nan_costs_only_its_sample():
+def test_nan_fails_only_its_sample():
     good, bad = outcomes(lambda completions: [1.0, math.nan])
     assert good == Score(1.0) and isinstance(bad, RewardFailure)
 
@@ -250,7 +250,7 @@ def test_exit_is_a_failure(tmp_path):
 
 
 @pytest.mark.slow
-def test_async_items_run_together_and_each_is_bounded(tmp_path):
+def test_async_items_run_concurrently_with_a_timeout_each(tmp_path):
     code = """
     import asyncio
     async def f(solution_str):
@@ -280,7 +280,7 @@ def test_a_module_is_loaded_by_name(tmp_path, monkeypatch):
     assert outcomes("module_of_rewards:f")[0] == Score(1.0)
 
 
-def test_loading_errors_name_the_remedy(tmp_path, monkeypatch):
+def test_loading_errors_describe_the_fix(tmp_path, monkeypatch):
     write(tmp_path, "def good(solution_str): return 1\nNUMBER = 3\ndef _hidden(): pass\n", "good.py")
     write(tmp_path, "x = 1\ndef f(solution_str:\n    return 1\n", "syntax.py")
     write(tmp_path, "import json\njson.loads('{')\n", "raises.py")

@@ -70,12 +70,12 @@ values = st.recursive(
 )
 
 
-def made(value):
+def call_nested(value):
     """Call nested callables."""
     if isinstance(value, list):
-        return [made(each) for each in value]
+        return [call_nested(each) for each in value]
     if isinstance(value, dict):
-        return {key: made(each) for key, each in value.items()}
+        return {key: call_nested(each) for key, each in value.items()}
     return value() if callable(value) else value
 
 
@@ -109,7 +109,7 @@ def samples(act):
 @settings(max_examples=150, deadline=None)
 def test_outcomes_are_plain_data_for_any_result(value, shape):
     def act():
-        return made(value)
+        return call_nested(value)
 
     function = shape(act)
     function.__name__ = "act"
@@ -141,11 +141,11 @@ def unused(solution_str):
     return 1.0
 
 
-def asking(solution_str, odd):
+def requiring(solution_str, odd):
     return 1.0
 
 
-def asking_many(completions, odd):
+def requiring_batched(completions, odd):
     return [1.0] * len(completions)
 
 
@@ -154,7 +154,7 @@ def taking_samples(samples):
 
 
 @pytest.mark.parametrize(
-    ("function", "costs"), [(unused, False), (asking, True), (asking_many, True), (taking_samples, True)]
+    ("function", "costs"), [(unused, False), (requiring, True), (requiring_batched, True), (taking_samples, True)]
 )
 def test_an_uncopyable_cell_fails_only_its_sample(function, costs):
     rows = [{"prompt": "p", "response": "r", "odd": odd} for odd in (threading.Lock(), (x for x in ()), os, [1])]
@@ -169,8 +169,7 @@ def test_an_uncopyable_cell_fails_only_its_sample(function, costs):
 
 
 def test_an_interrupt_by_the_user_is_not_a_failure():
-    """Ctrl-C ends scoring even if the function catches it; KeyboardInterrupt of the function is a failure."""
-
+    # Ctrl-C ends scoring even if the function catches it; KeyboardInterrupt of the function is a failure.
     def swallows(solution_str):
         try:
             os.kill(os.getpid(), signal.SIGINT)
@@ -212,7 +211,7 @@ def test_errors_of_files_and_factories_name_them(tmp_path, error):
 
 @pytest.mark.parametrize("values", [(1e308, 1e308), (math.inf, -math.inf), (1e39, 0.0)])
 def test_a_sum_beyond_float32_is_a_failure(values):
-    """Each value may be finite while the weighted sum exceeds float32 or float64."""
+    # Each value may be finite while the weighted sum exceeds float32 or float64.
     entries = [RewardEntry("m:a", "a", values[0]), RewardEntry("m:b", "b", values[1])]
     failure = compose(entries, "", {"a": Score(1.0), "b": Score(1.0)})
     assert type(failure) is RewardFailure and "lower the weights, or set clip" in failure.message

@@ -37,7 +37,7 @@ class Bounded(Qwen2ForSequenceClassification):
         self.score = torch.nn.Sequential(torch.nn.Linear(64, 8), torch.nn.GELU(), torch.nn.Linear(8, 2))
         self.post_init()
 """
-OWN_FORWARD = """
+CUSTOM_FORWARD = """
     def forward(self, *inputs, **named):
         found = super().forward(*inputs, **named)
         found.logits = found.logits.tanh()
@@ -61,11 +61,11 @@ def model(tmp_path_factory):
     return str(folder)
 
 
-def conversation(asked, answer):
-    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+def conversation(question, answer):
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
-def own_class(folder, code):
+def folder_with_custom_class(folder, code):
     """Return a folder with weights and their custom class."""
     folder.mkdir()
     Qwen2ForSequenceClassification(small()).save_pretrained(folder)
@@ -77,8 +77,8 @@ def own_class(folder, code):
 
 
 def test_labels_are_entries_with_weights():
-    given = ["reward_model:right", {"path": "reward_model:brief", "weight": 0.3, "normalise": True}]
-    entries, functions = load_entries(given, (), "some/model")
+    paths = ["reward_model:right", {"path": "reward_model:brief", "weight": 0.3, "normalise": True}]
+    entries, functions = load_entries(paths, (), "some/model")
     assert [(entry.name, entry.weight) for entry in entries] == [(RIGHT, 1.0), (BRIEF, 0.3)]
     assert list(functions) == [RIGHT, BRIEF]
     assert all(entry.answer_only for entry in entries)
@@ -109,7 +109,7 @@ def test_a_reward_model_without_embeddings_for_its_tokens_is_rejected(tmp_path):
         Classifier(str(tmp_path))
 
 
-def test_each_label_is_its_logit_and_all_come_from_one_pass(model, monkeypatch):
+def test_labels_are_logits_of_one_forward_pass(model, monkeypatch):
     labels = {name: Classifier(model, label=name) for name in ("right", "brief")}
     for each in labels.values():
         each.start()
@@ -142,9 +142,9 @@ def test_a_custom_head_pools_the_hidden_states(model, tmp_path, monkeypatch):
     items = [item_of_row({"prompt": "20 mod 6 =", "response": text}) for text in ("20 - 6 = 14 ; 14", "; 2")]
 
     def scorer(head, path=str(folder), **kwargs):
-        made = Classifier(path, label="brief", head=f"mine.py:{head}", head_kwargs=kwargs)
-        made.start()
-        return made
+        loaded = Classifier(path, label="brief", head=f"mine.py:{head}", head_kwargs=kwargs)
+        loaded.start()
+        return loaded
 
     pooled = scorer("MeanPooling")
     direct = Qwen2ForSequenceClassification.from_pretrained(folder)
@@ -169,20 +169,20 @@ def test_a_custom_head_pools_the_hidden_states(model, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_pairs_are_judged_by_the_label_that_is_their_dimension(model, tmp_path):
-    asked = "20 mod 6 ="
+def test_pairs_are_scored_by_the_label_of_their_dimension(model, tmp_path):
+    question = "20 mod 6 ="
     rows = [
-        {"prompt": asked, "chosen": "20 - 6 = 14 ; 14", "rejected": "; 2", "dimension": "right"},
-        {side: conversation(asked, text) for side, text in (("chosen", "; 2"), ("rejected", "; 14"))},
+        {"prompt": question, "chosen": "20 - 6 = 14 ; 14", "rejected": "; 2", "dimension": "right"},
+        {side: conversation(question, text) for side, text in (("chosen", "; 2"), ("rejected", "; 14"))},
     ]
     rows[1]["dimension"] = "brief"
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     table = nb.pairs(str(path))
-    assert list(table["prompt"]) == [asked] * 2 and list(table["chosen"]) == ["20 - 6 = 14 ; 14", "; 2"]
+    assert list(table["prompt"]) == [question] * 2 and list(table["chosen"]) == ["20 - 6 = 14 ; 14", "; 2"]
     found = nb.score_pairs(table, model_path=model)
     for number, (side, label) in enumerate((("chosen", "right"), ("rejected", "brief"))):
-        alone = pd.DataFrame({"prompt": asked, "response": [table[side][number]]})
+        alone = pd.DataFrame({"prompt": question, "response": [table[side][number]]})
         expected = nb.score(alone, [f"reward_model:{label}"], model_path=model)["reward"][0]
         assert found[f"{side}_reward"][number] == pytest.approx(expected)
     assert (
@@ -235,19 +235,23 @@ def test_rows_name_their_dimension(tmp_path):
 
 def test_a_custom_class_may_change_only_the_head(tmp_path):
     settings = ModelConfig(dtype="float32", trust_remote_code=True)
-    sound = own_class(tmp_path / "sound", CLASS)
+    sound = folder_with_custom_class(tmp_path / "sound", CLASS)
     with pytest.raises(RewardError, match=r"ships with a custom class.*trust_remote_code=true"):
         head_labels(sound)
     with pytest.raises(RewardError, match=r"^reward.model_path: .*trust_remote_code=true"):
         Classifier(sound)
     assert head_labels(sound, trust_remote_code=True) == ["LABEL_0", "LABEL_1"]
     check_forward(load_reward_model(sound, settings, ["right", "brief"]), sound)
-    other = own_class(tmp_path / "other", CLASS + OWN_FORWARD)
+    other = folder_with_custom_class(tmp_path / "other", CLASS + CUSTOM_FORWARD)
     with pytest.raises(EngineError, match=r"the forward of Bounded returns .*Compute scores in the head only"):
         check_forward(load_reward_model(other, settings, ["right", "brief"]), other)
-    two = own_class(tmp_path / "two", CLASS.replace("self.post_init()", "self.more = torch.nn.Linear(2, 2)"))
+    two = folder_with_custom_class(
+        tmp_path / "two", CLASS.replace("self.post_init()", "self.more = torch.nn.Linear(2, 2)")
+    )
     with pytest.raises(EngineError, match=r"has 2 modules \(Sequential, Linear\)"):
         load_reward_model(two, settings, ["right", "brief"])
-    broken = own_class(tmp_path / "broken", CLASS.replace("class Bounded", "import absent_module\nclass Bounded"))
+    broken = folder_with_custom_class(
+        tmp_path / "broken", CLASS.replace("class Bounded", "import absent_module\nclass Bounded")
+    )
     with pytest.raises(RewardError, match=r"model.path: .*broken_code.Bounded can't be loaded: .*absent_module"):
         head_labels(broken, trust_remote_code=True)

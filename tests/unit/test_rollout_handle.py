@@ -1,4 +1,4 @@
-"""How the handle of a rollout engine goes over from one that is lost to the next; actors here answer when told to."""
+"""Replacement of a lost rollout engine by its handle; the actors are fakes that answer on demand."""
 
 import asyncio
 import threading
@@ -26,12 +26,12 @@ RESPONSE = Response(np.array([1], np.int32), np.zeros(1, np.float32), "stop", 0,
 
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch):
-    """Actors are made here, with no head to ask for them."""
+    """Create actors locally, without a Ray head."""
 
-    async def directly(create):
+    async def create_locally(create):
         return create()
 
-    monkeypatch.setattr(rollout_handle, "from_head", directly)
+    monkeypatch.setattr(rollout_handle, "from_head", create_locally)
 
 
 class Reference:
@@ -43,7 +43,7 @@ class Reference:
 
 
 class Stream:
-    """Of `generate`: each item is a reference."""
+    """Result of `generate`: each item is a reference."""
 
     def __init__(self):
         self.items = asyncio.Queue()
@@ -53,19 +53,19 @@ class Stream:
 
 
 class Actor:
-    """Whatever is asked of it is answered by `answers`, or waits; when killed, all that waits fails."""
+    """A fake actor: calls listed in `answers` return at once, others wait; a kill fails all waiting calls."""
 
     def __init__(self):
         self.answers = {"start": {}, "pulse": Pulse(0.0, "a step"), "begin_update": None, "finish_update": None}
         self.answers |= {"receive": None, "version": 3, "evict": None, "sleep": None, "wake": None}
-        self.asked, self.waiting, self.streams = [], [], []
+        self.calls, self.waiting, self.streams = [], [], []
         self.generate = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self.stream))
 
     def __getattr__(self, method):
-        return SimpleNamespace(remote=partial(self.ask, method))
+        return SimpleNamespace(remote=partial(self.call, method))
 
-    def ask(self, method, *arguments):
-        self.asked.append(method)
+    def call(self, method, *arguments):
+        self.calls.append(method)
         reference = Reference()
         if method in self.answers:
             answer = self.answers[method]
@@ -93,12 +93,12 @@ class Actor:
 
 
 class Engine:
-    """A handle that stands, and its actors so far."""
+    """A started handle and its actors so far."""
 
     def __init__(self, monkeypatch, **settings):
-        self.actors, self.said, self.recorder = [], [], Recorder("driver")
+        self.actors, self.messages, self.recorder = [], [], Recorder("driver")
         monkeypatch.setattr(rollout_handle.ray, "kill", lambda actor: actor.die())
-        settings = {"max_restarts": 2, "recorder": self.recorder, "say": self.said.append} | settings
+        settings = {"max_restarts": 2, "recorder": self.recorder, "say": self.messages.append} | settings
         self.handle = RolloutHandle(self.create, "rollout/1", 5.0, **settings)
 
     def create(self):
@@ -122,34 +122,34 @@ async def engine(monkeypatch):
     return engine
 
 
-async def soon(task):
+async def within_limit(task):
     return await asyncio.wait_for(task, 60)
 
 
-async def test_a_dead_engine_is_lost_to_all_its_calls_until_the_next_one_has_taken_weights(engine):
+async def test_calls_to_a_dead_engine_fail_until_its_replacement_has_weights(engine):
     first, second = asyncio.create_task(engine.generate(ONE)), asyncio.create_task(engine.generate(TWO))
     await asyncio.sleep(0)
     engine.actors[0].die()
     for task in (first, second):
         with pytest.raises(EngineLost, match="rollout/1 died during the call to generate 1 samples"):
-            await soon(task)
+            await within_limit(task)
     await engine.handle.wait_ready()
     with pytest.raises(EngineLost):
-        await engine.generate(ONE)  # it stands, and has no weights
+        await engine.generate(ONE)  # the replacement has no weights yet
     await engine.push()
-    assert await engine.handle.version() == 3 and engine.actors[0].asked == ["start"]
-    again = asyncio.create_task(engine.generate(ONE))
+    assert await engine.handle.version() == 3 and engine.actors[0].calls == ["start"]
+    repeated = asyncio.create_task(engine.generate(ONE))
     await asyncio.sleep(0)
     engine.actors[1].finish(0, ONE)
-    assert await soon(again) == [ONE.id]
+    assert await within_limit(repeated) == [ONE.id]
     lost, restart = engine.recorder.drain()
     assert (lost.kind, lost.where, lost.samples) == ("lost", "rollout/1", (ONE.id, TWO.id))
     assert (restart.kind, restart.where) == ("restart", "rollout/1") and "died" in restart.cause
-    assert "its 2 unfinished samples will be regenerated. A replacement is starting." in engine.said[0]
+    assert "its 2 unfinished samples will be regenerated. A replacement is starting." in engine.messages[0]
 
 
-async def test_ray_s_head_that_is_gone_holds_up_nothing_but_the_replacement(engine, monkeypatch):
-    """Ray waits a minute for it, and ends the process then: a run that has to end in time must not wait inside Ray."""
+async def test_an_unresponsive_ray_head_delays_only_the_replacement(engine, monkeypatch):
+    # Ray waits a minute for the head, then ends the process, so a run must not wait inside Ray.
     create, began, go = engine.handle._create, threading.Event(), threading.Event()
 
     def hang():
@@ -168,18 +168,18 @@ async def test_ray_s_head_that_is_gone_holds_up_nothing_but_the_replacement(engi
     assert len(engine.actors) == 2
 
 
-async def test_what_a_lost_engine_still_sends_does_not_count(engine):
+async def test_responses_of_a_lost_engine_are_discarded(engine):
     old = asyncio.create_task(engine.generate(ONE, TWO))
     await asyncio.sleep(0)
     engine.handle._lose(engine.actors[0], "rollout/1: no answer")
     engine.actors[0].finish(0, ONE)
     with pytest.raises(EngineLost):
-        await soon(old)
+        await within_limit(old)
     await engine.push()
     assert len(engine.actors) == 2 and engine.handle.restarts == 1
 
 
-async def test_the_rest_of_a_push_is_not_for_the_engine_that_comes_in_the_course_of_it(engine):
+async def test_a_replacement_engine_does_not_receive_the_rest_of_a_push(engine):
     await engine.handle.begin_update()
     engine.handle._lose(engine.actors[0], "rollout/1: no answer")
     with pytest.raises(EngineLost, match="lost during the push: load a bucket"):
@@ -187,25 +187,25 @@ async def test_the_rest_of_a_push_is_not_for_the_engine_that_comes_in_the_course
     with pytest.raises(EngineLost):
         await engine.handle.begin_update()
     await engine.push()
-    assert engine.actors[1].asked == ["start", "begin_update", "receive", "finish_update"]
+    assert engine.actors[1].calls == ["start", "begin_update", "receive", "finish_update"]
 
 
-async def test_an_engine_is_replaced_so_often_and_not_more(engine):
+async def test_an_engine_is_replaced_at_most_max_restarts_times(engine):
     for number in range(2):
         engine.handle._lose(engine.actors[number], f"rollout/1: loss {number}")
         await engine.push()
     engine.handle._lose(engine.actors[2], "rollout/1: the last loss")
     with pytest.raises(EngineError, match=r"the last loss\nrollout/1 is not replaced: 2 restarts reached .*=2"):
         await engine.handle.wait_ready()
-    engine.handle._lose(engine.actors[2], "an echo")
+    engine.handle._lose(engine.actors[2], "a repeated report")
     assert [span.kind for span in engine.recorder.drain()].count("lost") == 3 and len(engine.actors) == 3
 
 
-async def test_an_error_of_its_own_is_tried_once_more_and_no_more_where_the_successor_has_the_same(engine):
+async def test_an_engine_that_fails_twice_with_the_same_error_is_not_replaced(engine):
     for number, head in enumerate((16, 17)):
         failed = EngineFailed(f"rollout/1: vLLM's engine process failed with an exception.\nValueError: size {head}")
         assert isinstance(engine.handle._to_engine_lost(failed, engine.actors[number]), EngineLost)
-        assert ("replacement is starting" in engine.said[2 * number]) == (number == 0)
+        assert ("replacement is starting" in engine.messages[2 * number]) == (number == 0)
         if number == 0:
             await engine.push()
     with pytest.raises(
@@ -215,7 +215,7 @@ async def test_an_error_of_its_own_is_tried_once_more_and_no_more_where_the_succ
     assert len(engine.actors) == 2 and engine.handle.restarts == 1
 
 
-async def test_other_errors_of_its_own_and_kills_are_tried_as_often_as_may_be(engine):
+async def test_different_errors_and_kills_are_retried_up_to_the_limit(engine):
     for number, error in enumerate((EngineFailed("ValueError: one"), EngineLost("killed"), EngineLost("killed"))):
         engine.handle._to_engine_lost(error, engine.actors[number])
         if number < 2:
@@ -224,7 +224,7 @@ async def test_other_errors_of_its_own_and_kills_are_tried_as_often_as_may_be(en
         await engine.handle.wait_ready()
 
 
-async def test_on_a_device_with_room_for_one_the_next_engine_starts_with_the_push(monkeypatch):
+async def test_a_replacement_on_a_shared_device_starts_with_the_next_push(monkeypatch):
     engine = Engine(monkeypatch, starts_immediately=False)
     await engine.handle.start(None, None, 64, "cuda")
     engine.handle._lose(engine.actors[0], "rollout/1: no answer")
@@ -245,13 +245,11 @@ async def test_on_a_device_with_room_for_one_the_next_engine_starts_with_the_pus
         ),
     ],
 )
-async def test_an_engine_that_is_silent_or_still_for_too_long_is_lost_and_one_that_is_slow_is_not(
-    monkeypatch, pulse, words
-):
+async def test_silent_and_stalled_engines_are_lost_and_slow_ones_are_not(monkeypatch, pulse, words):
     engine = Engine(monkeypatch, heartbeat_s=0.2)
     await engine.handle.start(None, None, 64, "cpu")
     slow = asyncio.create_task(engine.generate(ONE))
-    while engine.actors[0].asked.count("pulse") < 10:  # twice as long as it may be silent
+    while engine.actors[0].calls.count("pulse") < 10:  # twice the limit
         await asyncio.sleep(0.005)
     assert not slow.done()
     if pulse is None:
@@ -259,50 +257,52 @@ async def test_an_engine_that_is_silent_or_still_for_too_long_is_lost_and_one_th
     else:
         engine.actors[0].answers["pulse"] = pulse
     with pytest.raises(EngineLost, match=words):
-        await soon(slow)
+        await within_limit(slow)
     await engine.handle.stop()
 
 
-async def test_the_successor_of_a_lost_engine_sleeps_before_it_has_weights(engine):
-    """Else ranks would take the device beside it."""
+async def test_a_replacement_engine_sleeps_before_it_has_weights(engine):
+    # Otherwise, ranks would use the device at the same time.
     task = asyncio.create_task(engine.generate(ONE))
     await asyncio.sleep(0)
     engine.actors[0].die()
     with pytest.raises(EngineLost):
-        await soon(task)
+        await within_limit(task)
     await engine.handle.wait_ready()
     await engine.handle.sleep()
     await engine.handle.wake("weights")
-    assert engine.actors[1].asked[-2:] == ["sleep", "wake"] and "sleep" not in engine.actors[0].asked
+    assert engine.actors[1].calls[-2:] == ["sleep", "wake"] and "sleep" not in engine.actors[0].calls
     assert engine.handle.lost
 
 
-async def test_an_engine_is_not_asked_to_do_what_it_has_done(engine):
-    async def asked(turn):
-        before = len(engine.actors[-1].asked)
-        await turn
-        return len(engine.actors[-1].asked) - before
+async def test_redundant_sleep_and_wake_calls_are_not_sent(engine):
+    async def count_calls(action):
+        before = len(engine.actors[-1].calls)
+        await action
+        return len(engine.actors[-1].calls) - before
 
     handle = engine.handle
-    assert await asked(handle.wake()) == await asked(handle.wake("weights")) == 0, "it starts awake"
-    assert [await asked(handle.sleep()) for _ in range(2)] == [1, 0]
-    assert [await asked(handle.wake("weights")) for _ in range(2)] == [1, 0]
-    assert [await asked(handle.wake()) for _ in range(2)] == [1, 0]
+    assert await count_calls(handle.wake()) == await count_calls(handle.wake("weights")) == 0, "it starts awake"
+    assert [await count_calls(handle.sleep()) for _ in range(2)] == [1, 0]
+    assert [await count_calls(handle.wake("weights")) for _ in range(2)] == [1, 0]
+    assert [await count_calls(handle.wake()) for _ in range(2)] == [1, 0]
     await handle.sleep()
     handle._lose(engine.actors[0], "rollout/1: no answer")
     await engine.push()
-    assert await asked(handle.wake()) == 0 and await asked(handle.sleep()) == 1, "the next one starts awake, too"
+    assert await count_calls(handle.wake()) == 0 and await count_calls(handle.sleep()) == 1, (
+        "its replacement also starts awake"
+    )
 
 
-async def test_a_successor_that_dies_while_it_starts_is_replaced_as_often_as_may_be(engine):
+async def test_a_replacement_that_dies_at_startup_is_replaced_up_to_the_limit(engine):
     create, deaths = engine.handle._create, [True, False, True]
 
-    def next_one():
+    def create_next():
         actor = create()
         actor.answers["start"] = ActorDiedError() if deaths.pop(0) else {}
         return actor
 
-    engine.handle._create, engine.handle._max_restarts = next_one, 3
+    engine.handle._create, engine.handle._max_restarts = create_next, 3
     engine.handle._lose(engine.actors[0], "rollout/1: the first loss")
     await engine.push()
     assert len(engine.actors) == 3 and await engine.handle.version() == 3
@@ -313,16 +313,16 @@ async def test_a_successor_that_dies_while_it_starts_is_replaced_as_often_as_may
         await engine.handle.wait_ready()
 
 
-async def test_nothing_is_asked_of_a_successor_that_did_not_start(engine):
+async def test_a_replacement_that_did_not_start_receives_no_calls(engine):
     task = asyncio.create_task(engine.generate(ONE))
     await asyncio.sleep(0)
     engine.handle._create = lambda: 1 / 0
     engine.actors[0].die()
     with pytest.raises(EngineLost):
-        await soon(task)
+        await within_limit(task)
     with pytest.raises(ZeroDivisionError):
         await engine.handle.wait_ready()
-    asked = list(engine.actors[0].asked)
+    calls = list(engine.actors[0].calls)
     await engine.handle.sleep()
     await engine.handle.wake()
-    assert engine.actors[0].asked == asked
+    assert engine.actors[0].calls == calls

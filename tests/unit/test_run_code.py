@@ -1,4 +1,4 @@
-"""Commands that read a run folder run no code that it names, unless --run-code says so."""
+"""Commands that read a run folder run no code that it names without --run-code."""
 
 import shutil
 from pathlib import Path
@@ -32,13 +32,13 @@ JUDGE = {"path": "judge", "kwargs": {"model": "m", "engine_kwargs": {"trust_remo
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A run folder of another person, whose file evil.py leaves a trace where it is executed."""
+    """Return the run folder of another person, whose evil.py creates a file when it is executed."""
 
-    async def scored(samples, reward, prompt_key, trusts):
+    async def score_locally(samples, reward, prompt_key, trusts):
         items = [item_of_sample(sample, prompt_key) for sample in samples]
         return score_items(list(reward.functions), items, list(reward.weights), reward.model_path)
 
-    monkeypatch.setattr(replay, "scored", scored)
+    monkeypatch.setattr(replay, "scored", score_locally)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "evil.py").write_text(EVIL)
     return Path(shutil.copytree(RUN, tmp_path / "run"))
@@ -83,11 +83,11 @@ REPLAY = ["reward", "replay"]
         ),
     ],
 )
-def test_a_command_names_the_code_and_does_not_run_it(folder, capsys, command, changes, named):
+def test_a_command_reports_the_code_and_does_not_run_it(folder, capsys, command, changes, named):
     change(folder, changes)
     status = rlfuse([*command, str(folder)])
-    shown = "".join(capsys.readouterr())
-    assert status == 2 and named in shown and "--run-code" in shown
+    output = "".join(capsys.readouterr())
+    assert status == 2 and named in output and "--run-code" in output
     assert not (folder.parent / "executed").exists()
 
 
@@ -109,7 +109,7 @@ def test_a_command_names_the_code_and_does_not_run_it(folder, capsys, command, c
     ids=lambda text: text[:30],
 )
 @pytest.mark.parametrize("command", [REPLAY, ["whatif"], ["report"], ["calibrate"], ["eval"], ["trace"]])
-def test_a_folder_that_holds_no_configuration_is_refused(folder, capsys, command, text):
+def test_a_folder_without_valid_configuration_is_rejected(folder, capsys, command, text):
     (folder / "config.yaml").write_text(text)
     assert rlfuse([*command, str(folder)]) == 2
     assert "Traceback" not in capsys.readouterr().err and not (folder.parent / "executed").exists()
@@ -123,14 +123,14 @@ def test_a_folder_that_holds_no_configuration_is_refused(folder, capsys, command
         (["whatif", "--run-code"], {"fusion.policy": "evil.py:policy"}),
     ],
 )
-def test_the_code_runs_where_the_folder_is_trusted(folder, command, changes):
+def test_the_code_runs_with_run_code(folder, command, changes):
     change(folder, changes)
     rlfuse([*command, str(folder)])
     assert (folder.parent / "executed").exists()
 
 
 @pytest.mark.slow
-def test_what_the_person_names_runs_and_what_ships_with_rlfuse_needs_no_permission(folder):
+def test_code_of_the_command_line_and_of_rlfuse_needs_no_permission(folder):
     change(folder, {"reward.functions": ["evil.py:score"], **TRUSTED})
     (folder.parent / "mine.py").write_text("def length(solution_str):\n    return len(solution_str)\n")
     assert rlfuse([*REPLAY, str(folder), "reward.functions=[mine.py:length]"]) == 0

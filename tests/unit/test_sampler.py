@@ -1,4 +1,4 @@
-"""Custom samplers: the order of batches, what they learn, resuming, and messages for invalid ones."""
+"""Custom samplers: order of batches, updates with rewards, resuming, and messages for invalid samplers."""
 
 import re
 from functools import partial
@@ -60,11 +60,11 @@ def source(tmp_path, monkeypatch):
     page = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[1]
     (tmp_path / "mine.py").write_text(page + OTHERS)
 
-    def made(name, **kwargs):
+    def make(name, **kwargs):
         data = DataConfig(train_batch_size=2, sampler=f"mine.py:{name}", sampler_kwargs=kwargs)
         return SamplerSource(PROMPTS, data, partial(finished, prompt_key="prompt"))
 
-    return made
+    return make
 
 
 def rows(source):
@@ -82,12 +82,12 @@ def test_an_epoch_follows_the_sampler_and_drops_an_incomplete_batch(source, name
     resumed = source(name)
     resumed.load_state_dict(saved)
     assert rows(resumed) == [5, 4]
-    again = source(name)
-    again.load_state_dict(resumed.state_dict())
-    assert [rows(again) for _ in range(2)] == [[3, 2], [4, 3]]
+    resumed_again = source(name)
+    resumed_again.load_state_dict(resumed.state_dict())
+    assert [rows(resumed_again) for _ in range(2)] == [[3, 2], [4, 3]]
 
 
-def test_the_pages_curriculum_gets_harder_with_the_rewards_and_resumes(source):
+def test_the_curriculum_of_the_readme_gets_harder_with_rewards_and_resumes(source):
     drawn, easy = source("Curriculum", target=0.6), {0, 3, 6}
     for reward, levels in ((0.5, {0}), (0.7, {0, 1}), (0.9, {0, 1, 2})):
         drawn.update(groups([[reward, reward]], [[3, 2]]))
@@ -100,7 +100,7 @@ def test_the_pages_curriculum_gets_harder_with_the_rewards_and_resumes(source):
 
 
 @pytest.mark.parametrize(
-    ("name", "kwargs", "error", "says"),
+    ("name", "kwargs", "error", "message"),
     [
         ("Absent", {}, ConfigError, r"data.sampler=mine.py:Absent: the file has no class `Absent`; its classes: Curr"),
         ("Backwards", {"step": 1}, FunctionError, "raised TypeError: .*unexpected keyword argument 'step'"),
@@ -113,8 +113,8 @@ def test_the_pages_curriculum_gets_harder_with_the_rewards_and_resumes(source):
         ("Fails", {}, FunctionError, r"(?s)raised ZeroDivisionError.*mine.py\", line \d+, in __iter__"),
     ],
 )
-def test_what_a_sampler_does_wrong_is_reported(source, name, kwargs, error, says):
-    with pytest.raises(error, match=says):
+def test_errors_of_a_sampler_are_reported(source, name, kwargs, error, message):
+    with pytest.raises(error, match=message):
         source(name, **kwargs).next_batch()
 
 

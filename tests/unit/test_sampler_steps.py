@@ -1,4 +1,4 @@
-"""What is left out of a decode step of vLLM's second model runner: its state and results are those of vLLM's own."""
+"""Decode steps of vLLM's V2 model runner without unneeded work: state and results equal those of vLLM."""
 
 import random
 from types import SimpleNamespace
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # importing it takes long: by one process
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # its import is slow: one process
 
 REQUESTS, VOCABULARY = 8, 50
 
@@ -33,7 +33,7 @@ def unpinned(zeros):
 
 
 def copies(holder, found):
-    """Arrays of the host with their copies for the device, of all states of a sampler."""
+    """Collect the host arrays of a sampler state with their device copies in `found`."""
     from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 
     for name, each in vars(holder).items():
@@ -76,7 +76,7 @@ def test_the_device_has_the_parameters_of_all_requests_at_every_step(sampler, mo
     assert "custom" in counted
 
 
-def test_log_probs_come_without_ranks(monkeypatch):
+def test_log_probs_are_computed_without_ranks(monkeypatch):
     from vllm.v1.worker.gpu.sample import logprob
 
     import rlfuse.engines.vllm.worker_extension  # noqa: F401

@@ -49,7 +49,7 @@ def isolated():
         pytest.skip(report.missing_isolation)
 
 
-def test_values_keep_their_type_on_the_way_back(isolated):
+def test_returned_values_keep_their_type(isolated):
     source = "def f(x): return [x, (1, 2), {1: {2}}, 1j, b'x', None, True, float('inf')]"
     assert call(source, (3, {"a": 4})).value == [(3, {"a": 4}), (1, 2), {1: {2}}, 1j, b"x", None, True, float("inf")]
 
@@ -93,7 +93,7 @@ PAUSE = ctypes.cast(LIBC.pause, ctypes.c_void_p)
 def held(mapped, rounds=50):
     for _ in range(rounds):
         place = os.open("x", os.O_CREAT | os.O_RDWR)
-        os.truncate(place, 4 << 20)  # takes no disk here; counts as if it did
+        os.truncate(place, 4 << 20)  # sparse, but counted in full
         assert not mapped or LIBC.mmap(0, 4096, 1, 1, place, 0)
         if mapped:
             os.close(place)
@@ -144,11 +144,11 @@ def f(x):
 
 def test_folders_of_killed_processes_are_removed(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    left, used, young = (tmp_path / f"{PREFIX}{name}" for name in ("left", "used", "young"))
-    for folder in (left, used, young):
+    leftover, used, young = (tmp_path / f"{PREFIX}{name}" for name in ("left", "used", "young"))
+    for folder in (leftover, used, young):
         folder.mkdir()
         (folder / "file").write_text("text")
-    for folder in (left, used):
+    for folder in (leftover, used):
         os.utime(folder, (0, 0))
     owned = os.open(used, os.O_RDONLY)
     fcntl.flock(owned, fcntl.LOCK_SH)
@@ -168,7 +168,7 @@ def hostile_outcomes(isolated):
     return run_code(source, Kind.CALLS, tests, fn_name="f", limits=PATIENT).outcomes
 
 
-@pytest.mark.xdist_group("hostile code")  # else each pytest process would repeat it
+@pytest.mark.xdist_group("hostile code")  # otherwise each pytest process repeats it
 @pytest.mark.parametrize("number", range(len(HOSTILE)))
 def test_forbidden_operations(hostile_outcomes, number):
     _, reason, text = HOSTILE[number]
@@ -313,7 +313,7 @@ def test_a_sandbox_that_does_not_start_raises(monkeypatch):
         Limits(memory_mb=10)
 
 
-def test_messages_hold_plain_data_only():
+def test_messages_accept_plain_data_only():
     for nonsense in ({"object": [1]}, {"dict": [[{"list": []}, 1]]}, {"bytes": "zz"}, {"tuple": 3}, {"a": 1, "b": 2}):
         with pytest.raises(MessageError):
             decode(nonsense)

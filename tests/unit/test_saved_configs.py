@@ -1,4 +1,4 @@
-"""Checkpoints that any version reads: config.json has every key of its source, the tokenizer a class known to all."""
+"""Checkpoints that all versions of transformers read: keys of config.json and class of the tokenizer."""
 
 import json
 
@@ -33,7 +33,7 @@ SOURCES = {
     "opt": SIZES | dict(ffn_dim=48, word_embed_proj_dim=32, dropout=0.1, attention_dropout=0.0, pad_token_id=1),
     "mixtral": SMALL | dict(rope_theta=1_000_000.0, num_local_experts=2, router_jitter_noise=0.1),
 }
-"""As published for transformers 4."""
+"""config.json as published for transformers 4."""
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
@@ -48,10 +48,12 @@ def test_keys_of_the_source_are_kept(tmp_path, family, role):
     out.mkdir()
     Exporter(model, 0).save_config(out)
     saved = json.loads((out / "config.json").read_text())
-    own = {"torch_dtype": "bfloat16", "architectures": [type(model).__name__]}
+    replaced = {"torch_dtype": "bfloat16", "architectures": [type(model).__name__]}
     if role == "critic":
-        own |= {"tie_word_embeddings": saved.get("tie_word_embeddings")} if "tie_word_embeddings" in published else {}
-    assert {key: saved.get(key, "lost") for key in published} == published | own
+        replaced |= (
+            {"tie_word_embeddings": saved.get("tie_word_embeddings")} if "tie_word_embeddings" in published else {}
+        )
+    assert {key: saved.get(key, "lost") for key in published} == published | replaced
     ours, theirs = (AutoConfig.from_pretrained(folder).to_dict() for folder in (out, source))
     changed = {name for name in ours if ours[name] != theirs.get(name)}
     assert changed <= {
@@ -75,12 +77,12 @@ REFUSED_BY_TRANSFORMERS = {
     "scores": ({"output_scores": True}, {}),
     "flags in config.json": (None, {"temperature": 0.6, "num_beams": 1, "length_penalty": 0.8}),
 }
-"""generation_config.json of a source, and what its config.json has besides."""
+"""(generation_config.json of a source, additional keys of its config.json)."""
 
 
 @pytest.mark.parametrize("role", ["actor", "critic", "reward model"])
 @pytest.mark.parametrize("case", REFUSED_BY_TRANSFORMERS)
-def test_generation_settings_are_saved_as_they_are(tmp_path, case, role):
+def test_generation_settings_are_saved_unchanged(tmp_path, case, role):
     source, out = tmp_path / "source", tmp_path / "saved"
     generation, more = REFUSED_BY_TRANSFORMERS[case]
     AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SMALL)).save_pretrained(source)
@@ -89,14 +91,14 @@ def test_generation_settings_are_saved_as_they_are(tmp_path, case, role):
     if generation is not None:
         (source / "generation_config.json").write_text(json.dumps(generation))
     files = CheckpointWriter()
-    Exporter(loaded(role, source), 0).save_pretrained(out, [], files)
+    Exporter(load_model(role, source), 0).save_pretrained(out, [], files)
     assert files.problem is None
     assert json.loads((out / "config.json").read_text()).items() >= more.items()
     copied = out / "generation_config.json"
     assert (json.loads(copied.read_text()) if copied.exists() else None) == (generation if role == "actor" else None)
 
 
-def loaded(role, source, **settings):
+def load_model(role, source, **settings):
     settings = ModelConfig(path=str(source), dtype="float32", **settings)
     if role == "reward model":
         return load_reward_model(str(source), settings, ["helpful"])
@@ -119,8 +121,8 @@ class Model(LlamaForCausalLM):
 """
 
 
-def test_a_custom_class_that_can_not_be_serialised_is_saved_as_its_source(tmp_path):
-    """Generation settings that its code takes into the configuration are not refused before it is saved."""
+def test_a_custom_class_that_cannot_be_serialised_is_saved_as_its_source(tmp_path):
+    # Generation settings that its code stores in the configuration are accepted.
     source, out = tmp_path / "source", tmp_path / "saved"
     AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SMALL)).save_pretrained(source)
     (source / "custom.py").write_text(CUSTOM)
@@ -128,7 +130,7 @@ def test_a_custom_class_that_can_not_be_serialised_is_saved_as_its_source(tmp_pa
     config = SMALL | {"model_type": "custom_llama", "temperature": 0.6, "auto_map": code}
     config["torch_dtype"] = "bfloat16"
     (source / "config.json").write_text(json.dumps(config))
-    model, files = loaded("actor", source, trust_remote_code=True), CheckpointWriter()
+    model, files = load_model("actor", source, trust_remote_code=True), CheckpointWriter()
     Exporter(model, 0).save_pretrained(out, [], files)
     assert files.problem is None
     assert (out / "custom.py").read_text() == CUSTOM
@@ -136,13 +138,13 @@ def test_a_custom_class_that_can_not_be_serialised_is_saved_as_its_source(tmp_pa
     assert (saved.temperature, saved.architectures, saved.dtype) == (0.6, ["Model"], torch.float32)
 
 
-def test_the_files_of_a_tokenizer_that_can_not_save_itself_are_copied(tmp_path, monkeypatch):
+def test_the_files_of_a_tokenizer_that_cannot_save_itself_are_copied(tmp_path, monkeypatch):
     source, out = tmp_path / "source", tmp_path / "saved"
     build_tokenizer().save_pretrained(source)
     for name in ("README.md", "model.safetensors"):
         (source / name).write_text("of the source")
-    tokenizer, out_of_order = AutoTokenizer.from_pretrained(source), NotImplementedError("no vocabulary file")
-    monkeypatch.setattr(type(tokenizer), "save_pretrained", lambda *_: (_ for _ in ()).throw(out_of_order))
+    tokenizer, unsupported = AutoTokenizer.from_pretrained(source), NotImplementedError("no vocabulary file")
+    monkeypatch.setattr(type(tokenizer), "save_pretrained", lambda *_: (_ for _ in ()).throw(unsupported))
     out.mkdir()
     save_tokenizer(tokenizer, out)
     assert AutoTokenizer.from_pretrained(out)("20 mod 6 =").input_ids == tokenizer("20 mod 6 =").input_ids
@@ -166,28 +168,29 @@ def test_files_of_a_hub_name_are_copied_from_the_cache(tmp_path, monkeypatch):
 
 
 def rope_of(config):
-    """What decides about rotary positions, under the names of all versions of transformers."""
+    """Return the settings of rotary positions under the names of all versions of transformers."""
     fields, names = config.get_text_config().to_dict(), ("rope", "rotary", "max_position_embeddings")
     return {name: value for name, value in fields.items() if any(each in name for each in names)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [*SOURCES, "video_llama_3"])
-def test_weights_that_are_pushed_meet_the_rotary_positions_of_their_source(tmp_path, family):
-    """Key by key the same in the source, the trainer whose weights are pushed, its checkpoint, and the engine that
-    takes them, be it started from the source or from the checkpoint."""
+def test_source_trainer_checkpoint_and_engine_have_the_same_rotary_positions(tmp_path, family):
+    # The engine may be started from the source or from the checkpoint.
     from vllm.transformers_utils.config import get_config
 
     source, out = tmp_path / "source", tmp_path / "saved"
     if family == "video_llama_3":
         write_small_video_llama3(tmp_path / "whole", SmallModel(heads=2, layers=1, tower_heads=1, tower_layers=1))
-        whole = json.loads((tmp_path / "whole/config.json").read_text())
+        whole_config = json.loads((tmp_path / "whole/config.json").read_text())
         rope = {"rope_theta": 5_000_000.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
-        published = {key: value for key, value in whole["text_config"].items() if key != "rope_parameters"} | rope
-        (tmp_path / "whole/config.json").write_text(json.dumps(whole | {"text_config": published}))
+        published = {
+            key: value for key, value in whole_config["text_config"].items() if key != "rope_parameters"
+        } | rope
+        (tmp_path / "whole/config.json").write_text(json.dumps(whole_config | {"text_config": published}))
         VideoLlama3.export(tmp_path / "whole", source)
-        kept = json.loads((source / "config.json").read_text())
-        assert {key: kept.get(key, "lost") for key in published if key not in ("dtype", "architectures")} == {
+        saved_config = json.loads((source / "config.json").read_text())
+        assert {key: saved_config.get(key, "lost") for key in published if key not in ("dtype", "architectures")} == {
             key: value for key, value in published.items() if key not in ("dtype", "architectures")
         }
     else:
@@ -196,18 +199,18 @@ def test_weights_that_are_pushed_meet_the_rotary_positions_of_their_source(tmp_p
     model = load_policy(str(source), ModelConfig(path=str(source), dtype="float32"))
     out.mkdir()
     Exporter(model, 0).save_config(out)
-    wanted = rope_of(AutoConfig.from_pretrained(source))
-    assert len(wanted) >= 1 + (family != "opt")
+    expected = rope_of(AutoConfig.from_pretrained(source))
+    assert len(expected) >= 1 + (family != "opt")
     found = model.config, AutoConfig.from_pretrained(out), *(get_config(each, False) for each in (source, out))
-    assert [rope_of(config) for config in found] == [wanted] * 4
+    assert [rope_of(config) for config in found] == [expected] * 4
     raw = (json.loads((folder / "config.json").read_text()) for folder in (source, out))
     before, after = ({key: value for key, value in each.items() if "rope" in key or "rotary" in key} for each in raw)
     assert before.items() <= after.items()
 
 
-def test_a_saved_tokenizer_has_a_class_that_every_version_knows(tmp_path):
-    made = build_tokenizer()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made.backend_tokenizer, eos_token=made.eos_token)
+def test_a_saved_tokenizer_has_a_class_known_to_all_versions(tmp_path):
+    built = build_tokenizer()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=built.backend_tokenizer, eos_token=built.eos_token)
     save_tokenizer(tokenizer, tmp_path)
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
     reloaded = AutoTokenizer.from_pretrained(tmp_path)

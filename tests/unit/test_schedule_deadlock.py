@@ -1,4 +1,4 @@
-"""No generated schedule deadlocks on gloo or NCCL; a deadlock is reported before ranks get the schedule."""
+"""Generated schedules never deadlock on gloo or NCCL; a deadlock is reported before ranks receive the schedule."""
 
 import time
 from collections import defaultdict
@@ -27,33 +27,35 @@ MODELS = {"actor": "down", "critic": "up"}
 def problem(
     stages, models=tuple(MODELS), scored=0, split=False, chunks=1, micro_batches=None, pipelines=None, placement="v"
 ):
-    """The critic in `pipelines` shorter ones, if given; `scored` micro-batches of the reference fill bubbles."""
-    made = []
+    """Return a problem with `pipelines` shorter pipelines of the critic and `scored` micro-batches of the reference."""
+    parts = []
     for name in models:
         copies = (pipelines or 1) if name == "critic" else 1
         count = micro_batches or 2 * stages
-        made.append(Model(name, stages // copies, count, 1.0, 2.0, copies, direction=MODELS[name]))
+        parts.append(Model(name, stages // copies, count, 1.0, 2.0, copies, direction=MODELS[name]))
     if scored:
-        made.append(Model("ref", stages, scored, 1.0, None))
-    return Problem(stages, tuple(made), split_backward=split, chunks_per_device=chunks, placement=placement)
+        parts.append(Model("ref", stages, scored, 1.0, None))
+    return Problem(stages, tuple(parts), split_backward=split, chunks_per_device=chunks, placement=placement)
 
 
-def layout(of):
-    """Its models as ranks hold them."""
+def layout(given_problem):
+    """Return the models of the problem as pipelines."""
     return tuple(
-        Pipelines(each.name, each.stages, each.pipelines, each.direction, of.chunks(each), of.placement)
-        for each in of.models
+        Pipelines(
+            each.name, each.stages, each.pipelines, each.direction, given_problem.chunks(each), given_problem.placement
+        )
+        for each in given_problem.models
     )
 
 
-def serial_1f1b(of):
-    return to_rows(of, dict(baseline_orders(of))["serial 1f1b"])
+def serial_1f1b(given_problem):
+    return to_rows(given_problem, dict(baseline_orders(given_problem))["serial 1f1b"])
 
 
-def schedules(of):
-    """Every baseline, and the best of some list schedules, which runs all models at once."""
-    yield from ((name, to_rows(of, order)) for name, order in baseline_orders(of))
-    yield "fused", search(of, method="list", time_limit=0.05).operations
+def schedules(given_problem):
+    """Yield every baseline and the best list schedule, which runs all models at once."""
+    yield from ((name, to_rows(given_problem, order)) for name, order in baseline_orders(given_problem))
+    yield "fused", search(given_problem, method="list", time_limit=0.05).operations
 
 
 PROBLEMS = {
@@ -71,38 +73,40 @@ PROBLEMS = {
 
 @pytest.mark.parametrize("shape", PROBLEMS)
 @pytest.mark.parametrize("stages", [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in range(4, 9))])
-def test_every_schedule_ends_on_every_backend(stages, shape):
+def test_schedules_end_on_every_backend(stages, shape):
     given_problem = problem(stages, **PROBLEMS[shape])
     for name, rows in schedules(given_problem):
-        made = programs(rows, layout(given_problem))
-        assert {backend: find_deadlock(made, queue) for backend, queue in QUEUES.items()} == {"gloo": {}, "nccl": {}}, (
-            name
-        )
+        rank_programs = programs(rows, layout(given_problem))
+        assert {backend: find_deadlock(rank_programs, queue) for backend, queue in QUEUES.items()} == {
+            "gloo": {},
+            "nccl": {},
+        }, name
 
 
 @pytest.mark.parametrize("stages, pipelines", [(4, 2), (8, 2), (8, 4)])
-def test_short_pipelines_beside_a_long_one_end(stages, pipelines):
+def test_schedules_of_short_and_long_pipelines_end(stages, pipelines):
     given_problem = problem(stages, pipelines=pipelines, split=True)
     for name, rows in schedules(given_problem):
-        made = programs(rows, layout(given_problem))
-        assert {backend: find_deadlock(made, queue) for backend, queue in QUEUES.items()} == {"gloo": {}, "nccl": {}}, (
-            name
-        )
+        rank_programs = programs(rows, layout(given_problem))
+        assert {backend: find_deadlock(rank_programs, queue) for backend, queue in QUEUES.items()} == {
+            "gloo": {},
+            "nccl": {},
+        }, name
 
 
 def group_of_kind(transfer):
-    """One communicator for all ranks: model, F or B, half of the V. How it was."""
+    """Return the former queue: one communicator for all ranks per model, kind (F, B) and half of the V."""
     return transfer.lane.model, transfer.lane.kind, transfer.lane.returning
 
 
-def posted_regardless(made):
-    """Receives LOOKAHEAD operations early, also of what comes of this device's own later operations. How it was."""
+def with_early_receives(rank_programs):
+    """Post receives LOOKAHEAD operations early, even for results that depend on later operations of the device."""
     sent = defaultdict(list)
-    for step in (step for program in made for step in program):
+    for step in (step for program in rank_programs for step in program):
         if step.output is not None and not step.output.local:
             sent[step.output.lane].append(step.output)
     result = []
-    for program in made:
+    for program in rank_programs:
         queues, known, steps = {lane: list(each) for lane, each in sent.items()}, set(), []
         for position, step in enumerate(program):
             receives = []
@@ -121,35 +125,34 @@ def posted_regardless(made):
 def test_one_group_for_all_ranks_deadlocks_over_nccl_from_three_stages_on(stages, models):
     given_problem = problem(stages, models)
     rows = serial_1f1b(given_problem)
-    made = posted_regardless(programs(rows, layout(given_problem)))
-    stuck = find_deadlock(made, group_of_kind)
+    rank_programs = with_early_receives(programs(rows, layout(given_problem)))
+    stuck = find_deadlock(rank_programs, group_of_kind)
     assert bool(stuck) == (stages > 2)
     assert all(operation in rows[device] for device, operation in stuck.items())
-    assert not find_deadlock(made, QUEUES["gloo"])
+    assert not find_deadlock(rank_programs, QUEUES["gloo"])
 
 
-def test_groups_alone_or_the_order_of_posting_alone_would_not_do():
-    """From four stages on, devices also wait for each other where no receive is posted before its time; and whatever
-    is posted, all of a device's calls in one stream never end: streams that aren't independent are a deadlock."""
+def test_separate_groups_and_ordered_receives_are_both_needed():
+    # With one group, devices deadlock from four stages on even without early receives; with one stream, always.
     given_problem = problem(4)
-    made = programs(serial_1f1b(given_problem), layout(given_problem))
-    assert find_deadlock(made, group_of_kind)
-    assert find_deadlock(made, lambda transfer: "one stream")
-    assert not find_deadlock(made, QUEUES["nccl"])
+    rank_programs = programs(serial_1f1b(given_problem), layout(given_problem))
+    assert find_deadlock(rank_programs, group_of_kind)
+    assert find_deadlock(rank_programs, lambda transfer: "one stream")
+    assert not find_deadlock(rank_programs, QUEUES["nccl"])
 
 
 @pytest.mark.slow
 @given(st.integers(2, 6), st.sampled_from(sorted(PROBLEMS)), st.integers(1, 9))
 @settings(max_examples=25, deadline=None)
-def test_receives_are_few_in_the_order_of_sends_and_never_of_what_is_still_to_do(stages, shape, micro_batches):
+def test_receives_are_in_the_order_of_sends_and_independent_of_later_operations(stages, shape, micro_batches):
     given_problem = problem(stages, **PROBLEMS[shape], micro_batches=micro_batches)
     rows = dict(schedules(given_problem))["fused"]
-    made = programs(rows, layout(given_problem))
+    rank_programs = programs(rows, layout(given_problem))
     before = {each: set(row[:i]) for row in rows for i, each in enumerate(row)}
-    makers = {step.output.operation: step.operation for program in made for step in program if step.output}
+    makers = {step.output.operation: step.operation for program in rank_programs for step in program if step.output}
 
-    def comes_of(operation, seen):
-        """All operations that must have run for this one's result."""
+    def dependencies(operation, seen):
+        """Return all operations that the result of `operation` depends on."""
         stack = [operation]
         while stack:
             each = stack.pop()
@@ -158,9 +161,9 @@ def test_receives_are_few_in_the_order_of_sends_and_never_of_what_is_still_to_do
                 stack += [*before[each], *([makers[each]] if each in makers else [])]
         return seen
 
-    for device, program in enumerate(made):
+    for device, program in enumerate(rank_programs):
         sent = {lane: [] for lane in {each.lane for step in program for each in step.receives}}
-        for each in (step.output for row in made for step in row if step.output and step.output.lane in sent):
+        for each in (step.output for row in rank_programs for step in row if step.output and step.output.lane in sent):
             sent[each.lane].append(each.operation)
         receives = [(i, each) for i, step in enumerate(program) for each in step.receives]
         assert len(receives) == sum(map(len, sent.values()))
@@ -169,11 +172,11 @@ def test_receives_are_few_in_the_order_of_sends_and_never_of_what_is_still_to_do
         for i, each in receives:
             assert each.operation not in rows[device][:i]
             later = set(rows[device][i:])
-            assert not comes_of(makers[each.operation], set()) & later
+            assert not dependencies(makers[each.operation], set()) & later
 
 
 def test_eight_stages_of_two_models_are_checked_in_milliseconds():
-    """512 operations: some 15 ms on a slow core; the bound is for a busy machine."""
+    # 512 operations take about 15 ms on a slow core; the bound allows for a busy machine.
     given_problem = problem(8)
     rows = dict(schedules(given_problem))["fused"]
     programs.cache_clear()
@@ -206,14 +209,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("reason", WRONG)
-async def test_a_schedule_that_can_not_end_is_refused_before_any_rank_gets_it(reason):
+async def test_an_invalid_schedule_is_rejected_before_any_rank_receives_it(reason):
     group = PipelineGroup(Config(), [])
     group.layout = {"actor": TWO[0]}
     with pytest.raises(EngineError, match=f"The schedule was not started.*{reason}"):
         await group.run(WRONG[reason], {})
 
 
-def test_a_replay_that_does_not_end_names_each_device_and_its_operation(monkeypatch):
+def test_a_deadlock_in_the_replay_is_reported_with_each_device_and_operation(monkeypatch):
     given_problem = problem(4, ("actor",))
     rows = serial_1f1b(given_problem)
     monkeypatch.setitem(QUEUES, "nccl", group_of_kind)
@@ -222,10 +225,8 @@ def test_a_replay_that_does_not_end_names_each_device_and_its_operation(monkeypa
 
 
 @pytest.mark.parametrize("placement, chunks, pairs", [("v", 2, 28), ("interleaved", 2, 30), ("interleaved", 4, 31)])
-def test_every_pair_of_every_block_has_its_lanes_and_no_device_more_than_cuda_runs_side_by_side(
-    placement, chunks, pairs
-):
-    """Each has a stream, of torch's pool of 32, and wants a connection of its own; so does the computation."""
+def test_all_pairs_have_lanes_within_the_number_of_cuda_connections(placement, chunks, pairs):
+    # Each lane needs a stream of torch's pool of 32 and a connection, as does the computation.
     ways = (*MODELS.items(), ("ref", "down"))
     three = [Pipelines(name, 8, chunks=chunks, direction=way, placement=placement) for name, way in ways]
     found = [lane for each in three for lane in lanes(each)]

@@ -1,4 +1,4 @@
-"""The planner of a run's schedules: searched once, reused while durations hold, searched again when they drift."""
+"""The schedule planner: it searches once, reuses the schedule, and searches again when durations drift."""
 
 import pytest
 
@@ -8,13 +8,13 @@ from rlfuse.fusion.schedules.planning import Planner
 BOTH = {"actor": 4, "critic": 4}
 
 
-def learned(planner, seconds):
-    """(model, stage, kind) -> seconds, measured once each."""
+def record(planner, seconds):
+    """Record one measurement for each (model, stage, kind) -> seconds."""
     for (model, stage, kind), took in seconds.items():
         planner.learn(Operation(model, 0, stage, 0, kind), took)
 
 
-def even(scale=1.0, slow_stage=1.0, kinds="FB"):
+def even_seconds(scale=1.0, slow_stage=1.0, kinds="FB"):
     lengths = {"F": 0.01, "B": 0.02, "W": 0.01}
     return {
         (model, stage, kind): scale * lengths[kind] * (slow_stage if stage else 1.0)
@@ -24,23 +24,23 @@ def even(scale=1.0, slow_stage=1.0, kinds="FB"):
     }
 
 
-def test_before_anything_is_measured_there_is_a_schedule_but_no_prediction():
+def test_a_plan_without_measurements_has_a_schedule_but_no_prediction():
     plan = Planner(2).plan(BOTH)
     assert sum(map(len, plan.rows)) == 2 * 2 * 4 * 2
     assert plan.times == () and plan.seconds == 0.0
 
 
-def test_a_fused_plan_is_shorter_than_serial_and_its_times_are_those_of_its_rows():
+def test_a_fused_plan_is_shorter_than_serial_and_has_times_for_its_rows():
     planner = Planner(2)
-    learned(planner, even())
+    record(planner, even_seconds())
     plan = planner.plan(BOTH)
     assert plan.seconds < plan.serial_s == pytest.approx(2 * (4 + 1) * 0.03)
     assert [len(row) for row in plan.times] == [len(row) for row in plan.rows]
 
 
-def test_serial_is_1f1b_of_one_model_after_the_other_whatever_is_asked_of_fused_ones():
+def test_serial_plans_are_1f1b_of_one_model_at_a_time():
     planner = Planner(2, "serial", split=True)
-    learned(planner, even())
+    record(planner, even_seconds())
     plan = planner.plan(BOTH)
     assert {operation.kind for row in plan.rows for operation in row} == {"F", "B"}
     for row in plan.rows:
@@ -49,31 +49,31 @@ def test_serial_is_1f1b_of_one_model_after_the_other_whatever_is_asked_of_fused_
 
 
 @pytest.mark.slow
-def test_a_split_plan_has_weight_gradients_and_one_model_alone_is_planned_too():
+def test_a_split_plan_of_one_model_has_weight_gradients():
     planner = Planner(2, split=True, memory_cap=1.0)
-    learned(planner, even(kinds="FBW"))
+    record(planner, even_seconds(kinds="FBW"))
     plan = planner.plan({"actor": 4})
     assert {operation.kind for row in plan.rows for operation in row} == {"F", "B", "W"}
     assert {operation.model for row in plan.rows for operation in row} == {"actor"}
 
 
-def test_it_searches_anew_when_stages_drift_apart_but_not_when_all_get_slower(monkeypatch):
+def test_a_new_search_runs_when_stages_drift_but_not_when_all_get_slower(monkeypatch):
     planner, searched = Planner(2), []
     search = planner._search
     monkeypatch.setattr(planner, "_search", lambda problem: searched.append(problem) or search(problem))
-    learned(planner, even())
+    record(planner, even_seconds())
     planner.plan(BOTH)
     for _ in range(9):
-        learned(planner, even(scale=3.0))
+        record(planner, even_seconds(scale=3.0))
     planner.plan(BOTH)
     assert len(searched) == 1
     for _ in range(99):
-        learned(planner, even(scale=3.0, slow_stage=2.0))
+        record(planner, even_seconds(scale=3.0, slow_stage=2.0))
     planner.plan(BOTH)
     assert len(searched) == 2
 
 
-def test_scored_micro_batches_fill_bubbles_and_come_behind_those_that_are_trained_on():
+def test_scored_micro_batches_fill_bubbles_and_follow_trained_ones():
     planner, work = Planner(2), ({"actor": 4}, {"actor": 2, "ref": 4})
     lengths = {"F": 0.01, "B": 0.02}
     first = planner.plan(*work)
@@ -81,15 +81,15 @@ def test_scored_micro_batches_fill_bubbles_and_come_behind_those_that_are_traine
         planner.learn(first.planned_operation(operation), lengths[operation.kind])
     plan = planner.plan(*work)
     assert plan.serial_s == pytest.approx((4 + 1) * 0.03 + (2 + 1) * 0.01 + (4 + 1) * 0.01)
-    assert plan.seconds == pytest.approx(4 * 0.03 + 0.01 + 6 * 0.01)  # one forward of the actor is all that waits
+    assert plan.seconds == pytest.approx(4 * 0.03 + 0.01 + 6 * 0.01)  # only one forward of the actor is not in a bubble
     for row in plan.rows:
         numbers = {model: {o.micro_batch for o in row if o.model == model} for model in ("actor", "ref")}
         assert numbers == {"actor": set(range(6)), "ref": set(range(4))}
         assert {(o.model, o.micro_batch) for o in row if o.kind == "B"} == {("actor", i) for i in range(4)}
 
 
-def test_what_was_never_measured_is_guessed_from_what_was():
+def test_unmeasured_durations_are_estimated_from_measured_ones():
     planner = Planner(2)
-    learned(planner, even())
+    record(planner, even_seconds())
     plan = planner.plan(BOTH, {"ref": 4})
     assert plan.serial_s == pytest.approx(2 * (4 + 1) * 0.03 + (4 + 1) * 0.01)

@@ -1,4 +1,4 @@
-"""Problems as a user writes them: their meaning, and one clear line per error."""
+"""Parsing of schedule problems, with one line per error."""
 
 import copy
 
@@ -25,14 +25,14 @@ PROBLEM = {
 }
 
 
-def test_stages_stand_where_direction_and_pipeline_put_them():
+def test_direction_and_pipeline_determine_the_device_of_a_stage():
     problem = parse(PROBLEM)
     actor, critic = problem.models
     assert [problem.device(actor, 0, stage) for stage in range(4)] == [0, 1, 2, 3]
     assert [problem.device(critic, pipeline, stage) for pipeline in range(2) for stage in range(2)] == [1, 0, 3, 2]
 
 
-def test_chunks_in_a_v_share_their_stage():
+def test_chunks_in_v_placement_share_their_stage():
     problem = parse(PROBLEM | {"chunks_per_device": 2, "split_backward": True})
     actor, critic = problem.models
     assert [problem.device(critic, 1, chunk) for chunk in range(4)] == [3, 2, 2, 3]
@@ -41,15 +41,15 @@ def test_chunks_in_a_v_share_their_stage():
     assert problem.duration(critic, 0, 2, "F") == 2.0
 
 
-def test_interleaved_chunks_go_round_and_have_times_of_their_own():
+def test_interleaved_chunks_have_separate_times():
     actor = {"name": "actor", "stages": 2, "micro_batches": 4, "forward": [1, 2, 3, 9], "backward": 8, "activation": 1}
     problem = parse({"devices": 2, "models": [actor], "chunks_per_device": 2, "placement": "interleaved"})
     (model,) = problem.models
     assert [problem.device(model, 0, chunk) for chunk in range(4)] == [0, 1, 0, 1]
     assert [problem.duration(model, 0, chunk, "F") for chunk in range(4)] == [1, 2, 3, 9]
     assert problem.duration(model, 0, 3, "B") == 4 and problem.memory_unit == 2
-    whole = problem.variant(split_backward=False, chunks_per_device=1)
-    assert [whole.duration(whole.models[0], 0, stage, "F") for stage in range(2)] == [4, 11]
+    unsplit = problem.variant(split_backward=False, chunks_per_device=1)
+    assert [unsplit.duration(unsplit.models[0], 0, stage, "F") for stage in range(2)] == [4, 11]
 
 
 def test_memory_is_relative_to_serial_1f1b_or_absolute():
@@ -68,7 +68,7 @@ def test_memory_is_relative_to_serial_1f1b_or_absolute():
         (["rates"], [1, 2], "rates has 2 values for devices=4: give one per device, or none"),
     ],
 )
-def test_errors_name_field_value_and_remedy(path, value, message):
+def test_errors_contain_field_value_and_fix(path, value, message):
     data = copy.deepcopy(PROBLEM)
     place = data
     for step in path[:-1]:

@@ -1,4 +1,4 @@
-"""The search and its bound: valid schedules, never worse than baselines or below the bound, deterministic per seed."""
+"""The schedule search: valid schedules between the lower bound and the baselines, deterministic for a seed."""
 
 import itertools
 import time
@@ -24,7 +24,7 @@ QUICK = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCh
 
 @st.composite
 def problems(draw, largest=4):
-    """Unequal stages, communication, odd ratios, one model or two or three, some only scoring, split, V, caps."""
+    """Draw a problem of one to three models with unequal stages, communication, split backward, V and memory caps."""
     devices = draw(st.integers(1, largest))
     times = st.integers(1, 12).map(lambda value: value / 4)
 
@@ -83,7 +83,7 @@ def test_results_are_valid_and_between_the_bound_and_the_best_baseline(given_pro
 @pytest.mark.slow
 @QUICK
 @given(problems(), st.integers(0, 100))
-def test_numbers_and_names_tell_the_same_times_and_memory(given_problem, seed):
+def test_compiled_and_named_schedules_have_the_same_times_and_memory(given_problem, seed):
     shop = compile_problem(given_problem)
     order = Draws(shop, seed).draw(float("inf"), lambda length, most: (length,)).order
     rows = to_rows(given_problem, order)
@@ -95,7 +95,7 @@ def test_numbers_and_names_tell_the_same_times_and_memory(given_problem, seed):
 @pytest.mark.slow
 @QUICK
 @given(problems(), st.integers(0, 100))
-def test_an_exchange_keeps_heads_and_tails_exact_and_its_length_is_foretold(given_problem, seed):
+def test_an_exchange_updates_heads_and_tails_and_its_makespan_is_predicted(given_problem, seed):
     shop, rng = compile_problem(given_problem), np.random.default_rng(seed)
     state = state_of(shop, Draws(shop, seed).draw(float("inf"), lambda length, most: (length,)).order)
     for _ in range(30):
@@ -103,27 +103,27 @@ def test_an_exchange_keeps_heads_and_tails_exact_and_its_length_is_foretold(give
         u, v = state.order[device, place], state.order[device, (place + 1) % shop.row_length]
         if place + 1 == shop.row_length or not exchangeable(shop, state, u, v):
             continue
-        before, foretold = makespan(shop, state.order), through(shop, state, u, v)
+        before, predicted = makespan(shop, state.order), through(shop, state, u, v)
         exchange(shop, state, u, v)
-        after, fresh = makespan(shop, state.order), state_of(shop, state.order)
-        assert after == pytest.approx(foretold) or foretold < after <= before + 1e-9
-        assert state.head == pytest.approx(fresh.head) and state.tail == pytest.approx(fresh.tail)
+        after, recomputed = makespan(shop, state.order), state_of(shop, state.order)
+        assert after == pytest.approx(predicted) or predicted < after <= before + 1e-9
+        assert state.head == pytest.approx(recomputed.head) and state.tail == pytest.approx(recomputed.tail)
 
 
 @QUICK
 @given(problems(), st.integers(0, 100))
-def test_annealing_keeps_its_makespan_and_tells_the_truth(given_problem, seed):
+def test_annealing_respects_the_makespan_and_reports_its_result(given_problem, seed):
     shop = compile_problem(given_problem)
     state = state_of(shop, Draws(shop, seed).draw(float("inf"), lambda length, most: (length,)).order)
     longest, goal = makespan(shop, state.order) * 1.05, 0.8 * peak(shop, state.order)
-    left = anneal(shop, state, longest, goal, 2000, 0.5, 0.05, seed, NEVER)
+    remaining = anneal(shop, state, longest, goal, 2000, 0.5, 0.05, seed, NEVER)
     assert makespan(shop, state.order) <= longest * (1 + 1e-9)
-    assert (left == 0) == (peak(shop, state.order) <= goal * (1 + 1e-8))
+    assert (remaining == 0) == (peak(shop, state.order) <= goal * (1 + 1e-8))
 
 
 @QUICK
 @given(problems(), st.integers(0, 100))
-def test_tabu_search_keeps_memory_gets_no_longer_and_tells_the_truth(given_problem, seed):
+def test_tabu_search_respects_memory_and_reports_its_makespan(given_problem, seed):
     shop = compile_problem(given_problem)
     listed = Draws(shop, seed).draw(float("inf"), lambda length, most: (length,))
     order, length = tabu(shop, state_of(shop, listed.order), 0.0, listed.peak, 300, 5, seed, NEVER)
@@ -131,20 +131,20 @@ def test_tabu_search_keeps_memory_gets_no_longer_and_tells_the_truth(given_probl
     assert peak(shop, order) <= listed.peak * (1 + 1e-8)
 
 
-# Against all schedules there are -------------------------------------------------------------------------------------
+# Comparison with all schedules ----------------------------------------------------------------------------------------
 
 
 def best_of_all(given_problem):
-    """The least makespan over every order of every device that is first in, first out, and F before B before W."""
+    """Return the minimum makespan over all orders of all devices that are FIFO, with F before B before W."""
     shop = compile_problem(given_problem)
     best = np.inf
     for strings in itertools.product(*(list(rows_of(shop, device)) for device in range(shop.devices))):
         seen = np.zeros(len(shop.micro_batches), int)
         order = np.empty((shop.devices, shop.row_length), np.int64)
         for device, string in enumerate(strings):
-            for place, own in enumerate(string):
-                order[device, place] = shop.first[own] + seen[own]
-                seen[own] += 1
+            for place, name in enumerate(string):
+                order[device, place] = shop.first[name] + seen[name]
+                seen[name] += 1
         length = makespan(shop, order)
         if length < best and peak(shop, order) <= given_problem.memory_limit * (1 + 1e-9):
             best = length
@@ -152,21 +152,22 @@ def best_of_all(given_problem):
 
 
 def rows_of(shop, device):
-    """Every row of classes in which none runs ahead of the class on this device that it follows from."""
+    """Yield every row of classes in which none is ahead of its predecessor on this device."""
     classes = shop.of_device[device].tolist()
     before = {
-        own: max((k for k in classes if shop.lane[k] == shop.lane[own] and k < own), default=None) for own in classes
+        name: max((k for k in classes if shop.lane[k] == shop.lane[name] and k < name), default=None)
+        for name in classes
     }
 
-    def grown(row):
+    def extend(row):
         if len(row) == shop.row_length:
             yield row
-        for own in classes:
-            done, source = row.count(own), before[own]
-            if done < shop.micro_batches[own] and (source is None or row.count(source) > done):
-                yield from grown((*row, own))
+        for name in classes:
+            done, source = row.count(name), before[name]
+            if done < shop.micro_batches[name] and (source is None or row.count(source) > done):
+                yield from extend((*row, name))
 
-    return grown(())
+    return extend(())
 
 
 def tiny(devices, split, counts, cap=None, **more):
@@ -204,11 +205,11 @@ def test_tiny_problems_are_solved_to_the_optimum(given_problem):
     assert search(given_problem, time_limit=5).makespan == pytest.approx(best)
 
 
-# The published instances ---------------------------------------------------------------------------------------------
+# Published instances --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", range(12))
-def test_the_bound_is_the_published_one(number):
+def test_the_bound_equals_the_published_bound(number):
     assert lower_bound(problem(number)) == INSTANCES[number].lower_bound
 
 
@@ -225,11 +226,11 @@ def test_split_backward_reaches_its_bound_in_the_memory_of_1f1b():
     assert found.makespan == found.lower_bound == 158 and found.memory_peak <= 1.0 + 1e-9
 
 
-# The same again ------------------------------------------------------------------------------------------------------
+# Determinism and limits -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_a_seed_is_a_schedule():
+def test_equal_seeds_give_equal_schedules():
     given_problem = problem(2, split_backward=True, memory_cap=1.0)
     first, second = (search.__wrapped__(given_problem, time_limit=60, method="list", seed=seed) for seed in (3, 3))
     assert first.rows == second.rows and first.method == second.method
@@ -239,13 +240,13 @@ def test_a_schedule_is_searched_once():
     assert search(problem(5), seed=7) is search(problem(5), seed=7)
 
 
-def test_memory_that_holds_no_micro_batch_is_an_error():
+def test_too_little_memory_for_one_micro_batch_is_an_error():
     with pytest.raises(ScheduleError, match=r"serial 1F1B needs 15\.6. Raise memory_cap"):
         search(problem(2, memory_cap=0.05))
 
 
 def wide(devices, micro_batches, **fields):
-    """Two models of so many stages, against each other."""
+    """Return a problem of two models with opposite directions."""
     model = {"stages": devices, "micro_batches": micro_batches, "forward": 1, "backward": 2}
     models = [model | {"name": "actor"}, model | {"name": "critic", "direction": "up"}]
     return parse({"devices": devices, "models": models, "memory_cap": 1.0} | fields)
@@ -265,10 +266,10 @@ def test_the_time_limit_holds_for_large_problems_in_every_step(large):
     found = search(large, time_limit=limit)
     spent = time.process_time() - began
     assert found.makespan < found.serial_1f1b
-    assert spent < limit + 4 * FINISHING_S * large.operations, "about 55 s where baselines were drawn to their end"
+    assert spent < limit + 4 * FINISHING_S * large.operations, "about 55 s if all baselines were completed"
 
 
-def test_annealing_and_tabu_search_stop_when_they_are_told():
+def test_annealing_and_tabu_search_stop_on_request():
     given_problem = problem(6, memory_cap=1.0)
     shop, stop = compile_problem(given_problem), np.ones(1, np.bool_)
     order = Draws(shop, 0).draw(float("inf"), lambda length, most: (length,)).order
@@ -279,8 +280,17 @@ def test_annealing_and_tabu_search_stop_when_they_are_told():
 
 def test_the_alarm_of_a_search_stops_compiled_loops():
     given_problem = problem(6, memory_cap=1.0)
-    hunt = _Search(given_problem, 0.2, 0)
-    with hunt.alarm():
-        hunt.draw()
-        tabu(hunt.shop, state_of(hunt.shop, hunt.order), 0.0, np.inf, 10**9, 5, 0, hunt.stop)
-    assert hunt.stop[0] and hunt.is_over()
+    search_state = _Search(given_problem, 0.2, 0)
+    with search_state.alarm():
+        search_state.draw()
+        tabu(
+            search_state.shop,
+            state_of(search_state.shop, search_state.order),
+            0.0,
+            np.inf,
+            10**9,
+            5,
+            0,
+            search_state.stop,
+        )
+    assert search_state.stop[0] and search_state.is_over()

@@ -1,4 +1,4 @@
-"""Folders in shared memory end with their makers."""
+"""Scratch folders are removed after their process ends."""
 
 import os
 import subprocess
@@ -17,11 +17,11 @@ MAKER = (
 SWEEP = "import pathlib; assert scratch.sweep('x-', pathlib.Path(sys.argv[1])) == []"
 
 
-def test_the_folder_of_a_killed_process_goes_with_the_next_and_a_living_ones_stays(tmp_path):
+def test_folders_of_killed_processes_are_removed_and_those_of_live_ones_kept(tmp_path):
     subprocess.run([sys.executable, "-c", f"{MAKER}; os.kill(os.getpid(), 9)", tmp_path], timeout=60)
-    (left,) = tmp_path.iterdir()
+    (leftover,) = tmp_path.iterdir()
     mine, held = scratch.make("x-", tmp_path)
-    assert not left.exists() and mine.exists()
+    assert not leftover.exists() and mine.exists()
     other, _ = scratch.make("x-", tmp_path)
     assert mine.exists() and other.exists()
     held.close()
@@ -29,7 +29,7 @@ def test_the_folder_of_a_killed_process_goes_with_the_next_and_a_living_ones_sta
     assert list(tmp_path.iterdir()) == [other]
 
 
-def test_of_files_in_shared_memory_only_those_go_that_a_folder_records(tmp_path, monkeypatch):
+def test_only_recorded_files_in_shared_memory_are_removed(tmp_path, monkeypatch):
     folder, held = scratch.make("x-", tmp_path)
     names = "psm_recorded", "psm_replaced", "sem.mp-of-others", "vllm_dist_of_others"
     recorded, replaced, *others = files = [tmp_path / name for name in names]
@@ -37,17 +37,17 @@ def test_of_files_in_shared_memory_only_those_go_that_a_folder_records(tmp_path,
         file.touch()
     scratch.attach(folder, [recorded, replaced, tmp_path / "psm_gone"])
     (tmp_path / "new").touch()
-    (tmp_path / "new").rename(replaced)  # another program has taken the name
+    (tmp_path / "new").rename(replaced)  # another program reuses the name
     assert scratch.attached(folder) == [recorded]
     with monkeypatch.context() as later:
-        later.setattr(scratch, "BOOT", "another")  # inodes are those of other files now
+        later.setattr(scratch, "BOOT", "another")  # after a reboot, inodes belong to other files
         assert scratch.attached(folder) == []
     held.close()
     scratch.sweep("x-", tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted([replaced, *others])
 
 
-def test_processes_that_outlive_their_driver_go_with_its_folder(tmp_path):
+def test_processes_that_outlive_their_driver_are_ended_with_its_folder(tmp_path):
     code = (
         "import os, pathlib, subprocess; from rlfuse.cluster import scratch\n"
         f"folder, held = scratch.make(scratch.RUN, pathlib.Path({str(tmp_path)!r}))\n"
@@ -56,16 +56,16 @@ def test_processes_that_outlive_their_driver_go_with_its_folder(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60)
     other = subprocess.Popen(["sleep", "60"], env=os.environ | {"TMPDIR": str(tmp_path)})
-    left = psutil.Process(int(done.stdout))
+    orphan = psutil.Process(int(done.stdout))
     mine, _held = scratch.make(scratch.RUN, tmp_path)
     assert [*tmp_path.iterdir()] == [mine]
-    assert not left.is_running() or left.status() == psutil.STATUS_ZOMBIE
+    assert not orphan.is_running() or orphan.status() == psutil.STATUS_ZOMBIE
     assert other.poll() is None
     other.kill()
     other.wait()
 
 
-def test_a_process_takes_its_temporary_files_along_and_a_fork_of_it_does_not(tmp_path):
+def test_a_process_removes_its_temporary_files_at_exit_but_a_fork_does_not(tmp_path):
     code = (
         "import os, pathlib, sys, tempfile; from rlfuse.cluster import scratch\n"
         "scratch.LONGEST_ROOT = 200; scratch.keep_temporary_files(); print(tempfile.mkdtemp(), flush=True)\n"
@@ -81,7 +81,7 @@ def test_a_process_takes_its_temporary_files_along_and_a_fork_of_it_does_not(tmp
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_root_that_is_too_deep_for_sockets_is_not_taken(tmp_path, monkeypatch):
+def test_a_root_too_long_for_socket_paths_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_TMPDIR", "/short")
     assert scratch.temporary_root() == Path("/short")
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "deep"))
@@ -90,8 +90,8 @@ def test_a_root_that_is_too_deep_for_sockets_is_not_taken(tmp_path, monkeypatch)
     assert len(f"{'r' * scratch.LONGEST_ROOT}/{session}/sockets/plasma_store") <= 107
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
-def test_folders_of_another_user_are_let_alone():
+@pytest.mark.skipif(os.getuid() != 0, reason="requires root")
+def test_folders_of_another_user_are_not_removed():
     with tempfile.TemporaryDirectory(dir="/tmp") as root:
         os.chmod(root, 0o755)
         folder, held = scratch.make("x-", Path(root))

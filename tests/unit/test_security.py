@@ -1,4 +1,4 @@
-"""Secrets are hidden in all output, and pickles are not loaded."""
+"""Secrets are hidden in all output, and pickled weights are rejected."""
 
 import time
 
@@ -31,28 +31,28 @@ OTHER_NAMES = [
 
 
 def test_values_of_secret_variables_become_their_names():
-    given = {"kwargs": {"judge": "abcdefgh-1", "header": "Bearer abcdefgh-1", "kind": "text", "home": "/home/somebody"}}
+    data = {"kwargs": {"judge": "abcdefgh-1", "header": "Bearer abcdefgh-1", "kind": "text", "home": "/home/somebody"}}
     expected = {"judge": "${oc.env:JUDGE_API_KEY}", "header": "Bearer ${oc.env:JUDGE_API_KEY}"}
-    assert by_name(given, ENVIRONMENT)["kwargs"] == given["kwargs"] | expected
-    assert hidden(given, ENVIRONMENT) == by_name(given, ENVIRONMENT)
+    assert by_name(data, ENVIRONMENT)["kwargs"] == data["kwargs"] | expected
+    assert hidden(data, ENVIRONMENT) == by_name(data, ENVIRONMENT)
 
 
 def test_keys_and_credentials_in_urls_are_hidden():
-    given = {
+    data = {
         "functions": [{"path": "https://me:word@judge.example/score?key=abc&n=2", "kwargs": {"api_key": "abc"}}],
         "prompt_key": "question", "tokens_per_frame": 4, "hf_token": "hf_1", "password": "", "max_tokens": 3,
     }  # fmt: skip
-    found = hidden(given, {})
+    found = hidden(data, {})
     assert found["functions"] == [{"path": "https://***@judge.example/score?key=***&n=2", "kwargs": {"api_key": "***"}}]
-    assert found | {"functions": None, "hf_token": "hf_1"} == given | {"functions": None}
+    assert found | {"functions": None, "hf_token": "hf_1"} == data | {"functions": None}
     assert found["hf_token"] == "***"
     assert hidden_text("ConnectionError: http://u:p@h:1/x", {}) == "ConnectionError: http://***@h:1/x"
 
 
 @pytest.mark.parametrize("name", SECRET_NAMES)
 def test_values_of_secret_names_are_hidden_in_any_form(name):
-    given = {name: "correct horse"}
-    assert hidden({"headers": given}, {}) == {"headers": {name: "***"}}
+    data = {name: "correct horse"}
+    assert hidden({"headers": data}, {}) == {"headers": {name: "***"}}
     assert hidden({name: ["correct horse", {"of": "staple"}], "n": {name: 12345678}}, {}) == {
         name: ["***", {"of": "***"}],
         "n": {name: "***"},
@@ -60,9 +60,9 @@ def test_values_of_secret_names_are_hidden_in_any_form(name):
 
 
 @pytest.mark.parametrize("name", OTHER_NAMES)
-def test_names_that_only_look_like_those_of_secrets_hide_nothing(name):
-    given = {name: "correct horse 12345678"}
-    assert hidden(given, {}) == given and hidden_text(f"{given}, {name}=abcd1234", {}) == f"{given}, {name}=abcd1234"
+def test_values_of_similar_but_harmless_names_are_not_hidden(name):
+    data = {name: "correct horse 12345678"}
+    assert hidden(data, {}) == data and hidden_text(f"{data}, {name}=abcd1234", {}) == f"{data}, {name}=abcd1234"
 
 
 PEM = "-----BEGIN RSA PRIVATE KEY-----\nMIIEow\nhunter22\n-----END RSA PRIVATE KEY-----"
@@ -122,7 +122,7 @@ def test_hiding_secrets_is_fast():
 def test_values_of_all_secret_variables_are_hidden(name):
     assert hidden_text("sent hunter22hunter22", {name: "hunter22hunter22"}) == f"sent ${{oc.env:{name}}}"
     both = {"A_TOKEN": "hunter22", name: "hunter22hunter22"}
-    assert hidden_text("sent hunter22hunter22", both) == f"sent ${{oc.env:{name}}}", "the longer one first"
+    assert hidden_text("sent hunter22hunter22", both) == f"sent ${{oc.env:{name}}}", "longer values are replaced first"
     assert (
         hidden_text("in /home/somebody", {"PWD": "/home/somebody", "OLDPWD": "/home/somebody"}) == "in /home/somebody"
     )
@@ -152,14 +152,14 @@ def test_secrets_in_arguments_of_a_reward_class_are_hidden(tmp_path):
     assert failed.message == "ValueError: the server refused ***" and key not in failed.traceback
 
 
-def test_secrets_of_a_configuration_are_hidden_wherever_their_values_appear():
+def test_values_of_secrets_in_a_configuration_are_hidden_everywhere():
     remember({"reward": {"functions": ["http://:se%2Fcret-1@host/x", {"kwargs": {"api_key": "unheard-of", "n": 3}}]}})
     assert hidden_text("unheard-of se/cret-1 se%2Fcret-1", {}) == "*** *** ***"
     assert hidden(["unheard-of"], {}) == ["***"]
     assert hidden_command("rlfuse eval 'x={api_key: abc}' unheard-of") == "rlfuse eval 'x={api_key: ***}' '***'"
 
 
-def test_pickled_weights_are_refused(tmp_path):
+def test_pickled_weights_are_rejected(tmp_path):
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=8, num_key_value_heads=1, **sizes))
     model.config.save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""Selection of the prompts that a step draws and repeats."""
+"""Selection of prompts for each step, including repeated and deferred ones."""
 
 from collections import Counter
 from itertools import pairwise
@@ -21,7 +21,7 @@ DATA = sorted(LABELS)
 
 
 class CountingSource(PromptSource):
-    """Remembers what was fetched."""
+    """A source that counts the fetched prompts."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -34,56 +34,56 @@ class CountingSource(PromptSource):
 
 
 class Steps:
-    """A selection whose steps end with randomly chosen groups whole, as a board would end them."""
+    """A selection whose steps end with randomly chosen complete groups."""
 
     def __init__(self, data, batch=4, excess=0.5, count=24, seed=0):
         self.rng, self.step = np.random.default_rng(seed), 0
         self.source = CountingSource(prompts(count), batch, True, seed)
         self.selection = Selection(data, excess, batch, self.source)
-        self.learned, self.left = Counter(), []
+        self.learned, self.unused = Counter(), []
 
     def take(self):
-        """One step: (draw, groups learned from)."""
+        """Take one step; return (draw, groups trained on)."""
         self.step += 1
         draw = self.selection.draw(lambda drawn: make_groups(drawn, 2, 0, self.step))
         chosen = set(self.rng.permutation(draw.eligible)[: draw.needed].tolist())
-        self.left = [group for number, group in enumerate(draw.groups) if number not in chosen]
-        whole = [group for number, group in enumerate(draw.groups) if number in chosen]
+        self.unused = [group for number, group in enumerate(draw.groups) if number not in chosen]
+        complete = [group for number, group in enumerate(draw.groups) if number in chosen]
         partials = {}
-        for sample in (sample for group in self.left for sample in group.samples if sample.response is None):
+        for sample in (sample for group in self.unused for sample in group.samples if sample.response is None):
             if sample.rollout_index == 0:
                 sample.response, sample.reward = response(5, self.step - 1), Reward(1.0)
             else:
                 partials[sample.id] = partial(2, self.step - 1)
-        self.learned.update(group.prompt.index for group in whole)
-        self.selection.return_unused(self.left, partials)
+        self.learned.update(group.prompt.index for group in complete)
+        self.selection.return_unused(self.unused, partials)
         self.partials = partials
-        return draw, whole
+        return draw, complete
 
 
 @pytest.mark.parametrize("data", DATA)
 @settings(deadline=None, derandomize=True, max_examples=40)
 @given(batch=st.integers(1, 6), excess=st.floats(0.05, 1.5), seed=st.integers(0, 1000), taken=st.integers(1, 9))
-def test_a_step_learns_from_one_batch_of_different_prompts_and_none_gets_lost(data, batch, excess, seed, taken):
+def test_a_step_trains_on_one_batch_of_distinct_prompts_and_no_prompt_is_lost(data, batch, excess, seed, taken):
     steps = Steps(data, batch, excess, 6 * batch, seed)
     for _ in range(taken):
-        draw, whole = steps.take()
+        draw, complete = steps.take()
         indices = [group.prompt.index for group in draw.groups]
-        assert len(set(indices)) == len(indices) and len(whole) == batch == draw.needed
+        assert len(set(indices)) == len(indices) and len(complete) == batch == draw.needed
     to_come = steps.selection.state_dict()
     assert steps.learned + Counter(to_come["again"]) + Counter(to_come["new"]) == steps.source.fetched
 
 
-def test_exact_draws_each_batch_as_it_comes():
+def test_exact_draws_batches_in_order():
     steps, source = Steps("exact"), PromptSource(prompts(24), 4, True, 0)
     for _ in range(9):
         assert [group.prompt.index for group in steps.take()[0].groups] == [p.index for p in source.next_batch()]
     assert steps.selection.state_dict() == {"again": [], "new": []}
 
 
-def test_what_comes_next_is_told_without_taking_it():
+def test_upcoming_prompts_are_reported_without_drawing_them():
     steps = Steps("exact", batch=4, count=10)
-    for _ in range(6):  # over the ends of epochs
+    for _ in range(6):  # across epochs
         before = steps.selection.state_dict(), steps.source.state_dict()
         upcoming = steps.selection.upcoming()
         assert (steps.selection.state_dict(), steps.source.state_dict()) == before
@@ -92,14 +92,14 @@ def test_what_comes_next_is_told_without_taking_it():
 
 
 @pytest.mark.parametrize("data", DATA)
-def test_what_comes_next_is_a_guess_where_prompts_are_given_back(data):
+def test_upcoming_prompts_are_an_estimate_if_prompts_are_returned(data):
     steps = Steps(data, batch=4, count=24)
     for _ in range(3):
         steps.take()
         assert 0 < len(steps.selection.upcoming()) <= 4
 
 
-def test_tail_batching_answers_prompts_that_were_cut_off_in_rounds_of_their_own_that_run_to_the_end():
+def test_tail_batching_completes_cut_off_prompts_in_separate_rounds():
     steps, cut_off, tails = Steps("tail_batching"), set(), 0
     for _ in range(12):
         draw, _ = steps.take()
@@ -109,36 +109,36 @@ def test_tail_batching_answers_prompts_that_were_cut_off_in_rounds_of_their_own_
             tails, cut_off = tails + 1, cut_off - indices
         else:
             assert len(indices) == 6 and len(cut_off) < 4
-        cut_off |= {group.prompt.index for group in steps.left}
-    assert tails == 4  # two of six are cut off in each of the other eight
+        cut_off |= {group.prompt.index for group in steps.unused}
+    assert tails == 4  # two of six prompts are cut off in each of the other eight steps
 
 
-def test_over_sampling_starts_what_was_cut_off_anew():
+def test_over_sampling_restarts_cut_off_prompts():
     steps = Steps("over_sampling")
     steps.take()
-    left = [group.prompt.index for group in steps.left]
+    unused = [group.prompt.index for group in steps.unused]
     draw, _ = steps.take()
-    assert [group.prompt.index for group in draw.groups[:2]] == left
+    assert [group.prompt.index for group in draw.groups[:2]] == unused
     assert draw.partials == {} and {sample.step for group in draw.groups for sample in group.samples} == {2}
 
 
 @pytest.mark.parametrize("data", ["partial_rollout", "one_step_off"])
-def test_what_was_begun_is_carried_over_and_scored_afresh(data):
+def test_partial_responses_are_carried_over_and_scored_again(data):
     steps = Steps(data)
     steps.take()
-    left, partials = steps.left, steps.partials
-    assert any(sample.response for group in left for sample in group.samples) and partials
+    unused, partials = steps.unused, steps.partials
+    assert any(sample.response for group in unused for sample in group.samples) and partials
     draw, _ = steps.take()
-    assert draw.groups[: len(left)] == left and draw.partials == partials
-    assert all(sample.reward is None and not sample.tensors for group in left for sample in group.samples)
+    assert draw.groups[: len(unused)] == unused and draw.partials == partials
+    assert all(sample.reward is None and not sample.tensors for group in unused for sample in group.samples)
 
 
-def test_one_step_off_learns_from_each_batch_one_step_after_it_was_begun():
+def test_one_step_off_trains_on_each_batch_one_step_later():
     steps = Steps("one_step_off")
     drawn = [steps.take() for _ in range(4)]
-    for (before, _), (after, whole) in pairwise(drawn):
-        assert whole == after.groups[:4] == before.groups[4:]
-        assert {sample.step for group in whole for sample in group.samples} == {after.groups[4].samples[0].step - 1}
+    for (before, _), (after, complete) in pairwise(drawn):
+        assert complete == after.groups[:4] == before.groups[4:]
+        assert {sample.step for group in complete for sample in group.samples} == {after.groups[4].samples[0].step - 1}
 
 
 @pytest.mark.parametrize("data", DATA)
@@ -149,14 +149,14 @@ def test_a_resumed_selection_draws_the_same_prompts(data):
     resumed.selection.load_state_dict(steps.selection.state_dict())
     resumed.source.load_state_dict(steps.source.state_dict())
     assert resumed.selection.state_dict() == steps.selection.state_dict()
-    first, again = ({group.prompt.index for group in each.take()[0].groups} for each in (steps, resumed))
-    assert first == again
-    fewer = Steps(data, count=12)  # of other data
+    first, second = ({group.prompt.index for group in each.take()[0].groups} for each in (steps, resumed))
+    assert first == second
+    fewer = Steps(data, count=12)  # with a smaller dataset
     fewer.selection.load_state_dict({"again": [3, 20], "new": [23, 7]})
     assert fewer.selection.state_dict() == {"again": [3], "new": [7]}
 
 
-def test_too_few_prompts_are_an_error_and_no_endless_search():
+def test_too_few_prompts_are_an_error():
     with pytest.raises(
         ValueError, match=r"data\.train_files has only 4 distinct prompts.*lower data\.train_batch_size"
     ):
@@ -182,7 +182,7 @@ FEW = [
 
 
 @pytest.mark.parametrize(("data", "batch", "excess", "count", "part"), FEW, ids=str)
-def test_too_few_prompts_are_refused_before_anything_starts(data, batch, excess, count, part):
+def test_too_few_prompts_are_rejected_at_startup(data, batch, excess, count, part):
     config = Config()
     config.data.train_batch_size, config.fusion.data, config.fusion.excess = batch, data, excess
     source = PromptSource(prompts(count), batch, True, 1)
@@ -193,7 +193,7 @@ def test_too_few_prompts_are_refused_before_anything_starts(data, batch, excess,
         return
     check_enough(config, source)
     steps = Steps(data, batch, excess, count)
-    assert all(len(steps.take()[0].groups) >= batch for _ in range(12)), "and what is enough stays so"
+    assert all(len(steps.take()[0].groups) >= batch for _ in range(12)), "enough prompts remain enough"
 
 
 @settings(max_examples=60, deadline=None)
@@ -204,9 +204,9 @@ def test_as_many_prompts_as_a_step_draws_are_always_enough(data, batch, excess, 
     count = max(-(-drawn_at_most(data, excess, batch) // batch) * batch, batch) + more
     steps = Steps(data, batch, excess, count, drawn.draw(st.integers(0, 99)))
     for _ in range(15):
-        draw, whole = steps.take()
+        draw, complete = steps.take()
         indices = [group.prompt.index for group in draw.groups]
-        assert len(whole) == batch and len(set(indices)) == len(indices)
+        assert len(complete) == batch and len(set(indices)) == len(indices)
 
 
 def test_the_label_of_a_run_is_the_weakest_of_its_steps():
@@ -218,14 +218,14 @@ def test_the_label_of_a_run_is_the_weakest_of_its_steps():
 
 
 @pytest.mark.parametrize("data", ["over_sampling", "tail_batching", "partial_rollout"])
-def test_prompts_that_are_set_aside_are_counted_and_kept_after_a_switch(data):
+def test_deferred_prompts_are_counted_and_kept_after_a_change_to_exact(data):
     steps = Steps(data)
     assert not steps.selection.set_aside
     steps.take()
     exact = Selection("exact", 0.5, 4, steps.source)
     exact.load_state_dict(steps.selection.state_dict())
-    left = sorted(group.prompt.index for group in steps.left)
-    assert exact.set_aside == left and exact.metrics() == {"fusion/prompts_set_aside": 2}
+    unused = sorted(group.prompt.index for group in steps.unused)
+    assert exact.set_aside == unused and exact.metrics() == {"fusion/prompts_set_aside": 2}
     drawn = exact.draw(lambda prompts: make_groups(prompts, 2, 0, 2)).groups
-    assert not {group.prompt.index for group in drawn} & set(left), "a batch of new prompts"
+    assert not {group.prompt.index for group in drawn} & set(unused), "a batch of new prompts"
     assert Selection("exact", 0.5, 4, steps.source).metrics() == {}

@@ -1,3 +1,5 @@
+"""Packing of rows for sequence parallelism: degrees, costs, lower bounds, and lockstep plans."""
+
 import math
 import random
 from collections import Counter
@@ -23,16 +25,16 @@ from rlfuse.engines.trainer.sequence_parallel_packing import (
 from rlfuse.samples import Row
 
 TWO_CORES = (1.0, 1.0, 1.5, 2.0)
-"""For four ranks."""
+"""Slowdown of four ranks on two cores."""
 
 
 def costs(start=0.0, token=0.0, pair=0.0, slower=(1.0,)):
-    """Two ranks and four have the same overhead."""
+    """Return costs with the same overhead for two and four ranks."""
     return Costs(pair, dict.fromkeys((2, 4), Overhead(start, token)), slower)
 
 
 def slower(rng):
-    """Of four ranks on one, two or four cores that share something else, too."""
+    """Draw the slowdown of four ranks on one, two or four cores that also share other resources."""
     cores, shared = rng.choice([1, 2, 4]), rng.random() / 5
     return tuple(max(1.0, count / cores) * (1 + shared * (count - 1)) for count in range(1, 5))
 
@@ -46,7 +48,7 @@ def random_rows(rng):
 
 
 @pytest.mark.slow
-def test_every_row_runs_once_on_aligned_ranks_that_meet_in_one_order():
+def test_every_row_runs_once_on_aligned_ranks_in_one_order():
     for seed in range(60):
         rng = random.Random(seed)
         rows, ranks, budget = random_rows(rng), rng.choice([4, 8]), rng.randint(50, 600)
@@ -73,59 +75,59 @@ def test_every_row_runs_once_on_aligned_ranks_that_meet_in_one_order():
         assert set(times) == set(range(len(rows)))
 
 
-def test_without_slices_the_plan_is_that_of_balanced_micro_batches():
+def test_without_sequence_parallelism_the_plan_has_balanced_micro_batches():
     for seed in range(30):
         rng = random.Random(seed)
         rows, ranks, budget = random_rows(rng), rng.randint(1, 5), rng.randint(50, 600)
         found = plan(unit_per_row(rows), ranks, budget)
         tokens = [each.tokens for each in rows]
-        wanted = [
+        expected = [
             [[mine[i] for i in bin] for bin in pack([tokens[i] for i in mine], budget)]
             for mine in balance(tokens, ranks)
         ]
-        assert [[list(each.rows) for each in shares] for shares in found] == wanted
+        assert [[list(each.rows) for each in shares] for shares in found] == expected
 
 
 @pytest.mark.parametrize(
     "tokens, ranks, budget, costs, degrees",
     [
-        ([100], 4, 1000, Costs(), {4}),  # others would idle
-        ([100], 4, 1000, costs(80.0), {1}),  # meeting costs more than it saves
-        ([100, 100], 4, 1000, costs(20.0), {2}),  # 100 on one rank each, 70 on two, 90 on all one after the other
+        ([100], 4, 1000, Costs(), {4}),  # the other ranks would be idle
+        ([100], 4, 1000, costs(80.0), {1}),  # the exchange costs more than it saves
+        ([100, 100], 4, 1000, costs(20.0), {2}),  # 100 on one rank each, 70 on two, 90 on all in sequence
         ([100], 4, 30, costs(1e9), {4}),  # nothing else fits
-        ([100] * 8, 4, 1000, Costs(), {1}),  # all ranks have work without
+        ([100] * 8, 4, 1000, Costs(), {1}),  # all ranks have work with degree 1
         ([900, 100, 100, 100], 4, 1000, costs(30.0), {4}),  # all in one micro-batch, so one start
         ([900, 100, 100, 100], 4, 240, costs(30.0), {4, 1}),  # a second one starts too late
         ([9] * 40, 4, 100, costs(token=0.2), {1}),
         ([100], 4, 1000, costs(1.0, slower=TWO_CORES), {2}),  # four ranks would do the same work on the same two cores
-        ([100, 100], 4, 1000, costs(1.0, slower=TWO_CORES), {1}),  # both cores are at work
-        ([100] * 3, 4, 1000, costs(1.0, slower=TWO_CORES), {1}),  # the third takes turns with the two others
-        ([100, 100, 100], 2, 1000, costs(1.0), {1, 2}),  # two side by side, and then the third on both ranks
+        ([100, 100], 4, 1000, costs(1.0, slower=TWO_CORES), {1}),  # both cores are busy
+        ([100] * 3, 4, 1000, costs(1.0, slower=TWO_CORES), {1}),  # the third shares cores with the other two
+        ([100, 100, 100], 2, 1000, costs(1.0), {1, 2}),  # two in parallel, then the third on both ranks
         ([100, 100, 100], 2, 1000, costs(1.0, slower=(1.0, 2.0)), {1}),  # one core
         ([100], 2, 1000, costs(30.0, slower=(1.0, 1.3)), {1}),
         ([100], 2, 1000, costs(30.0, slower=(1.0, 1.1)), {2}),
         ([100, 100], 4, 30, costs(1.0, slower=TWO_CORES), {4}),  # nothing else fits
     ],
 )
-def test_the_degree_is_the_smallest_that_fits_and_is_soonest_done(tokens, ranks, budget, costs, degrees):
+def test_the_degree_fits_and_minimises_the_time(tokens, ranks, budget, costs, degrees):
     rows, degrees_allowed = [row(1, size - 1) for size in tokens], degrees_up_to(min(ranks, 4))
     found = plan(unit_per_row(rows), ranks, budget, degrees_allowed, costs)
     assert {share.degree for shares in found for share in shares} == degrees
 
 
-def test_ranks_that_share_cores_make_room_when_they_are_done():
+def test_ranks_that_finish_free_their_shared_cores():
     two = costs(slower=TWO_CORES)
     assert two.end([]) == two.end([0.0, 0.0]) == 0.0
     assert two.end([8, 0, 0, 0]) == two.end([8, 8]) == 8.0
     assert two.end([8, 8, 8, 8]) == 16.0
-    assert two.end([2, 8, 4, 4]) == 2 * 2 + 1.5 * 2 + 4  # all four, then three, then one alone
-    assert costs(slower=(1.0, 1.5)).end([4, 4, 4]) == 6.0  # as the last that was measured
+    assert two.end([2, 8, 4, 4]) == 2 * 2 + 1.5 * 2 + 4  # four ranks, then three, then one
+    assert costs(slower=(1.0, 1.5)).end([4, 4, 4]) == 6.0  # as the last measurement
     assert Costs().end([3, 5]) == 5.0
 
 
 @pytest.mark.slow
 def test_no_plan_ends_later_than_one_degree_for_all():
-    """By the model's own account, whatever the batch and the machine."""
+    """Compare predicted times over random batches and machines."""
     for seed in range(200):
         rng = random.Random(seed)
         machine = costs(rng.choice([0, 5, 50]), rng.choice([0, 0.05, 0.5]), rng.choice([0, 0.01]), slower=slower(rng))
@@ -143,7 +145,7 @@ def test_no_plan_ends_later_than_one_degree_for_all():
 
 
 def clips_and_texts(seed, batches=1):
-    """Clips of an hour among short answers."""
+    """Return units of hour-long clips and of short texts."""
     rng = random.Random(seed)
     clips = [rng.randint(40_000, 90_000) for _ in range(rng.randint(6, 11) * batches)]
     lengths = clips + [rng.randint(100, 600) for _ in range(400 * batches)]
@@ -156,13 +158,13 @@ def over_bound(units, ranks, budget, machine, lockstep=False, degrees=(1, 2, 4, 
 
 
 SEVEN_B = 3.7e-5
-"""A pair of tokens in attention of a model of 7B parameters."""
+"""Cost of a pair of tokens in attention of a 7B model."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [16_384, 100_000])
 def test_clips_among_texts_keep_32_ranks_equally_busy(budget):
-    """Where memory alone would give a clip 4 or 8 ranks, and one."""
+    # For memory alone, a clip would need 4 or 8 ranks, or one.
     ratios = [over_bound(clips_and_texts(seed), 32, budget, Costs(SEVEN_B)) for seed in range(20)]
     assert min(ratios) > 1 - 1e-9 and max(ratios) < 1.07 and np.mean(ratios) < 1.01
     exchanges = Costs(SEVEN_B, {1: Overhead(20), **{d: Overhead(20 + 5 * d, 0.01) for d in (2, 4, 8)}})
@@ -172,13 +174,13 @@ def test_clips_among_texts_keep_32_ranks_equally_busy(budget):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [16_384, 100_000])
-def test_ranks_that_wait_for_each_other_in_every_micro_batch_do_so_with_micro_batches_as_long(budget):
-    """Without regard to that the same units take 1.10 to 1.38 times the bound, 1.24 in the mean."""
+def test_lockstep_ranks_have_micro_batches_of_similar_length(budget):
+    # A plan that ignores lockstep takes 1.10x to 1.38x the bound, 1.24x on average.
     ratios = [over_bound(clips_and_texts(seed), 32, budget, Costs(SEVEN_B), True) for seed in range(10)]
     assert min(ratios) > 1 - 1e-9 and max(ratios) < 1.1 and np.mean(ratios) < 1.02
 
 
-def test_short_units_fill_what_is_left_of_a_column_cut_as_the_long_one_beside_them():
+def test_short_units_fill_the_rest_of_a_column_with_the_degree_of_its_long_unit():
     units = unit_per_row([row(1, tokens - 1) for tokens in (80, 60, 6, 4)])
     shares = plan_lockstep(units, 4, 40, (1, 2), Costs())
     assert [[(share.rows, share.degree) for share in mine] for mine in shares] == [[((0,), 2)]] * 2 + [
@@ -198,14 +200,14 @@ def test_a_column_holds_units_of_different_degrees():
 
 @pytest.mark.slow
 def test_clips_among_texts_keep_512_ranks_equally_busy():
-    """As many for each rank; and so few that the longest clip alone is the bound."""
+    """Check the same number of units per rank, and so few that the longest clip determines the bound."""
     assert 1 <= over_bound(clips_and_texts(0, batches=16), 512, 16_384, Costs(SEVEN_B)) < 1.05
     assert over_bound(clips_and_texts(1), 512, 16_384, Costs(SEVEN_B)) == pytest.approx(1)
     assert 1 <= over_bound(clips_and_texts(0, batches=16), 512, 16_384, Costs(SEVEN_B), lockstep=True) < 1.05
 
 
 @pytest.mark.slow
-def test_no_plan_is_sooner_done_than_the_bound():
+def test_no_plan_is_faster_than_the_bound():
     for seed in range(200):
         rng = random.Random(seed)
         machine = replace(
@@ -219,8 +221,8 @@ def test_no_plan_is_sooner_done_than_the_bound():
         assert makespan(shares, units, machine, lockstep) >= bound * (1 - 1e-9), seed
 
 
-def test_long_units_that_share_no_micro_batch_bound_a_plan_together():
-    """Five on two groups of two ranks; the last doesn't fill half of a micro-batch."""
+def test_long_units_in_separate_micro_batches_bound_a_plan():
+    # Five units on two groups of two ranks; the last one fills less than half of a micro-batch.
     units = [Unit((i,), tokens, 0.0) for i, tokens in enumerate((10, 9, 8, 7, 6, 5))]
     assert bounds(units[:3], 4, 5, (1, 2), Costs()) == (27 / 4, (9 + 8) / 2)
     assert bounds(units, 4, 5, (1, 2), Costs()) == (45 / 4, (8 + 7 + 6) / 2)
@@ -228,7 +230,7 @@ def test_long_units_that_share_no_micro_batch_bound_a_plan_together():
     assert bounds(units, 4, 5, (1, 2), Costs(slower=(1.0, 3.0)))[1] == 3 * (8 + 7 + 6) / 2
 
 
-def test_the_makespan_is_that_of_the_last_rank_and_in_lockstep_of_every_micro_batch():
+def test_the_makespan_is_the_maximum_over_ranks_and_in_lockstep_per_micro_batch():
     units, machine = [Unit((0, 1), 80, 0.0), Unit((2,), 10, 0.0), Unit((3,), 30, 0.0)], costs(start=2.0)
     shares = [[Share((0, 1), 2), Share((2,))], [Share((0, 1), 2), Share((3,))]]
     assert makespan(shares, units, machine, False) == makespan(shares, units, machine, True) == 40 + 2 + 30
@@ -238,7 +240,7 @@ def test_the_makespan_is_that_of_the_last_rank_and_in_lockstep_of_every_micro_ba
     assert makespan(shares, units, slow, False) == 3 * (42 + 30)
 
 
-def test_passes_with_gradients_have_more_work_and_not_as_many_more_exchanges():
+def test_backward_passes_add_more_work_than_exchanges():
     machine, units = costs(60.0), unit_per_row([row(1, 99)])
     assert plan(units, 2, 1000, (1, 2), machine)[0][0].degree == 1
     assert plan(units, 2, 1000, (1, 2), machine.trained())[0][0].degree == 2
@@ -246,22 +248,22 @@ def test_passes_with_gradients_have_more_work_and_not_as_many_more_exchanges():
     assert machine.trained() == Costs(0.1, {1: Overhead(6.0), 2: Overhead(8.0, pytest.approx(0.2))}, TWO_CORES)
 
 
-def test_costs_are_read_off_timed_passes():
+def test_costs_are_fitted_to_timed_passes():
     token, sizes = 1e-4, (32, 1024)
     real = Costs(0.002, {1: Overhead(20.0), 2: Overhead(30.0, 0.1), 4: Overhead(50.0, 0.05)}, (1.0, 1.0, 1.5, 2.0))
 
-    def taken(degree, size):
+    def timing(degree, size):
         return token * (real.start(degree) + real.seconds(Unit((0,), size, size**2 / 2), degree))
 
-    found = fit_costs({d: [taken(d, size) for size in sizes] for d in (1, 2, 4)}, sizes, 0.002 * token, real.slower)
+    found = fit_costs({d: [timing(d, size) for size in sizes] for d in (1, 2, 4)}, sizes, 0.002 * token, real.slower)
     assert found.pair == pytest.approx(real.pair) and found.slower == real.slower
     for degree, overhead in real.overheads.items():
         assert found.overheads[degree].start == pytest.approx(overhead.start)
         assert found.overheads[degree].token == pytest.approx(overhead.token, abs=1e-9)
 
 
-def test_what_noise_makes_of_timed_passes_is_never_a_gain():
+def test_noise_in_timed_passes_never_gives_negative_costs():
     found = fit_costs({1: [0.01, 0.1], 2: [0.001, 0.01]}, (32, 1024), 1e-9, (1.0, 1.0))
     assert found.overheads[2] == Overhead(0.0, 0.0)
-    upside_down = fit_costs({1: [0.1, 0.01], 2: [0.2, 0.1]}, (32, 1024), 1e-9, (1.0, 1.0))
-    assert all(0 <= number < math.inf for number in (upside_down.pair, upside_down.start(1), upside_down.start(2)))
+    decreasing = fit_costs({1: [0.1, 0.01], 2: [0.2, 0.1]}, (32, 1024), 1e-9, (1.0, 1.0))
+    assert all(0 <= number < math.inf for number in (decreasing.pair, decreasing.start(1), decreasing.start(2)))

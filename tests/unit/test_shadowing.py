@@ -1,4 +1,4 @@
-"""Modules in the working folder shadow no installed ones, in any process that a command starts."""
+"""Modules in the working folder do not shadow installed ones, in all processes of a command."""
 
 import subprocess
 import sys
@@ -40,7 +40,7 @@ sys.exit(run_command(command))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, write_shadows):
-    """A working folder with a module of the user's own, too."""
+    """Return a working folder with shadowing modules and a helper module of the user."""
     folder = tmp_path_factory.mktemp("job")
     write_shadows(folder)
     (folder / "helper_of_mine.py").touch()
@@ -51,7 +51,7 @@ def folder(tmp_path_factory, write_shadows):
 @pytest.mark.parametrize(
     "words", [["-m", "rlfuse.cli", "--version"], ["-P", "-c", CHILDREN]], ids=["command", "children"]
 )
-def test_installed_modules_are_those_that_are_imported(folder, words):
+def test_installed_modules_take_precedence(folder, words):
     done = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert not (folder / "imported.txt").exists(), (folder / "imported.txt").read_text()

@@ -1,4 +1,4 @@
-"""Sharing of a GPU by engine and ranks, or alternation, and the size of the KV cache, in plan and run."""
+"""Engine and ranks share a GPU or alternate on it; size of the KV cache in plan and run."""
 
 import json
 from contextlib import nullcontext
@@ -33,15 +33,15 @@ class Ranks:
         self.sharing = sharing
 
 
-async def decided(folder, **changes):
-    """Of a job on GPUs of 80 GiB: its sharing, the log, the engine's settings, and whether it starts with the ranks."""
-    config, ranks, said, started, early = job(**changes), Ranks(), [], [], []
+async def start_job(folder, **changes):
+    """Return, for 80 GiB GPUs: sharing, messages, engine arguments, and whether engines start with the ranks."""
+    config, ranks, messages, started, early = job(**changes), Ranks(), [], [], []
     config.model.path = str(folder)
-    shared = SharedDevices(config, said.append)
+    shared = SharedDevices(config, messages.append)
 
-    async def start(met):
-        await met(ranks)
-        assert ranks.sharing == DeviceSharing(), "a limit to a rank's memory would be one to what loading takes"
+    async def start(on_ready):
+        await on_ready(ranks)
+        assert ranks.sharing == DeviceSharing(), "a memory limit must not apply to loading"
         return ranks, {"facts": 1}
 
     async def engine(model, rollout, *_):
@@ -52,7 +52,7 @@ async def decided(folder, **changes):
     parts = inference.engine_starts([handle], config, slots, lambda name: nullcontext(), lambda: shared.rollout)
     assert await shared.start(start, lambda: early.append(True)) == (ranks, {"facts": 1})
     await parts[0]()
-    return ranks.sharing, said, started[0].engine_kwargs, bool(early)
+    return ranks.sharing, messages, started[0].engine_kwargs, bool(early)
 
 
 @pytest.fixture
@@ -67,33 +67,43 @@ def large(tmp_path):
     return str(tmp_path)
 
 
-async def test_both_stay_where_they_fit_and_the_engine_is_given_its_cache(small):
-    sharing, said, given, early = await decided(small)
+async def test_both_stay_if_they_fit_and_the_engine_receives_its_cache_size(small):
+    sharing, messages, arguments, early = await start_job(small)
     assert early, "vLLM measures no memory, so ranks can load at the same time"
     assert not sharing.alternates and 0 < sharing.max_rank_bytes < 80 * GIB
     assert (
-        not given["enable_sleep_mode"] and given["kv_cache_memory_bytes"] > 0 and given["gpu_memory_utilization"] < 0.1
+        not arguments["enable_sleep_mode"]
+        and arguments["kv_cache_memory_bytes"] > 0
+        and arguments["gpu_memory_utilization"] < 0.1
     )
-    assert len(said) == 1 and "both stay on the device" in said[0] and "GiB of KV cache" in said[0]
+    assert len(messages) == 1 and "both stay on the device" in messages[0] and "GiB of KV cache" in messages[0]
 
 
-async def test_they_take_turns_where_the_job_says_so_and_the_user_has_the_last_word(small):
-    own = {"gpu_memory_utilization": 0.3, "enforce_eager": True}
-    sharing, said, given, early = await decided(small, rollout__free_cache_engine=True, rollout__engine_kwargs=own)
+async def test_they_alternate_on_request_and_user_arguments_take_precedence(small):
+    user_arguments = {"gpu_memory_utilization": 0.3, "enforce_eager": True}
+    sharing, messages, arguments, early = await start_job(
+        small, rollout__free_cache_engine=True, rollout__engine_kwargs=user_arguments
+    )
     assert not early
     assert sharing.alternates and sharing.max_cached_bytes > 30 * GIB and sharing.pinned_host_bytes > 0
-    assert "enable_sleep_mode" not in given and given.items() >= own.items() and "alternate" in said[0]
+    assert (
+        "enable_sleep_mode" not in arguments
+        and arguments.items() >= user_arguments.items()
+        and "alternate" in messages[0]
+    )
 
 
-async def test_they_take_turns_where_no_plan_can_be_made(tmp_path):
+async def test_they_alternate_without_a_memory_plan(tmp_path):
     transformers.MambaConfig(num_hidden_layers=2, hidden_size=32, vocab_size=64).save_pretrained(tmp_path)
-    sharing, said, given, early = await decided(tmp_path)
+    sharing, messages, arguments, early = await start_job(tmp_path)
     assert not early
     assert (
-        sharing == DeviceSharing() and given == {} and "alternate on each GPU, because its memory can't be" in said[0]
+        sharing == DeviceSharing()
+        and arguments == {}
+        and "alternate on each GPU, because its memory can't be" in messages[0]
     )
     with pytest.raises(ConfigError, match=r"model\.path"):
-        await decided(tmp_path, rollout__free_cache_engine=False)
+        await start_job(tmp_path, rollout__free_cache_engine=False)
 
 
 @pytest.mark.parametrize(
@@ -104,16 +114,16 @@ async def test_they_take_turns_where_no_plan_can_be_made(tmp_path):
     ],
     ids=["too much", "no cache"],
 )
-async def test_both_are_refused_to_stay_where_they_do_not_fit(changes, parts, large):
-    with pytest.raises(ConfigError) as refused:
-        await decided(large, rollout__free_cache_engine=False, **changes)
-    assert all(part in str(refused.value) for part in ("rollout.free_cache_engine=false: engine and trainer", *parts))
+async def test_sharing_is_rejected_if_both_do_not_fit(changes, parts, large):
+    with pytest.raises(ConfigError) as error:
+        await start_job(large, rollout__free_cache_engine=False, **changes)
+    assert all(part in str(error.value) for part in ("rollout.free_cache_engine=false: engine and trainer", *parts))
 
 
-def test_an_engine_without_room_for_a_cache_does_not_stay(small):
+def test_an_engine_without_memory_for_a_cache_alternates(small):
     config = job(rollout__gpu_memory_utilization=1e-6)
     memory = memory_of(config, {"actor": read_shape(small, "model.path")}, Budget("cuda", 80 * GIB))
-    assert memory.alternates, "vLLM takes a cache of 0 bytes for one that it is to measure"
+    assert memory.alternates, "vLLM measures the memory for a cache of 0 bytes"
 
 
 HYBRID = [
@@ -128,22 +138,22 @@ HYBRID = [
 
 
 @pytest.mark.parametrize("config", HYBRID, ids=lambda config: config.model_type)
-def test_no_cache_is_planned_for_layers_with_recurrent_states(config, tmp_path):
+def test_models_with_recurrent_states_have_no_memory_plan(config, tmp_path):
     config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="states that memory plans do not support"):
         read_shape(str(tmp_path), "model.path")
 
 
-async def test_engines_wait_for_ranks_where_vllm_measures_its_cache(small):
+async def test_engines_wait_for_ranks_if_vllm_measures_its_cache(small):
     changes = dict(rollout__free_cache_engine=False, rollout__engine_kwargs={"num_gpu_blocks_override": 9})
-    sharing, _, given, early = await decided(small, **changes)
-    assert not sharing.alternates and "kv_cache_memory_bytes" not in given and not early
+    sharing, _, arguments, early = await start_job(small, **changes)
+    assert not sharing.alternates and "kv_cache_memory_bytes" not in arguments and not early
 
 
-# The plan
+# Memory plans
 
 
-def test_an_engine_gets_the_cache_that_a_step_can_use(large):
+def test_an_engine_gets_the_cache_that_a_step_needs(large):
     shape, longest = read_shape(large, "model.path"), 2048
     limits = dict(data__max_prompt_length=1024, data__max_response_length=1024, rollout__max_num_seqs=16)
 
@@ -158,14 +168,14 @@ def test_an_engine_gets_the_cache_that_a_step_can_use(large):
     assert planned(fusion__tail_speculation=2).kv_cache_bytes == 17 * (longest + 128) * token, "drafts, in whole blocks"
     assert planned(rollout__tensor_model_parallel_size=2).kv_cache_bytes == 17 * longest * token / 2
     share = planned(rollout__max_num_seqs=1024, rollout__free_cache_engine=True)
-    assert share.kv_cache_bytes is None, "the engine's share of the device has less than they could use"
+    assert share.kv_cache_bytes is None, "the engine's share of the device is smaller than this cache"
     assert share.size_of(ENGINE) == pytest.approx(40 * GIB)
-    own = planned(rollout__engine_kwargs={"kv_cache_memory_bytes": GIB})
-    assert sizes(own, "engine")["KV cache"] == GIB and own.kv_cache_bytes is None
+    explicit = planned(rollout__engine_kwargs={"kv_cache_memory_bytes": GIB})
+    assert sizes(explicit, "engine")["KV cache"] == GIB and explicit.kv_cache_bytes is None
     assert planned(rollout__engine_kwargs={"num_gpu_blocks_override": 9}).kv_cache_bytes is None
 
 
-def test_no_hand_over_where_both_sides_fit(small, large):
+def test_engine_and_ranks_alternate_only_if_they_do_not_fit(small, large):
     def planned(path, gib, **changes):
         config = job(**changes)
         return config, memory_of(config, {"actor": read_shape(path, "model.path")}, Budget("cuda", gib * GIB))
@@ -175,8 +185,8 @@ def test_no_hand_over_where_both_sides_fit(small, large):
     assert both.total(both.tightest) <= 0.9 * 80 * GIB
     engine = {("engine", what) for what in ("parameters", "KV cache", "work space")}
     for phase in PHASES[1:]:
-        there = {(part.role, part.what) for part in both.of(phase)}
-        assert there >= engine | {("actor", "parameters"), ("actor", "optimizer")}, phase
+        resident = {(part.role, part.what) for part in both.of(phase)}
+        assert resident >= engine | {("actor", "parameters"), ("actor", "optimizer")}, phase
     assert memory_arguments(both) == {
         "kv_cache_memory_bytes": both.kv_cache_bytes,
         "enable_sleep_mode": False,
@@ -186,24 +196,27 @@ def test_no_hand_over_where_both_sides_fit(small, large):
     assert not shared.alternates and shared.max_rank_bytes == 80 * GIB - both.size_of(
         ENGINE | {Item.RESIDENTS, Item.LAYER}
     )
-    _, turns = planned(large, 80)
-    assert turns.alternates and turns.moved.all > 14 * GIB and turns.host > 0
-    share = turns.size_of(ENGINE) / (80 * GIB)
-    given = {"kv_cache_memory_bytes": turns.kv_cache_bytes, "gpu_memory_utilization": pytest.approx(share, abs=1e-4)}
-    assert memory_arguments(turns) == given and share < 0.45
-    assert turns.size_of(ENGINE) + device_sharing(turns).max_cached_bytes < 73 * GIB, (
-        "another engine starts beside what ranks keep"
+    _, alternating = planned(large, 80)
+    assert alternating.alternates and alternating.moved.all > 14 * GIB and alternating.host > 0
+    share = alternating.size_of(ENGINE) / (80 * GIB)
+    arguments = {
+        "kv_cache_memory_bytes": alternating.kv_cache_bytes,
+        "gpu_memory_utilization": pytest.approx(share, abs=1e-4),
+    }
+    assert memory_arguments(alternating) == arguments and share < 0.45
+    assert alternating.size_of(ENGINE) + device_sharing(alternating).max_cached_bytes < 73 * GIB, (
+        "another engine starts next to the memory that ranks keep"
     )
-    shared = device_sharing(turns)
+    shared = device_sharing(alternating)
     assert (
         shared.alternates
-        and shared.max_cached_bytes == int(72 * GIB - turns.total(GENERATING))
+        and shared.max_cached_bytes == int(72 * GIB - alternating.total(GENERATING))
         and shared.max_rank_bytes is None
     )
-    assert shared.pinned_host_bytes == int(turns.size_of(MODELS))
-    for wanted, path in ((True, small), (False, large)):
-        config, forced = planned(path, 80, rollout__free_cache_engine=wanted)
-        assert forced.alternates == wanted
+    assert shared.pinned_host_bytes == int(alternating.size_of(MODELS))
+    for alternates, path in ((True, small), (False, large)):
+        config, forced = planned(path, 80, rollout__free_cache_engine=alternates)
+        assert forced.alternates == alternates
     assert problems(config, forced)[0].startswith("loading") or "needs" in problems(config, forced)[0]
     _, unknown = planned(small, 80, rollout__engine_kwargs={"num_gpu_blocks_override": 9})
-    assert unknown.alternates, "vLLM measures the device, which ranks must have left"
+    assert unknown.alternates, "vLLM measures the device after the ranks released it"

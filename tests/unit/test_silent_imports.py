@@ -1,4 +1,4 @@
-"""Libraries print nothing while a command imports them, so that its first line is one of rlfuse."""
+"""Libraries print nothing while a command imports them."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The lower bound: exact in cases computed manually, never above the time of a policy."""
+"""The lower bound of the simulation, compared with manually computed cases."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def test_bound_of_one_sample_on_one_slot():
     generation = 100 / 10_000 + 50 * 0.02
     assert bound.generation_s == pytest.approx(generation)
     assert bound.generation_and_scoring_s == pytest.approx(generation + 0.5 + 0.15)
-    assert bound.seconds == pytest.approx(generation + 0.5 + 0.15 + 0.3 + 0.5)  # and back to generating
+    assert bound.seconds == pytest.approx(generation + 0.5 + 0.15 + 0.3 + 0.5)  # and the switch back to generation
 
 
 def test_context_counts_every_token_of_every_step():
@@ -56,21 +56,21 @@ def test_equal_lengths_share_one_batch():
     assert bound.seconds == pytest.approx(generation + 0.5 + 8 * 0.15 + 8 * 0.3 + 0.5, rel=1e-6)
 
 
-def test_a_small_cache_holds_few_sequences_at_a_time():
-    # 8 samples, of 300 tokens at their ends, in a cache of 400, which all contexts of all steps fill 6 times.
+def test_a_small_cache_limits_concurrent_sequences():
+    # 8 samples, each 300 tokens at its end, in a cache of 400 tokens.
     contexts = 8 * sum(100 + step for step in range(200))
     bound = lower_bound(workload([200] * 8, engine=ENGINE | {"kv_tokens": 400}))
     assert bound.generation_s == pytest.approx(8 * 0.01 + contexts / 400 * 0.02)
     assert bound.generation_s > 1.5 * lower_bound(workload([200] * 8)).generation_s
 
 
-def test_siblings_prefill_their_prompt_once():
-    apart, together = (lower_bound(workload([50] * 8, group=group)) for group in (1, 8))
-    assert apart.seconds - together.seconds == pytest.approx(7 * 0.01, rel=1e-3)
+def test_samples_of_a_group_prefill_their_prompt_once():
+    separate, together = (lower_bound(workload([50] * 8, group=group)) for group in (1, 8))
+    assert separate.seconds - together.seconds == pytest.approx(7 * 0.01, rel=1e-3)
 
 
 def test_later_mini_batches_follow_the_longest_sample():
-    # 400 steps hide all other work but: its own scoring and training, elsewhere while its slot switches; the rest.
+    # 400 steps hide all other work except scoring and training of this sample, and the second mini-batch.
     lengths = [400, 10, 10, 10]
     bound = lower_bound(workload(lengths, slots=2, mini_batches=2))
     second = max(2 * 110 / 500 / 2, 110 / 500)
@@ -78,8 +78,8 @@ def test_later_mini_batches_follow_the_longest_sample():
     assert bound.seconds == pytest.approx(0.01 + 8.0 + 0.5 + 1.0 + second + 0.5)
 
 
-def test_old_log_probs_come_before_the_first_step_and_reference_log_probs_need_not():
-    # The last sample is the longest, and its pass takes long enough for its slot to turn into a trainer meanwhile.
+def test_old_log_probs_precede_the_first_update_and_reference_log_probs_need_not():
+    # The last sample is the longest; during its pass, its slot has time to switch to training.
     def seconds(kind):
         return lower_bound(workload([10, 10, 10, 400], 2, 4, scoring={"tokens_per_s": 200, "kinds": [kind]})).seconds
 
@@ -90,21 +90,21 @@ def test_old_log_probs_come_before_the_first_step_and_reference_log_probs_need_n
 def test_work_after_samples_that_end_together_is_shared():
     # Eight samples of 400 steps on four slots: 8 * (0.5 + 1) s of scoring and training can't begin before 8.01 s.
     assert lower_bound(workload([400] * 8, slots=4)).seconds == pytest.approx(0.01 + 8.0 + 8 * 1.5 / 4 + 0.5)
-    # The later the fewer: of one of them and seven short ones, none but its own.
+    # With one long sample and seven short ones, only the work of the long one remains.
     assert lower_bound(workload([400, *[10] * 7], slots=4)).seconds == pytest.approx(0.01 + 8.0 + 1.5 + 0.5)
 
 
 def test_lockstep_work_follows_generation_on_all_slots():
-    # Both slots take part in every pass, and the longest sample is not split; nothing overlaps the 400 steps.
+    # Both slots run every pass, and the longest sample is not split; nothing overlaps the 400 steps.
     generation, passes, training = 0.01 + 8.0, (500 + 3 * 110) / 2 / 1000, 500 / 500
     assert lower_bound(workload([400, 10, 10, 10], 2, lockstep="all")).seconds == pytest.approx(
         generation + 0.5 + passes + training + 0.5
     )
     stages = {"lockstep": "all", "training": {"tokens_per_s": 500, "bubbles": 0.6}}
-    for deferred, beside in ((False, passes + 0.6 * training), (True, max(passes, 0.6 * training))):
+    for deferred, overlapping in ((False, passes + 0.6 * training), (True, max(passes, 0.6 * training))):
         scoring = {"tokens_per_s": 1000, "deferred": deferred}
         bound = lower_bound(workload([400, 10, 10, 10], 2, **stages, scoring=scoring))
-        assert bound.seconds == pytest.approx(generation + 0.5 + training + beside + 0.5)
+        assert bound.seconds == pytest.approx(generation + 0.5 + training + overlapping + 0.5)
 
 
 def test_lockstep_work_runs_at_the_speed_of_the_slowest_slot():
@@ -116,20 +116,20 @@ def test_lockstep_work_runs_at_the_speed_of_the_slowest_slot():
         for training in (costs["training"], costs["training"] | {"bubbles": 0.0})
     )
     generation, calls, work = 0.01 + 8.0, 0.3 + 0.4, (400 + 10 + 200) / 2 / 1000 + 500 / 500
-    in_first_second = 0.8  # the part of its work that the bound allows before generation has ended
+    in_first_second = 0.8  # work that the bound allows before the end of generation
     assert stages.seconds == pytest.approx(generation + 0.5 + calls + (work - in_first_second) / 0.2 + 0.5)
     assert free.seconds == pytest.approx(generation + 0.5 + calls + work + 0.5), (
         "the other slot can do nearly all of it"
     )
     # A separate critic has separate calls; in a fused schedule both models share them.
     both = {"tokens_per_s": 500, "call_s": 0.4, "models": ["critic", "actor"]}
-    apart, stages = (
+    separate, stages = (
         lower_bound(workload([400, 10], 2, lockstep="all", training=both | more)) for more in ({}, {"bubbles": 0.0})
     )
-    assert apart.seconds - stages.seconds == pytest.approx(0.4)
+    assert separate.seconds - stages.seconds == pytest.approx(0.4)
 
 
-def test_the_binding_work_is_named():
+def test_the_bound_reports_the_binding_work():
     many = [100] * 64
     assert lower_bound(workload(many, scoring={"tokens_per_s": 1e6}, training={"tokens_per_s": 1e6})).bound_by == (
         "generation work"

@@ -26,7 +26,7 @@ def test_time_jumps_to_the_next_timer_and_keeps_their_order():
     assert time.monotonic() - began < 60
 
 
-def test_a_deadlock_is_an_error_that_says_when():
+def test_a_deadlock_is_an_error_with_its_time():
     async def main():
         await asyncio.sleep(2.0)
         await asyncio.Event().wait()

@@ -1,4 +1,4 @@
-"""`rlfuse simulate` as a user types it: input files, table, JSON, pictures, and one-line errors."""
+"""`rlfuse simulate`: input files, table, JSON, pictures, and one-line errors."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ WORKLOAD = {
     "training": {"tokens_per_s": 2000, "mini_batches": 2},
     "switch_s": 0.1,
 }
-SCORING = {"tokens_per_s": 2000, "by_update": True}  # as a job's first mini-batch has no pass of its own
+SCORING = {"tokens_per_s": 2000, "by_update": True}  # as in a job, whose first update computes old log-probs
 
 
 @pytest.fixture
@@ -73,8 +73,8 @@ def test_errors_are_one_line(arguments, message, workload, capsys):
     assert message in error and error.count("\n") == 1
 
 
-def recorded(folder, steps=2, policy="stream", deterministic=False, **more):
-    """Write a run folder like that of a real job, with events of simulated steps."""
+def record_run(folder, steps=2, policy="stream", deterministic=False, **more):
+    """Write a run folder like that of a real job, with events of simulated steps; return the step times."""
     config = Config()
     config.model.path, config.data.train_files, config.fusion.policy = "model", ["data"], policy
     config.trainer.deterministic = deterministic
@@ -97,7 +97,7 @@ def recorded(folder, steps=2, policy="stream", deterministic=False, **more):
 @pytest.mark.parametrize("policy, deterministic", [("serial", False), ("serial", True), ("stream", False)])
 @pytest.mark.parametrize("speeds", [[1, 1, 1, 1], [1, 0.4, 1, 1], [1, 1, 0.65, 1]])
 def test_recorded_steps_are_simulated_in_the_measured_time(tmp_path, policy, deterministic, speeds):
-    measured = recorded(tmp_path, 3, policy, deterministic, slot_speed=speeds)
+    measured = record_run(tmp_path, 3, policy, deterministic, slot_speed=speeds)
     recording = read_run(tmp_path)
     simulated = [
         simulate_later_step(step.workload, policy, use_measured_rates=recording.use_measured_rates)
@@ -130,7 +130,7 @@ def test_timelines_need_only_spans():
 
 
 @pytest.mark.parametrize("text", ["a: " + "[" * 500, "a: {", "\0"], ids=["deep", "open", "no text"])
-def test_a_run_with_an_unreadable_config_is_named(text, tmp_path):
+def test_an_unreadable_config_is_reported_with_its_path(text, tmp_path):
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(WorkloadError, match=re.escape(f"{tmp_path / 'config.yaml'}: ")):
         read_run(tmp_path)

@@ -1,4 +1,4 @@
-"""Simulated engines: closed forms equal single steps, and impossible requests are refused."""
+"""Simulated engines: closed forms equal single steps, and impossible requests are rejected."""
 
 import asyncio
 from dataclasses import replace
@@ -45,13 +45,13 @@ def engine(lengths, group=1, costs=COSTS, speed=1.0):
     return SimulatedRollout(device, Batch(costs), lambda s: lengths[s.prompt.index * group + s.rollout_index], ZEROS)
 
 
-async def collect(rollout, wanted, partials=None, at=0.0):
+async def collect(rollout, requested, partials=None, at=0.0):
     await asyncio.sleep(at)
     clock = asyncio.get_running_loop().time
-    return {name: (result, clock()) async for name, result in rollout.generate(wanted, SAMPLING, partials)}
+    return {name: (result, clock()) async for name, result in rollout.generate(requested, SAMPLING, partials)}
 
 
-def one_by_one(lengths, costs=COSTS, prompt_tokens=10):
+def finish_times(lengths, costs=COSTS, prompt_tokens=10):
     """Return when each sample of one admission finishes, computed step by step."""
     waiting, running, now, ends = list(range(len(lengths))), {}, 0.0, {}
     while waiting or running:
@@ -73,11 +73,11 @@ def one_by_one(lengths, costs=COSTS, prompt_tokens=10):
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12))
-def test_jumping_from_event_to_event_takes_as_long_as_every_step(lengths):
-    rollout, wanted = engine(lengths), samples(lengths)
-    done = run_virtual(collect(rollout, wanted))
-    ends = one_by_one(lengths)
-    for i, sample in enumerate(wanted):
+def test_event_driven_simulation_equals_step_by_step_simulation(lengths):
+    rollout, requested = engine(lengths), samples(lengths)
+    done = run_virtual(collect(rollout, requested))
+    ends = finish_times(lengths)
+    for i, sample in enumerate(requested):
         response, when = done[sample.id]
         assert len(response.token_ids) == lengths[i]
         assert when == pytest.approx(ends[i], abs=1e-6)
@@ -94,11 +94,11 @@ def test_an_interruption_takes_effect_at_the_end_of_its_step(size, context, step
     assert batch.steps_after(batch.seconds(steps)) == steps
 
 
-def test_siblings_share_their_prompt_and_arrivals_wait_for_the_step_to_end():
+def test_a_group_shares_its_prefill_and_new_requests_wait_for_the_current_step():
     async def main():
-        rollout, wanted = engine([10, 10, 10], group=2), samples([10, 10, 10], group=2)
-        first = asyncio.create_task(collect(rollout, wanted[:2]))
-        later = asyncio.create_task(collect(rollout, wanted[2:], at=0.035))
+        rollout, requested = engine([10, 10, 10], group=2), samples([10, 10, 10], group=2)
+        first = asyncio.create_task(collect(rollout, requested[:2]))
+        later = asyncio.create_task(collect(rollout, requested[2:], at=0.035))
         return [*(await first).values(), *(await later).values()], await rollout.drain()
 
     done, spans = run_virtual(main())
@@ -109,7 +109,7 @@ def test_siblings_share_their_prompt_and_arrivals_wait_for_the_step_to_end():
     assert [len(response.token_ids) for response, _ in done] == [10, 10, 10]
 
 
-def test_a_full_cache_preempts_the_newest_which_is_prefilled_again():
+def test_a_full_cache_preempts_the_newest_sequence():
     costs = replace(COSTS, kv_tokens=100)
     rollout = engine([60, 60], costs=costs)
     done = run_virtual(collect(rollout, samples([60, 60])))
@@ -119,43 +119,43 @@ def test_a_full_cache_preempts_the_newest_which_is_prefilled_again():
     assert [len(response.token_ids) for response, _ in done.values()] == [60, 60]
 
 
-@pytest.mark.parametrize(("carry", "again"), [("tokens", 14 / 1000), ("kv", 140 / 1000)])
-def test_a_moved_sample_continues_and_pays_for_its_transfer(carry, again):
+@pytest.mark.parametrize(("carry", "overhead_s"), [("tokens", 14 / 1000), ("kv", 140 / 1000)])
+def test_a_moved_sample_continues_after_the_transfer_time(carry, overhead_s):
     async def main():
-        wanted, clock = samples([20]), asyncio.get_running_loop().time
+        requested, clock = samples([20]), asyncio.get_running_loop().time
         source, target = engine([20]), engine([20])
-        leaving = asyncio.create_task(collect(source, wanted))
+        leaving = asyncio.create_task(collect(source, requested))
         await asyncio.sleep(0.01 + 0.02 * 3.5)
-        await source.evict([wanted[0].id], carry)
-        partial, left = (await leaving)[wanted[0].id]
+        await source.evict([requested[0].id], carry)
+        partial, evicted_at = (await leaving)[requested[0].id]
         assert isinstance(partial, Partial) and len(partial.token_ids) == 4
-        assert left == clock() and source.device.held == 0
-        whole, ended = (await collect(target, wanted, {wanted[0].id: partial}))[wanted[0].id]
-        assert isinstance(whole, Response) and len(whole.token_ids) == 20
-        return ended - left, target.moved
+        assert evicted_at == clock() and source.device.held == 0
+        response, ended = (await collect(target, requested, {requested[0].id: partial}))[requested[0].id]
+        assert isinstance(response, Response) and len(response.token_ids) == 20
+        return ended - evicted_at, target.moved
 
     took, moved = run_virtual(main())
-    assert took == pytest.approx(again + 16 * 0.02, abs=1e-3)
+    assert took == pytest.approx(overhead_s + 16 * 0.02, abs=1e-3)
     assert (moved.samples, moved.bytes) == (1, 140.0 if carry == "kv" else 32.0)
 
 
-def test_a_lost_engine_ends_its_calls_and_refuses_new_ones():
+def test_a_lost_engine_fails_its_calls_and_rejects_new_ones():
     async def main():
-        rollout, wanted = engine([50, 60]), samples([50, 60])
+        rollout, requested = engine([50, 60]), samples([50, 60])
         asyncio.get_running_loop().call_at(0.5, rollout.fail)
         for _ in range(2):
             with pytest.raises(EngineLost, match="rollout/0 is lost"):
-                await collect(rollout, wanted)
+                await collect(rollout, requested)
         assert asyncio.get_running_loop().time() == pytest.approx(0.5)
         await rollout.sleep()  # its slot can still become a trainer
 
     run_virtual(main())
 
 
-def test_leaving_a_generation_early_frees_the_engine():
+def test_closing_a_generation_early_frees_the_engine():
     async def main():
-        rollout, wanted = engine([5, 500]), samples([5, 500])
-        stream = rollout.generate(wanted, SAMPLING)
+        rollout, requested = engine([5, 500]), samples([5, 500])
+        stream = rollout.generate(requested, SAMPLING)
         await anext(stream)
         await stream.aclose()
         await asyncio.sleep(0.1)
@@ -166,12 +166,12 @@ def test_leaving_a_generation_early_frees_the_engine():
 
 def test_a_slot_has_one_role_and_one_kind_of_work():
     async def main():
-        rollout, wanted = engine([50]), samples([50])
+        rollout, requested = engine([50]), samples([50])
         trainer = SimulatedTrainer([rollout.device], replace(COSTS, switch_s=1.0), ZEROS)
-        rows = [replace_response(wanted[0], 50).row()]
+        rows = [replace_response(requested[0], 50).row()]
         with pytest.raises(SimulationError, match="role rollout"):
             await trainer.score(("actor",), rows, 0)
-        generating = asyncio.create_task(collect(rollout, wanted))
+        generating = asyncio.create_task(collect(rollout, requested))
         await asyncio.sleep(0.1)
         with pytest.raises(SimulationError, match="requested to sleep with 1 samples running"):
             await rollout.sleep()
@@ -179,7 +179,7 @@ def test_a_slot_has_one_role_and_one_kind_of_work():
         await rollout.sleep()
         await trainer.acquire_device(0)
         with pytest.raises(SimulationError, match="role trainer"):
-            await collect(rollout, wanted)
+            await collect(rollout, requested)
         scoring = asyncio.create_task(trainer.score(("actor",), rows, 0))
         await asyncio.sleep(0)
         with pytest.raises(SimulationError, match="current work old_log_prob"):
@@ -197,7 +197,7 @@ def replace_response(sample, tokens):
     return sample
 
 
-def test_the_cache_never_holds_more_than_it_can():
+def test_the_cache_never_exceeds_its_capacity():
     batch = Batch(replace(COSTS, kv_tokens=30))
     batch.waiting.append(Sequence("a", 0, 10, 40))
     batch.admit()

@@ -1,4 +1,4 @@
-"""Costs fitted to spans: fits recover the costs of the simulated machine, also with outliers."""
+"""Fitting of costs to spans recovers the simulated costs, with and without outliers."""
 
 from dataclasses import replace
 

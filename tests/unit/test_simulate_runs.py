@@ -1,4 +1,4 @@
-"""Whole steps in virtual time: the real controller and policies on simulated engines, over random workloads."""
+"""Complete steps in virtual time: the real controller and policies on simulated engines, for random workloads."""
 
 import time
 from itertools import pairwise
@@ -18,7 +18,7 @@ few = settings(max_examples=15, deadline=None, suppress_health_check=[HealthChec
 
 
 def slowdowns(slots):
-    """Return slowdowns of one slot (or speedups), for a part of the step or until its end."""
+    """Return slowdowns or speedups of one slot, for a part of the step or until its end."""
     until = st.one_of(st.none(), st.floats(2.0, 8.0))
     times = {"from_s": st.floats(0.0, 1.9), "until_s": until, "rate": st.sampled_from([0.5, 1.5, 5.0])}
     return st.fixed_dictionaries({"slot": st.integers(0, slots - 1), **times})
@@ -73,8 +73,8 @@ def workloads(draw, failures=True):
 @given(
     workloads(), st.sampled_from(sorted(POLICIES)), st.sampled_from([1, 3, 1 << 30]), st.sampled_from([0.0, 0.2, 0.5])
 )
-def test_every_sample_exactly_once_within_capacity_and_never_below_the_bound(workload, policy, credit, threshold):
-    """Engines refuse impossible requests, runs are audited, deadlocks are errors: the test is that the run returns."""
+def test_each_sample_runs_once_within_capacity_and_steps_respect_the_bound(workload, policy, credit, threshold):
+    # Engines reject impossible requests, runs are audited, and deadlocks are errors, so a completed run is valid.
     result = simulate(workload, policy, Settings(threshold=threshold, credit_samples=credit)).result
     assert result.samples_finished == workload.samples
     assert result.oracle_s <= result.step_s * (1 + 1e-9)
@@ -96,7 +96,7 @@ LONG_TAIL = {
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_equal_runs_take_equal_time(policy):
+def test_simulations_are_deterministic(policy):
     workload = parse(LONG_TAIL)
     first, second = (simulate(workload, policy) for _ in range(2))
     assert first.result.as_json() | {"cpu_s": 0} == second.result.as_json() | {"cpu_s": 0}
@@ -115,16 +115,16 @@ def test_serial_takes_the_sum_of_its_stages():
 @pytest.mark.parametrize("slots", [1, 4])
 @pytest.mark.parametrize("policy", ["serial", "adaptive"])
 def test_passes_over_the_same_samples_are_one_call(policy, slots, monkeypatch):
-    """Each pass has its own spans, one after the other, and takes no longer than in a separate call."""
+    # Each pass has separate, consecutive spans, and takes as long as in a separate call.
     calls = []
     for method in ("score", "accumulate"):
         real = getattr(SimulatedTrainer, method)
 
-        def counted(trainer, passes, rows, slot=None, real=real):
+        def record_call(trainer, passes, rows, slot=None, real=real):
             calls.append(passes)
             return real(trainer, passes, rows, slot)
 
-        monkeypatch.setattr(SimulatedTrainer, method, counted)
+        monkeypatch.setattr(SimulatedTrainer, method, record_call)
     passes = {"scoring": {"tokens_per_s": 3000, "kinds": ["old_log_prob", "ref", "values"], "call_s": 0.02}}
     passes |= {"training": {"tokens_per_s": 2000, "models": ["critic", "actor"], "mini_batches": 2, "call_s": 0.02}}
     workload = parse(LONG_TAIL | {"slots": slots} | passes)
@@ -135,9 +135,7 @@ def test_passes_over_the_same_samples_are_one_call(policy, slots, monkeypatch):
     assert joined.result.step_s == pytest.approx(alone.result.step_s, rel=1e-3)
     assert {len(each) for each in calls} == {1} and len(together) < len(calls)
     assert ("critic", "actor") in together
-    if (
-        policy == "serial" or slots == 1
-    ):  # otherwise slots are free at different times, and each pass runs on one of them
+    if policy == "serial" or slots == 1:  # otherwise each pass runs on the slot that is free first
         assert ("actor", "ref", "critic") in together
     kinds = ("old_log_prob", "ref", "values", "update_critic", "update_actor")
     driver = [each for each in joined.spans if each.where == "driver" and each.kind in kinds]
@@ -152,7 +150,7 @@ def test_passes_over_the_same_samples_are_one_call(policy, slots, monkeypatch):
 
 
 @pytest.mark.slow
-def test_lost_engines_and_slow_slots_cost_time_but_no_sample():
+def test_lost_engines_and_slow_slots_lose_no_sample():
     plain = simulate(parse(LONG_TAIL), "stream").result
     lost = simulate(parse(LONG_TAIL | {"failures": [{"slot": 1, "at_s": 2.0}]}), "stream").result
     every = {"failures": [{"slot": slot, "at_s": 2.0} for slot in range(4)], "restart_s": 5.0}
@@ -164,7 +162,7 @@ def test_lost_engines_and_slow_slots_cost_time_but_no_sample():
 
 
 @pytest.mark.parametrize("extreme", [{"switch_s": 1e8}, {"engine": {"step_base_s": 1e5}}], ids=str)
-def test_a_step_of_years_is_simulated_as_fast_as_one_of_minutes(extreme):
+def test_simulation_time_is_independent_of_step_time(extreme):
     workload = parse({"slots": 2, "response_tokens": [40, 300, 20, 30]} | extreme)
     began = time.process_time()
     found = simulate(workload, "adaptive").result
@@ -172,7 +170,7 @@ def test_a_step_of_years_is_simulated_as_fast_as_one_of_minutes(extreme):
     assert time.process_time() - began < 30
 
 
-def test_steps_longer_than_the_limit_are_refused():
+def test_steps_longer_than_the_limit_are_rejected():
     workload = parse({"slots": 2, "response_tokens": [40, 30], "training": {"tokens_per_s": 1e-18}})
     with pytest.raises(WorkloadError, match=r"the step takes at least .* s \(bound by .*; raise rates"):
         simulate(workload, "serial")

@@ -1,4 +1,4 @@
-"""Workloads: the meaning of the JSON, and messages for invalid ones."""
+"""Workloads of the simulator: fields of the JSON, and messages for invalid workloads."""
 
 import json
 
@@ -40,18 +40,18 @@ def test_every_field_reaches_the_costs():
     assert (workload.samples, workload.prompts, workload.mini_batch_prompts) == (512, 512, 128)
 
 
-def test_lengths_are_those_of_the_distribution_and_the_seed():
+def test_lengths_follow_the_distribution_and_the_seed():
     lengths = parse(FULL | {"response_tokens": FULL["response_tokens"] | {"count": 20_000}}).lengths()
     assert lengths.min() >= 1 and lengths.max() == 1024
     assert np.median(lengths) == pytest.approx(200, rel=0.05)
-    assert np.log(lengths[lengths < 1024]).std() == pytest.approx(0.9, rel=0.1)  # 1, less the tail that is capped
+    assert np.log(lengths[lengths < 1024]).std() == pytest.approx(0.9, rel=0.1)  # below 1, as the tail is capped
     np.testing.assert_array_equal(parse(FULL).lengths(), parse(FULL).lengths())
     assert (parse(FULL).lengths() != parse(FULL | {"seed": 1}).lengths()).any()
 
 
 def test_samples_of_a_prompt_correlate_and_history_predicts_their_mean():
-    drawn = {"lognormal": {"median": 200, "sigma": 1.0}, "count": 8000}
-    workload = parse(FULL | {"group": 8, "response_tokens": drawn, "length_history_sigma": 0.3})
+    distribution = {"lognormal": {"median": 200, "sigma": 1.0}, "count": 8000}
+    workload = parse(FULL | {"group": 8, "response_tokens": distribution, "length_history_sigma": 0.3})
     logs = np.log(workload.lengths().reshape(-1, 8))
     assert logs.mean(axis=1).var() / logs.var() == pytest.approx(0.7 + 0.3 / 8, abs=0.05)
     means = workload.lengths().reshape(-1, 8).mean(axis=1)
@@ -61,9 +61,9 @@ def test_samples_of_a_prompt_correlate_and_history_predicts_their_mean():
 
 def test_workload_from_costs_has_these_costs():
     workload = parse(FULL)
-    again = workload_from_costs(workload.costs(), 16, tuple(workload.lengths().tolist()), training=workload.training)
-    assert again.costs() == workload.costs()  # the longest sample is at the cap
-    assert (again.engine, again.scoring, again.training) == (workload.engine, workload.scoring, workload.training)
+    rebuilt = workload_from_costs(workload.costs(), 16, tuple(workload.lengths().tolist()), training=workload.training)
+    assert rebuilt.costs() == workload.costs()  # the longest sample is at the cap
+    assert (rebuilt.engine, rebuilt.scoring, rebuilt.training) == (workload.engine, workload.scoring, workload.training)
 
 
 WRONG = [
@@ -109,12 +109,12 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("change", "message"), WRONG)
-def test_errors_name_the_value_and_the_remedy(change, message):
+def test_errors_contain_the_value_and_the_fix(change, message):
     with pytest.raises(WorkloadError, match=message):
         parse(FULL | change)
 
 
-def test_files_are_named(tmp_path):
+def test_errors_contain_the_path_of_the_file(tmp_path):
     path = tmp_path / "workload.json"
     with pytest.raises(WorkloadError, match=r"workload\.json: No such file"):
         read_workload(path)

@@ -1,4 +1,4 @@
-"""What wandb keeps of a run: its own file, read back."""
+"""The wandb logger: its files are read back."""
 
 import json
 import signal
@@ -23,41 +23,41 @@ FAILED = [dict.fromkeys(FAILURE_FIELDS, "x")]
 
 
 def records(path):
-    """Of a .wandb file: the log format of LevelDB, in blocks of 32 KiB, after a header of its own."""
+    """Read the records of a .wandb file: LevelDB's log format in blocks of 32 KiB, after a header of wandb."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    content, at, found, whole = path.read_bytes(), 7, [], b""
+    content, at, found, record = path.read_bytes(), 7, [], b""
     while at + 7 <= len(content):
         if (left := 32768 - at % 32768) < 7:
             at += left
             continue
         _, size, kind = struct.unpack_from("<IHB", content, at)
         if at + 7 + size > len(content):
-            break  # it is being written
-        whole += content[at + 7 : at + 7 + size]
+            break  # an incomplete record at the end
+        record += content[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):  # the only or last fragment
-            found.append(Record.FromString(whole))
-            whole = b""
+            found.append(Record.FromString(record))
+            record = b""
     return found
 
 
 def history(path):
-    """name -> value in JSON, of each row."""
+    """Return a dict of name -> JSON value for each row."""
     rows = [record.history.item for record in records(path) if record.WhichOneof("record_type") == "history"]
     return [{item.key or item.nested_key[0]: item.value_json for item in row} for row in rows]
 
 
-def wait_for(written):
-    """Until wandb's process has written what is expected."""
+def wait_for(condition):
+    """Wait until `condition` is true."""
     until = time.monotonic() + 60
-    while not written():
+    while not condition():
         assert time.monotonic() < until
         time.sleep(0.05)
 
 
 @pytest.mark.slow
-def test_wandb_drops_nothing_and_a_resumed_run_goes_on_after_it(tmp_path, monkeypatch):
+def test_wandb_has_all_rows_and_a_resumed_run_continues(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_RUN_GROUP", "a sweep")
     config, rows = Config(), []
     for start in (0, 1):
@@ -76,7 +76,7 @@ def test_wandb_drops_nothing_and_a_resumed_run_goes_on_after_it(tmp_path, monkey
     assert scores == ["0.5", "1", "1", "1.5"]
     assert sum("reward_failures" in row for _, found in rows for row in found) == 8
     numbers = [int(row["_step"]) for _, found in rows for row in found]
-    assert numbers == sorted({*numbers}), "wandb puts no row in the place of another when both folders are uploaded"
+    assert numbers == sorted({*numbers}), "no row replaces another when both folders are uploaded"
     first, second = (records(path) for path, _ in rows)
     (axis,) = (record.metric for record in first if record.WhichOneof("record_type") == "metric")
     assert (axis.glob_name, axis.step_metric) == ("*", "training/global_step")
@@ -86,18 +86,18 @@ def test_wandb_drops_nothing_and_a_resumed_run_goes_on_after_it(tmp_path, monkey
     assert runs[0].run_id == runs[1].run_id and runs[0].run_group == "a sweep"
 
 
-def end_wandb():
-    """What a scheduler's SIGTERM to all processes of a job does to wandb's."""
+def terminate_wandb():
+    """Send SIGTERM to the process of wandb, as a scheduler does to all processes of a job."""
     cores = [each for each in psutil.Process().children(recursive=True) if each.name() == "wandb-core"]
-    for core in (living := [each for each in cores if each.status() != psutil.STATUS_ZOMBIE]):
+    for core in (running := [each for each in cores if each.status() != psutil.STATUS_ZOMBIE]):
         core.send_signal(signal.SIGTERM)
-    assert living
-    while any(core.is_running() and core.status() != psutil.STATUS_ZOMBIE for core in living):
+    assert running
+    while any(core.is_running() and core.status() != psutil.STATUS_ZOMBIE for core in running):
         time.sleep(0.01)
 
 
 @pytest.mark.slow
-def test_sample_tables_have_the_ground_truth_and_the_contact_sheets(tmp_path):
+def test_sample_tables_have_ground_truths_and_contact_sheets(tmp_path):
     Image.new("RGB", (4, 2)).save(tmp_path / "sheet.png")
     reward = Reward(0.5, {"exact": 1.0, "reward": 0.25})
     rows = [sample_row(sample(index, 0, 3, reward), sheet) for index, sheet in enumerate(("sheet.png", None))]
@@ -110,8 +110,8 @@ def test_sample_tables_have_the_ground_truth_and_the_contact_sheets(tmp_path):
     tables, files = {}, {}
     for artifact in (each.artifact for each in records(path) if each.WhichOneof("record_type") == "artifact"):
         assert artifact.type == "run_table"
-        for each in artifact.manifest.contents:  # which `wandb sync` uploads
-            assert each.local_path.startswith(f"{tmp_path}/wandb/"), "a run folder has all of its run"
+        for each in artifact.manifest.contents:  # uploaded by `wandb sync`
+            assert each.local_path.startswith(f"{tmp_path}/wandb/"), "the run folder contains all files"
             files[each.path] = Path(each.local_path).read_bytes()
             if each.path.endswith(".json"):
                 tables[each.path] = json.loads(files[each.path])
@@ -126,7 +126,7 @@ def test_sample_tables_have_the_ground_truth_and_the_contact_sheets(tmp_path):
 
 
 @pytest.mark.slow
-def test_steps_that_wandb_lost_with_its_process_are_in_the_run_all_the_same(tmp_path):
+def test_steps_lost_with_the_process_of_wandb_are_logged_again(tmp_path):
     metrics = StepFile(tmp_path / "metrics.jsonl", -1)
 
     def log(sink, step):
@@ -136,7 +136,7 @@ def test_steps_that_wandb_lost_with_its_process_are_in_the_run_all_the_same(tmp_
             sink.log(step, row)
 
     def steps():
-        """Of the scalars in each of wandb's files."""
+        """Return the steps of the scalars in each file of wandb."""
         paths = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
         return [[int(row["training/global_step"]) for row in history(path) if "critic/score/mean" in row]
                 for path in paths]  # fmt: skip
@@ -148,12 +148,12 @@ def test_steps_that_wandb_lost_with_its_process_are_in_the_run_all_the_same(tmp_
         log(sink, step)
     wait_for(lambda: steps() == [[0, 1, 2]])
     for step in (3, 4):
-        log(sink, step)  # in the buffer of the process
-    end_wandb()
+        log(sink, step)  # buffered in the process of wandb
+    terminate_wandb()
     log(sink, 5)
     sink.reward_failures(5, FAILED)
     log(sink, 6)
-    end_wandb()
+    terminate_wandb()
     sink.close(0)
     wait_for(lambda: sorted(step for part in steps() for step in part) == [0, 1, 2, 3, 4, 5, 6])
     parts = steps()
@@ -161,7 +161,7 @@ def test_steps_that_wandb_lost_with_its_process_are_in_the_run_all_the_same(tmp_
     newest = max(tmp_path.glob("wandb/offline-run-*/*.wandb"))
     content = newest.read_bytes()
     newest.write_bytes(content + b"sum!\x08\0\1\xffdamaged")
-    for step in (7, 8, 9):  # of a process that was killed, and after the checkpoint that the run resumes from
+    for step in (7, 8, 9):  # by a killed process, after the checkpoint of the resume
         log(None, step)
     sink = Wandb(config, {}, tmp_path, 8)
     newest.write_bytes(content)
@@ -182,14 +182,14 @@ def test_steps_that_wandb_lost_with_its_process_are_in_the_run_all_the_same(tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("variables", "why"),
+    ("variables", "reason"),
     [
         ({"WANDB_API_KEY": "short"}, "API key must have 40+ characters"),
         ({"WANDB_API_KEY": "k" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}, "wandb could not start a run"),
     ],
     ids=str,
 )
-def test_a_wandb_that_takes_no_run_is_one_message(variables, why, tmp_path, monkeypatch):
+def test_a_wandb_that_cannot_start_gives_one_message(variables, reason, tmp_path, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(wandb_sink, "INIT_S", 3.0)
@@ -198,4 +198,4 @@ def test_a_wandb_that_takes_no_run_is_one_message(variables, why, tmp_path, monk
     with pytest.raises(ConfigError) as error:
         Wandb(config, {}, tmp_path, 0)
     [problem] = error.value.problems
-    assert problem.startswith("trainer.wandb_mode=online: ") and why in problem and "offline" in problem
+    assert problem.startswith("trainer.wandb_mode=online: ") and reason in problem and "offline" in problem

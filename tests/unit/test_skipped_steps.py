@@ -1,4 +1,4 @@
-"""A gradient that is not finite costs its step and nothing else, whatever the ZeRO stage and dtype, in stages too."""
+"""Optimizer steps with a non-finite gradient are skipped without side effects, in all ZeRO stages and pipelines."""
 
 import math
 
@@ -22,33 +22,33 @@ from rlfuse.run_folder import checkpoints
 BROKEN = (math.nan, -math.inf)
 
 
-def spoil(engine, value):
-    """A backward of which not every gradient is finite."""
+def accumulate_non_finite(engine, value):
+    """Run a backward pass with non-finite gradients."""
     x = torch.ones(1, 6, dtype=engine.module.dtype)
     engine.backward((engine(x)[0, 0] * value).float(), scale_wrt_gas=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "dtype"), PAIRS)
-def test_a_step_that_is_skipped_leaves_no_trace(tmp_path, stage, dtype):
-    """Neither in weights and moments nor in the learning rate, be it the first step or a later one."""
-    clean, hurt = engine(stage, dtype), engine(stage, dtype)
+def test_a_skipped_step_changes_no_state(tmp_path, stage, dtype):
+    """Compare weights, moments and learning rate, for the first step and later ones."""
+    clean, skipped = engine(stage, dtype), engine(stage, dtype)
     for i, value in enumerate(BROKEN):
-        accumulate(hurt, [9])
-        spoil(hurt, value)
-        assert not math.isfinite(take_step(hurt, 2.0, 1)) and hurt.skipped_steps == i + 1
+        accumulate(skipped, [9])
+        accumulate_non_finite(skipped, value)
+        assert not math.isfinite(take_step(skipped, 2.0, 1)) and skipped.skipped_steps == i + 1
         norms = []
-        for each in (clean, hurt):
+        for each in (clean, skipped):
             accumulate(each, [i])
             norms.append(take_step(each, 2.0, 1))
         assert norms[0] == norms[1] > 0
-    ours, theirs = saved(hurt, tmp_path / "hurt"), saved(clean, tmp_path / "clean")
+    ours, theirs = saved(skipped, tmp_path / "skipped"), saved(clean, tmp_path / "clean")
     assert_same(ours, theirs)
-    assert all(tensor.isfinite().all() for tensor in ours.values()) and hurt.get_lr() == clean.get_lr()
+    assert all(tensor.isfinite().all() for tensor in ours.values()) and skipped.get_lr() == clean.get_lr()
 
 
 class NetworkWithTower(Network):
-    """Its last layer is no part of the forward pass: a trained tower gets its gradient at the end of a step."""
+    """A network whose last layer receives its gradient at the end of a step, as a trained tower does."""
 
     def forward(self, x):
         return torch.tanh(self.layers[1](torch.tanh(self.layers[0](x * self.scale))))
@@ -56,7 +56,7 @@ class NetworkWithTower(Network):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
-def test_a_parameter_outside_the_first_backward_does_not_keep_the_last_gradient(stage):
+def test_parameters_outside_the_first_backward_do_not_keep_old_gradients(stage):
     settings = ActorConfig(zero_stage=stage, grad_clip=0.0)
     model, norms = DeepSpeedModel(trainable(NetworkWithTower(), settings, OptimConfig(lr=0.0), "cpu"), 1), []
     for factor in (3.0, 1.0, 3.0):
@@ -70,23 +70,23 @@ def test_a_parameter_outside_the_first_backward_does_not_keep_the_last_gradient(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nor_does_one_of_pipelines(tmp_path, dtype):
-    (clean, one), (hurt, other) = stages(dtype), stages(dtype)
+def test_a_skipped_step_of_pipelines_changes_no_state(tmp_path, dtype):
+    (clean, one), (skipped, other) = stages(dtype), stages(dtype)
     for i, value in enumerate(BROKEN):
         run(other, [9])
         (other(torch.ones(1, 6, dtype=other.dtype).requires_grad_())[0, 0] * value).float().backward()
-        assert not math.isfinite(take_step(hurt, 2.0, 1)) and hurt.skipped_steps == i + 1
+        assert not math.isfinite(take_step(skipped, 2.0, 1)) and skipped.skipped_steps == i + 1
         norms = []
-        for each, network in ((clean, one), (hurt, other)):
+        for each, network in ((clean, one), (skipped, other)):
             run(network, [i])
             norms.append(take_step(each, 2.0, 1))
         assert norms[0] == norms[1] > 0
-    assert same(states_of(hurt, tmp_path / "hurt"), states_of(clean, tmp_path / "clean"))
+    assert same(states_of(skipped, tmp_path / "skipped"), states_of(clean, tmp_path / "clean"))
 
 
 @pytest.mark.parametrize("value", BROKEN)
-def test_a_loss_that_is_not_finite_has_no_finite_gradient(value):
-    """Also where what makes it so does not reach the gradient."""
+def test_a_non_finite_loss_has_a_non_finite_gradient(value):
+    """Check a non-finite constant too, which does not affect the gradient otherwise."""
     for constant, gradient in ((0.0, 0.5), (value, math.nan)):
         weight = torch.ones(3, requires_grad=True)
         weighted_loss(weight.sum() + constant, 0.5).backward()
@@ -111,7 +111,7 @@ def rank_of(kind, stage, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, stage", [*((TrainerRank, stage) for stage in range(4)), (PipelineRank, 1)])
-async def test_lost_weights_push_out_no_checkpoint(tmp_path, kind, stage):
+async def test_non_finite_weights_replace_no_checkpoint(tmp_path, kind, stage):
     rank, more = rank_of(kind, stage, "bfloat16")
 
     async def fill(folder):

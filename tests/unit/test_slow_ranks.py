@@ -1,4 +1,4 @@
-"""Training on slots of unequal speed: distribution of rows and layers, and schedules."""
+"""Training on slots of unequal speed: distribution of rows and layers, and pipeline schedules."""
 
 import asyncio
 import itertools
@@ -29,7 +29,7 @@ from rlfuse.samples import Row
 
 ACTOR, CRITIC = Pipelines("actor", 2), Pipelines("critic", 2, direction="up")
 TWELVE = {model: ([1.0] * 12, 0.0, 0.0) for model in ("actor", "critic")}
-"""Costs of layers, of embedding and head."""
+"""(costs of layers, cost of the embedding, cost of the head) of each model."""
 
 
 def rows_of(*lengths):
@@ -37,19 +37,19 @@ def rows_of(*lengths):
 
 
 def tokens_of(shares, rows):
-    """[rank][micro-batch]"""
+    """Return the tokens as [rank][micro-batch]."""
     return [[sum(rows[i].tokens for i in share.rows) for share in mine] for mine in shares]
 
 
 def divisions(count, ranks):
-    """All ways to share out so many equal units."""
+    """Return all divisions of `count` equal units among the ranks."""
     if ranks == 1:
         return [(count,)]
     return [(first, *rest) for first in range(count + 1) for rest in divisions(count - first, ranks - 1)]
 
 
-def test_equal_units_are_shared_out_as_well_as_can_be():
-    """Against all divisions there are, which is what an integer programme would look through."""
+def test_division_of_equal_units_is_optimal():
+    """Compare with all divisions, the search space of an integer programme."""
     for seed in range(200):
         rng = random.Random(seed)
         ranks, count = rng.randint(2, 4), rng.randint(1, 12)
@@ -61,8 +61,8 @@ def test_equal_units_are_shared_out_as_well_as_can_be():
             assert max(map(math.prod, zip(rates, counts, strict=True))) == pytest.approx(best), (rates, counts)
 
 
-def test_where_ranks_wait_for_each_other_a_slow_one_runs_as_many_smaller_micro_batches():
-    """The last to be done in each of them is within a row of what it would be if rows could be cut."""
+def test_in_lockstep_a_slow_rank_has_the_same_number_of_smaller_micro_batches():
+    # The slowest rank of each micro-batch is within one row of the optimum for divisible rows.
     rows = rows_of(*[10] * 96)
     for rates in ((1.0, 1.0), (1.0, 3.0), (1.0, 1.0, 1.5, 2.5)):
         shares = plan(unit_per_row(rows), len(rates), 120, costs=Costs(rates=rates), lockstep=True)
@@ -74,7 +74,7 @@ def test_where_ranks_wait_for_each_other_a_slow_one_runs_as_many_smaller_micro_b
         assert took <= ideal + len(tokens[0]) * 10 * max(rates)
 
 
-def test_who_is_too_slow_for_any_row_runs_fillers():
+def test_a_rank_too_slow_for_any_row_runs_fillers():
     rows = rows_of(10, 10, 12)
     shares = plan(unit_per_row(rows), 2, 12, costs=Costs(rates=(1.0, 9.0)), lockstep=True)
     batches = fill(shares, rows)
@@ -82,13 +82,13 @@ def test_who_is_too_slow_for_any_row_runs_fillers():
     assert all(each.rows[0].tokens == 2 for each in batches[1])
 
 
-def test_ranks_that_share_a_row_are_as_slow_as_the_slowest_of_them():
+def test_ranks_that_share_a_row_have_the_rate_of_the_slowest():
     costs = Costs(rates=(1.0, 1.0, 4.0, 1.0))
     shares = plan([Unit((i,), 80, 0.0) for i in range(2)], 4, 40, (1, 2), costs)
     assert [[share.rows for share in mine] for mine in shares] == [[(0,), (1,)]] * 2 + [[], []]
 
 
-def test_calls_of_all_ranks_go_by_rates_of_slots_and_calls_of_one_by_those_of_its_ranks():
+def test_calls_on_all_slots_are_divided_by_slot_rates_and_calls_on_one_slot_evenly():
     config = Config()
     config.rollout.tensor_model_parallel_size = 2
     group = TrainerGroup(config, [None] * 4)
@@ -118,8 +118,8 @@ UNEVEN = {
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_a_schedule_is_searched_for_what_each_device_takes(split):
-    """Search results pass the check, which knows the rates independently."""
+def test_the_schedule_search_uses_the_rates_of_devices(split):
+    # The bound and the timed rows verify the result independently of the search.
     even = parse(UNEVEN | {"split_backward": split})
     slow = parse(UNEVEN | {"split_backward": split, "rates": [1, 1, 2.5, 1]})
     critic = slow.models[1]
@@ -128,13 +128,13 @@ def test_a_schedule_is_searched_for_what_each_device_takes(split):
     found = search(slow, time_limit=2.0, method="improve")
     assert found.lower_bound >= 2.5 * 6 * 9 + 2.5 * 3 * 6  # the slow device is never idle
     assert found.lower_bound * (1 - 1e-9) <= found.makespan <= 1.1 * found.lower_bound
-    blind = search(even, time_limit=2.0, method="improve")
-    assert found.makespan <= max(row[-1].end for row in timed(slow, blind.operations))
+    ignoring_rates = search(even, time_limit=2.0, method="improve")
+    assert found.makespan <= max(row[-1].end for row in timed(slow, ignoring_rates.operations))
     assert baseline(slow, "1f1b", barrier=False) >= found.makespan
 
 
-def test_rates_are_factors_of_times():
-    """A problem of one pipeline with rates, and the same with the product written out."""
+def test_rates_multiply_durations():
+    """Compare a problem with rates to the same problem with multiplied durations."""
     model = Model("actor", 3, 5, (1.0, 2.0, 3.0), (2.0, 4.0, 6.0))
     written = Model("actor", 3, 5, (1.0, 4.0, 9.0), (2.0, 8.0, 18.0))
     rated, plain = Problem(3, (model,), rates=(1.0, 2.0, 3.0)), Problem(3, (written,))
@@ -143,18 +143,18 @@ def test_rates_are_factors_of_times():
         assert baseline(rated, name, barrier=True) == baseline(plain, name, barrier=True)
 
 
-# Pipelines -----------------------------------------------------------------------------------------------------------
+# Layers of pipelines --------------------------------------------------------------------------------------------------
 
 
 def cuts(layers, stages):
-    """All layers per stage; the last may have none."""
+    """Yield all divisions of layers into stages; the last stage may have none."""
     for ends in itertools.combinations_with_replacement(range(1, layers + 1), stages - 1):
         sizes = [b - a for a, b in itertools.pairwise((0, *ends, layers))]
         if all(sizes[:-1]):
             yield tuple(sizes)
 
 
-def test_layers_go_to_stages_as_the_integer_programme_has_it():
+def test_division_of_layers_into_stages_is_optimal():
     for seed in range(200):
         rng = random.Random(seed)
         stages, layers = rng.randint(2, 4), rng.randint(4, 10)
@@ -178,40 +178,38 @@ def test_layers_go_to_stages_as_the_integer_programme_has_it():
     "rates, room, layers",
     [
         ([1, 1], None, [(6, 6), (6, 6)]),
-        ([1, 2], None, [(8, 4), (4, 8)]),  # the critic runs against the actor
-        ([1, 2], [1, 9], [(7, 5), (5, 7)]),  # memory for one more
+        ([1, 2], None, [(8, 4), (4, 8)]),  # the critic has the opposite direction
+        ([1, 2], [1, 9], [(7, 5), (5, 7)]),  # memory for one more layer
         ([1, 1.05], None, [(6, 6), (6, 6)]),
         ([1, 2, 1, 2], None, [(8, 4), (4, 8)]),
-        ([1, 1, 1, 2], None, [(6, 6), (6, 6)]),  # one of two blocks: fewer rows there are as good
-        ([1] * 7 + [2], None, [(6, 6), (6, 6)]),  # and of four they are better
+        ([1, 1, 1, 2], None, [(6, 6), (6, 6)]),  # one of two pipelines: fewer rows are as good
+        ([1] * 7 + [2], None, [(6, 6), (6, 6)]),  # one of four pipelines: fewer rows are better
     ],
 )
-def test_layers_move_off_slow_devices_where_that_ends_sooner(rates, room, layers):
+def test_layers_move_off_slow_devices_if_that_is_faster(rates, room, layers):
     cut = repartition([ACTOR, CRITIC], TWELVE, rates, room)
     assert [each.layers for each in cut] == layers
     assert repartition(cut, TWELVE, rates, room and [0, 0]) == cut
     assert [each.layers for each in repartition(cut, TWELVE, [1.0] * len(rates))] == [(6, 6)] * 2
 
 
-def test_rows_go_to_pipelines_by_their_slowest_device_and_what_stands_on_it():
+def test_rows_are_divided_by_the_slowest_device_of_each_pipeline():
     layout, rates = [ACTOR, CRITIC], [1, 1, 1, 2]
     assert pipeline_rates(rates, device_costs(layout, TWELVE), 2) == [1, 2]
     assert pipeline_rates(rates, device_costs(repartition(layout, TWELVE, [1, 2]), TWELVE), 2) == [1, 1]
     bins = split_evenly([10] * 12, 2, 4, [1, 2])
     assert [[len(bin) for bin in pipeline] for pipeline in bins] == [[2, 2, 2, 2], [1, 1, 1, 1]]
-    assert operation_slowdowns(rates, [1, 2]) == pytest.approx(
-        [4 / 3, 4 / 3, 2 / 3, 4 / 3]
-    )  # fewer rows, each for longer
+    assert operation_slowdowns(rates, [1, 2]) == pytest.approx([4 / 3, 4 / 3, 2 / 3, 4 / 3])  # fewer but longer rows
 
 
 def measure(planner, plan, slow=1.0):
-    """Every operation as it would be measured, on a second device that is so slow."""
+    """Record the duration of every operation; all devices but the first are slower by the factor `slow`."""
     for device, row in enumerate(plan.rows):
         for each in row:
             planner.learn(plan.planned_operation(each), {"F": 0.01, "B": 0.02}[each.kind] * (slow if device else 1.0))
 
 
-def test_a_planner_knows_what_a_slow_device_takes_before_it_has_measured_it(monkeypatch):
+def test_a_planner_predicts_durations_of_a_slow_device_before_measurements(monkeypatch):
     planner, searched = Planner(2), []
     search = planner._search
     monkeypatch.setattr(planner, "_search", lambda problem: searched.append(problem) or search(problem))
@@ -219,7 +217,7 @@ def test_a_planner_knows_what_a_slow_device_takes_before_it_has_measured_it(monk
     planner.replan([1.0, 1.0])
     measure(planner, planner.plan(work), slow=1.15)
     before = planner.plan(work)
-    measure(planner, before, slow=2.0)  # it has turned slow, and nobody knows yet
+    measure(planner, before, slow=2.0)  # it became slow, but its rate is not known yet
     planner.replan([1.0, 2.0])
     after = planner.plan(work)
     assert after.serial_s == pytest.approx(0.27 + 0.25) and after.seconds >= 8 * 0.06
@@ -232,19 +230,19 @@ def test_a_planner_knows_what_a_slow_device_takes_before_it_has_measured_it(monk
 
 
 class Ranks(PipelineTrainer):
-    """Pipelines without processes: calls are noted."""
+    """A pipeline trainer without processes that records calls."""
 
     def __init__(self, ranks, room):
         super().__init__(Config(), [None] * ranks)
-        self.planner, self.asked, self.room = Planner(2), [], room
+        self.planner, self.calls, self.room = Planner(2), [], room
 
     async def _all(self, method, action, *arguments):
-        self.asked.append(method)
+        self.calls.append(method)
         answers = {"setup": {"costs": TWELVE}, "free_layers": self.room, "load": None}
         return [answers[method]] * len(self.ranks)
 
 
-async def test_layers_move_only_where_ranks_are_saved_and_have_room(tmp_path):
+async def test_layers_move_only_with_a_checkpoint_and_free_memory(tmp_path):
     for room, layers in ((9, (8, 4)), (0, (6, 6))):
         group = Ranks(2, room)
         await group.setup([ACTOR, CRITIC])
@@ -252,15 +250,15 @@ async def test_layers_move_only_where_ranks_are_saved_and_have_room(tmp_path):
         assert group.layout["actor"].layers == (6, 6) and group.planner._rates == (1.0, 2.0)
         await group.replan([1.0, 2.0], Path(tmp_path))
         assert group.layout["actor"].layers == layers
-        assert group.asked == ["setup", "free_layers"] + (["setup", "load"] if room else [])
-        group.asked.clear()
+        assert group.calls == ["setup", "free_layers"] + (["setup", "load"] if room else [])
+        group.calls.clear()
         await group.replan([1.0, 2.0], Path(tmp_path))
-        assert "setup" not in group.asked
+        assert "setup" not in group.calls
 
 
 @pytest.mark.parametrize("took, layers", [((10.0, 20.0), (9, 3)), ((10.0, 10.5), (6, 6)), ((10.0, 5.0), (6, 6))])
-async def test_layers_move_by_what_stages_were_measured_to_take(tmp_path, took, layers):
-    """Of an actor whose head takes a third, where that is worth it; the critic is as it was modelled."""
+async def test_layers_move_by_measured_stage_times(tmp_path, took, layers):
+    # Only the actor moves, as the critic has no measurements.
     group = Ranks(2, 9)
     await group.setup([ACTOR, CRITIC])
     await group.replan([], tmp_path)
@@ -269,6 +267,6 @@ async def test_layers_move_by_what_stages_were_measured_to_take(tmp_path, took, 
             group.planner.learn(Operation("actor", 0, stage, 0, kind), share * seconds)
     await group.replan([], tmp_path)
     assert group.layout["actor"].layers == layers and group.layout["critic"].layers == (6, 6)
-    asked = len(group.asked)
-    await group.replan([], tmp_path)  # nothing was measured since
-    assert "setup" not in group.asked[asked:] and group.layout["actor"].layers == layers
+    calls = len(group.calls)
+    await group.replan([], tmp_path)  # no new measurements
+    assert "setup" not in group.calls[calls:] and group.layout["actor"].layers == layers

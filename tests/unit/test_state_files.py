@@ -1,4 +1,4 @@
-"""Training state by parameter name: what ranks of one layout write, ranks of any other read."""
+"""Training state by parameter name: ranks of any layout read the state that ranks of any other layout wrote."""
 
 from itertools import product
 from math import prod
@@ -12,11 +12,11 @@ from rlfuse.engines.trainer.state_files import MOMENTS, WEIGHT, WHOLE, Part, Sav
 from rlfuse.errors import EngineError
 
 SHAPES = {"a.weight": (4, 6), "b.weight": (6, 4), "norm": (5,), "model.embed_tokens.weight": (8, 2)}
-WHOLES = {
+FULL_TENSORS = {
     name: torch.arange(prod(shape)).float().view(shape) + 100 * i for i, (name, shape) in enumerate(SHAPES.items())
 }
 DIMS = {"a.weight": 0, "b.weight": 1}
-"""Parameters that tensor-parallel ranks share, and along which dimension."""
+"""Parameter -> dimension that tensor-parallel ranks shard."""
 
 
 def layout(ranks, degree=1, by_parameter=False, owners=None):
@@ -27,12 +27,12 @@ def layout(ranks, degree=1, by_parameter=False, owners=None):
     found = []
     for index, rank in product(range(degree), range(ranks)):
         parts, total = [], 0
-        own = {}
-        for name, whole in WHOLES.items():
+        shards = {}
+        for name, full in FULL_TENSORS.items():
             share = Share(index, degree, DIMS[name]) if name in DIMS and degree > 1 else WHOLE
-            own[name] = share, whole.chunk(degree, DIMS[name])[index] if share != WHOLE else whole
-        size = -(-sum(tensor.numel() for _, tensor in own.values()) // ranks)
-        for name, (share, tensor) in own.items():
+            shards[name] = share, full.chunk(degree, DIMS[name])[index] if share != WHOLE else full
+        size = -(-sum(tensor.numel() for _, tensor in shards.values()) // ranks)
+        for name, (share, tensor) in shards.items():
             count = tensor.numel()
             each = -(-count // ranks)
             first, last = (
@@ -67,7 +67,7 @@ def write(folder, ranks):
 
 @pytest.mark.parametrize("before", LAYOUTS)
 @pytest.mark.parametrize("after", LAYOUTS)
-def test_every_layout_reads_what_every_other_wrote(tmp_path, monkeypatch, before, after):
+def test_every_layout_reads_the_state_of_every_other_layout(tmp_path, monkeypatch, before, after):
     opened, open_file = [], state_files.safe_open
     monkeypatch.setattr(state_files, "safe_open", lambda *each: opened.append(each) or open_file(*each))
     saved = write(tmp_path, LAYOUTS[before])
@@ -78,16 +78,16 @@ def test_every_layout_reads_what_every_other_wrote(tmp_path, monkeypatch, before
     assert len(opened) == len(LAYOUTS[before]), "a file is opened once: its header lists all tensors"
 
 
-def test_a_tied_head_reads_the_embedding_and_vocabulary_shares_read_their_rows(tmp_path):
+def test_a_tied_head_reads_the_embedding_and_vocabulary_shards_read_their_rows(tmp_path):
     saved = write(tmp_path, LAYOUTS["three ranks"])
-    embedding = WHOLES["model.embed_tokens.weight"]
+    embedding = FULL_TENSORS["model.embed_tokens.weight"]
     head = Part("lm_head.weight", (8, 2), 3, {WEIGHT: torch.empty(5)}, is_tied_copy=True)
     assert saved.read("exp_avg", head).tolist() == (embedding.flatten()[3:8] + 1).tolist()
     share = Part("lm_head.weight", (2, 2), 0, {WEIGHT: torch.empty(4)}, Share(3, 4))
     assert saved.read(WEIGHT, share).tolist() == embedding[6:].flatten().tolist()
 
 
-def test_what_is_missing_is_named(tmp_path):
+def test_missing_state_is_reported(tmp_path):
     with pytest.raises(FileNotFoundError, match="has no state to resume from"):
         SavedState(tmp_path)
     saved = write(tmp_path, LAYOUTS["three ranks"][::2])

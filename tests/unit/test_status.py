@@ -1,4 +1,4 @@
-"""What a run says of itself, and what is said of one that could not."""
+"""The status file of a run: state, command, seconds, and invalid files."""
 
 import os
 import sys
@@ -12,35 +12,35 @@ from rlfuse.tools import listing
 
 
 @pytest.fixture
-def begun(tmp_path, monkeypatch):
+def started_run(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "orig_argv", ["/x/python", "/x/bin/rlfuse", "train", "job.yaml", "a.b=c d"])
     monkeypatch.delenv("WANDB_RUN_GROUP", raising=False)
     status.begin(tmp_path, "project/name", 12.0)
     return tmp_path
 
 
-def test_a_run_begins_and_ends(begun):
-    before = status.read(begun)
+def test_a_run_begins_and_ends(started_run):
+    before = status.read(started_run)
     assert (before.state, before.name, before.started) == ("running", "project/name", 12.0)
     assert before.command == "rlfuse train job.yaml 'a.b=c d'"
     assert before.pid == os.getpid() and before.ended is None
-    status.end(begun, "failed", "it broke")
-    after = status.read(begun)
-    assert (after.state, status.state_now(begun, after)) == ("failed", "failed")
+    status.end(started_run, "failed", "it broke")
+    after = status.read(started_run)
+    assert (after.state, status.state_now(started_run, after)) == ("failed", "failed")
     assert after.error == "it broke" and after.ended > 12
     assert asdict(replace(after, state="running", ended=None, error="")) == asdict(before)
 
 
-def test_seconds_are_of_all_processes_of_a_run(tmp_path):
+def test_seconds_include_all_processes_of_a_run(tmp_path):
     now = time.time()
     status.begin(tmp_path, "p/n", now - 1000)
     status.end(tmp_path, "stopped")
     status._write(tmp_path, replace(status.read(tmp_path), ended=now - 900))
-    status.begin(tmp_path, "p/n", now - 500)  # and was killed when it had written this
+    status.begin(tmp_path, "p/n", now - 500)  # killed after writing these files
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     for name, age in ((status.FILE, 490), ("metrics.jsonl", 300)):
         os.utime(tmp_path / name, (now - age,) * 2)
-    for _ in range(2):  # the second is another attempt, after a worker was lost
+    for _ in range(2):  # the second is a restart after a lost worker
         status.begin(tmp_path, "p/n", now - 40)
         assert listing.read(tmp_path).seconds == pytest.approx(100 + 200 + 40, abs=5)
     status.end(tmp_path, "finished")
@@ -48,20 +48,20 @@ def test_seconds_are_of_all_processes_of_a_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "command"),
     [
         (["python3", "-m", "rlfuse.train", "x=1"], "python -m rlfuse.train x=1"),
         (["python3", "-m", "pytest"], ""),
         (["python3"], ""),
     ],
 )
-def test_the_command_is_as_it_was_typed(tmp_path, monkeypatch, words, told):
+def test_the_command_is_saved_as_typed(tmp_path, monkeypatch, words, command):
     monkeypatch.setattr(sys, "orig_argv", words)
     status.begin(tmp_path, "p/n", 0.0)
-    assert status.read(tmp_path).command == told
+    assert status.read(tmp_path).command == command
 
 
-def test_secrets_are_not_kept(tmp_path, monkeypatch):
+def test_secrets_are_not_saved(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_API_KEY", "abcdefghijkl")
     monkeypatch.setattr(
         sys,
@@ -75,11 +75,11 @@ def test_secrets_are_not_kept(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"state": "running"}'])
-def test_what_is_no_status_is_none(tmp_path, text):
+def test_an_invalid_status_file_is_none(tmp_path, text):
     (tmp_path / status.FILE).write_text(text)
     assert status.read(tmp_path) is None
 
 
-def test_the_commit_is_the_working_folders(tmp_path, monkeypatch):
+def test_a_folder_without_repository_has_no_commit(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert status._commit() == ""

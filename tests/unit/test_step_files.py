@@ -1,4 +1,4 @@
-"""Files that steps write: metrics and samples, read back as they were, and cut at the checkpoint of a resume."""
+"""Metrics and samples of steps are read back unchanged, and truncated at the checkpoint of a resume."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from rlfuse.rewards.api.items import UnknownTokens, item_of_sample
 from rlfuse.samples import Reward, RewardFailure
 
 
-def test_metrics_after_the_checkpoint_are_cut_off_on_resume(tmp_path):
+def test_metrics_after_the_checkpoint_are_removed_on_resume(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step, "x": step}) + "\n" for step in (0, 1, 2, 3)))
     log = StepFile(path, after=2)
@@ -25,7 +25,7 @@ def test_metrics_after_the_checkpoint_are_cut_off_on_resume(tmp_path):
 
 
 @pytest.mark.parametrize("given", ["a question", [{"role": "user", "content": "a question"}]])
-def test_a_saved_sample_is_to_rewards_what_it_was_in_the_run(tmp_path, given):
+def test_a_saved_sample_gives_reward_functions_the_same_input(tmp_path, given):
     scored = sample(3, 1, 5, Reward(0.5))
     columns = {"question": given, "extra_info": {"index": 3}, "reward_model": {"ground_truth": "1"}}
     messages = ({"role": "user", "content": "a question"},)
@@ -79,13 +79,13 @@ def test_rows_without_finite_numbers_stay_json(tmp_path, given):
     first, second = (json.loads(line, parse_constant=refuse) for line in log.path.read_text().splitlines())
     assert first["columns"]["given"] == first["ground_truth"] != given
     if isinstance(given, float):
-        assert float(first["ground_truth"]) == given or math.isnan(given), "a text that says which number it was"
+        assert float(first["ground_truth"]) == given or math.isnan(given), "the text states the number"
     assert second == {"step": 2, "actor/grad_norm": "NaN", "x": "-Infinity", "y": 2.0}
     row = read_metrics(log.path)[1]
     assert math.isnan(row["actor/grad_norm"]) and row["x"] == -INFINITY and row["y"] == 2.0, "metrics are numbers"
 
 
-def test_samples_are_kept_as_people_read_them(tmp_path):
+def test_samples_are_saved_as_readable_rows(tmp_path):
     scored = sample(3, 1, 5, Reward(0.5, {"fn/format": 1.0}, "no number"))
     failed = sample(4, 0, 6, RewardFailure("judge", "timed out"), finish="length")
     log = StepFile(tmp_path / "samples.jsonl", after=0)

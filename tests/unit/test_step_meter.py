@@ -1,4 +1,4 @@
-"""The meter of engine steps reads vLLM's statistics as they are."""
+"""The meter of engine steps, with statistics in vLLM's format."""
 
 from types import SimpleNamespace
 
@@ -9,16 +9,16 @@ from rlfuse.engines.vllm.setup import engine_step
 from rlfuse.events import Recorder
 
 
-def step(meter, now, usage, decoding=0, begun=0, running=1):
-    """One engine step of 1 s with this share of the KV cache used after it."""
+def step(meter, now, usage, decoding=0, started=0, running=1):
+    """Record one engine step of 1 s; `usage`: share of the KV cache used after it."""
     read = engine_step(
         SimpleNamespace(iteration_details=None, spec_decoding_stats=None),
         SimpleNamespace(
             iteration_timestamp=now,
             inter_token_latencies_iter=[1.0] * decoding,
-            time_to_first_tokens_iter=[1.0] * begun,
-            num_generation_tokens=decoding + begun,
-            prompt_token_stats=SimpleNamespace(computed=50 * begun),
+            time_to_first_tokens_iter=[1.0] * started,
+            num_generation_tokens=decoding + started,
+            prompt_token_stats=SimpleNamespace(computed=50 * started),
         ),
     )
     meter.record(read, usage, idle=not running)
@@ -29,9 +29,9 @@ def meter():
     return StepMeter(Recorder("rollout/0"), kv_tokens=1000)
 
 
-def test_a_finished_samples_cache_counts_in_its_last_step(meter):
-    step(meter, 100.0, usage=0.2, begun=2)
-    step(meter, 101.0, usage=0.1, decoding=2)  # one of them ended, its cache is free
+def test_the_cache_of_a_finished_sample_counts_in_its_last_step(meter):
+    step(meter, 100.0, usage=0.2, started=2)
+    step(meter, 101.0, usage=0.1, decoding=2)  # one of them ended and freed its cache
     meter.close()
     prefill, decode = meter._recorder.drain()
     assert (prefill.attributes["context"], decode.attributes["context"]) == (200, 200)
@@ -39,15 +39,15 @@ def test_a_finished_samples_cache_counts_in_its_last_step(meter):
 
 
 def test_samples_aborted_between_two_steps_count_in_neither(meter):
-    step(meter, 100.0, usage=0.9, begun=2)
-    step(meter, 110.0, usage=0.1, begun=1)  # the two were aborted after their step: no statistics said so
+    step(meter, 100.0, usage=0.9, started=2)
+    step(meter, 110.0, usage=0.1, started=1)  # the two were aborted between steps, which statistics omit
     meter.close()
     before, after = meter._recorder.drain()
     assert (before.attributes["context"], after.attributes["context"]) == (900, 100)
     assert (after.start, after.end) == pytest.approx((109.0, 110.0))
 
 
-def test_tokens_that_the_engine_holds_back_count_in_their_steps(meter):
+def test_tokens_that_the_engine_outputs_later_count_in_their_steps(meter):
     for _ in range(3):
         details = SimpleNamespace(
             num_ctx_requests=0, num_ctx_tokens=0, num_generation_requests=2, num_generation_tokens=2, elapsed_ms=20.0

@@ -1,14 +1,14 @@
-"""Requests with stop texts whose tokens wait in the engine core: they end at the token at which vLLM ends them."""
+"""Requests with stop strings and grouped token output end at the same token as in vLLM."""
 
 import random
 
 import numpy as np
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # importing it takes long: by one process
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # its import is slow: one process
 
 BYTES, MERGES = 256, ("\n\n", "</", "an", "answer", ">\xe4", " \xe4", "\xbd\xa0", "\xa5\xbd>", "\xe4\xbd\xa0", ">x")
-"""Tokens of more than one byte, given as Latin-1: some begin or end within a character."""
+"""Tokens of several bytes, as Latin-1; some begin or end within a character."""
 STOPS = {
     "a line": ("\n\n",),
     "a tag": ("</answer>",),
@@ -28,12 +28,12 @@ def tokenizer():
     tokens = [letters[byte] for byte in range(BYTES)]
     tokens += ["".join(letters[byte] for byte in text.encode("latin-1")) for text in MERGES]
     special = {name: len(tokens) + place for place, name in enumerate(("<pad>", "<end>", "<unk>"))}
-    made = Qwen2Tokenizer(
+    tokenizer = Qwen2Tokenizer(
         vocab={token: number for number, token in enumerate(tokens)} | special, merges=[],
         pad_token="<pad>", eos_token="<end>", unk_token="<unk>",
     )  # fmt: skip
-    made.add_tokens([AddedToken("</s>", special=True), AddedToken(" \u4f60\u597d", normalized=False)])
-    return made
+    tokenizer.add_tokens([AddedToken("</s>", special=True), AddedToken(" \u4f60\u597d", normalized=False)])
+    return tokenizer
 
 
 def reader(tokenizer, stop):
@@ -42,14 +42,14 @@ def reader(tokenizer, stop):
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
     params = SamplingParams(stop=list(stop), include_stop_str_in_output=True, skip_special_tokens=False)
-    given = {"request_id": "a", "prompt_token_ids": [40, 41], "sampling_params": params}
+    fields = {"request_id": "a", "prompt_token_ids": [40, 41], "sampling_params": params}
     return IncrementalDetokenizer.from_new_request(
-        tokenizer, EngineCoreRequest(**dict.fromkeys(EngineCoreRequest.__struct_fields__) | given)
+        tokenizer, EngineCoreRequest(**dict.fromkeys(EngineCoreRequest.__struct_fields__) | fields)
     )
 
 
 def end_of(reads, groups):
-    """(tokens read, stop text, text) when it is found or all are read."""
+    """Return (tokens read, stop string or None, text, token ids) at the stop string, or after all groups."""
     count = 0
     for group in groups:
         count += len(group)
@@ -85,7 +85,7 @@ def test_groups_end_at_the_same_token_as_single_tokens(tokenizer, stop):
     assert np.mean(sizes) > 1.1 and ended > 50
 
 
-def test_nothing_is_known_of_tokens_whose_text_depends_on_their_place(tokenizer):
+def test_tokenizers_with_context_dependent_text_have_no_stop_token_table(tokenizer):
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 

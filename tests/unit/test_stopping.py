@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP to a process that runs a job: what becomes of its work, and how that is told."""
+"""Ctrl-C, SIGTERM and SIGHUP to a process that runs a job: checkpoints, messages and exit statuses."""
 
 import asyncio
 import os
@@ -27,7 +27,7 @@ from rlfuse.stopping import ONCE_S, Stopped, Stopping
 
 
 @pytest.fixture(autouse=True)
-def nothing_came(monkeypatch):
+def no_signal_yet(monkeypatch):
     monkeypatch.setattr(stopping, "_last", None)
 
 
@@ -37,10 +37,10 @@ async def press(number, after=0.0):
     await asyncio.sleep(0.01)
 
 
-async def told(work, number=SIGTERM, step=3, grace_s=60.0):
-    """`work` is told of after it began; what was said to the person."""
-    said = []
-    listening = Stopping(grace_s, said.append)
+async def run_with_signal(work, number=SIGTERM, step=3, grace_s=60.0):
+    """Run `work` with a signal at its start; return the messages to the user."""
+    messages = []
+    listening = Stopping(grace_s, messages.append)
     listening.step = step
 
     async def begin():
@@ -55,7 +55,7 @@ async def told(work, number=SIGTERM, step=3, grace_s=60.0):
         assert [signal.getsignal(each) for each in (SIGINT, SIGTERM)] == before
         signal.signal(SIGINT, default)
         assert signal.signal(SIGHUP, signal.SIG_DFL) == (signal.SIG_IGN if number == SIGHUP else signal.SIG_DFL)
-    return said
+    return messages
 
 
 async def forever(_):
@@ -63,73 +63,73 @@ async def forever(_):
 
 
 @pytest.mark.parametrize("number", [SIGINT, SIGTERM, SIGHUP])
-async def test_a_step_that_ends_in_time_leaves_by_itself(number):
+async def test_a_run_stops_after_a_step_that_ends_in_time(number):
     async def steps(listening):
         while not listening.is_requested:
             await asyncio.sleep(0)
         await asyncio.sleep(0.01)
         raise Stopped("left after step 3", listening.by)
 
-    with pytest.raises(Stopped, match="left after step 3") as left:
-        await told(steps, number)
-    assert left.value.by == number == stopping.stop_signal()
+    with pytest.raises(Stopped, match="left after step 3") as stopped:
+        await run_with_signal(steps, number)
+    assert stopped.value.by == number == stopping.stop_signal()
 
 
 @pytest.mark.parametrize("number, words", [
     (SIGINT, "press Ctrl-C again"), (SIGTERM, "preemption_grace_s=60"), (SIGHUP, "preemption_grace_s=60"),
 ])  # fmt: skip
-async def test_work_that_ends_well_nevertheless_has_ended_well(number, words):
-    (said,) = await told(lambda _: asyncio.sleep(0.01), number)
-    assert "stopping with a checkpoint after step 3" in said and words in said
+async def test_work_that_completes_after_a_signal_is_a_success(number, words):
+    (message,) = await run_with_signal(lambda _: asyncio.sleep(0.01), number)
+    assert "stopping with a checkpoint after step 3" in message and words in message
 
 
 @pytest.mark.parametrize("number", [SIGINT, SIGTERM, SIGHUP])
 @pytest.mark.parametrize("step, words", [(3, "its work is lost"), (None, "first step: nothing to save")])
-async def test_what_does_not_end_in_time_is_cut_off(number, step, words):
-    async def again(_):
+async def test_work_that_does_not_end_in_time_is_cancelled(number, step, words):
+    async def signal_again(_):
         if number == SIGINT:
             await press(SIGINT, ONCE_S + 0.05)
         await forever(_)
 
-    with pytest.raises(Stopped, match=words) as left:
-        await told(again, number, step, grace_s=0.01)
-    assert left.value.by == number
+    with pytest.raises(Stopped, match=words) as stopped:
+        await run_with_signal(signal_again, number, step, grace_s=0.01)
+    assert stopped.value.by == number
 
 
-async def test_a_signal_that_a_wrapper_hands_on_is_no_second_one(monkeypatch):
+async def test_a_signal_forwarded_by_a_wrapper_counts_once(monkeypatch):
     monkeypatch.setattr(stopping, "ONCE_S", 60.0)
 
-    async def handed_on(_):
+    async def forwarded(_):
         await press(SIGINT)
         await asyncio.sleep(0.05)
 
-    assert len(await told(handed_on, SIGINT)) == 1
+    assert len(await run_with_signal(forwarded, SIGINT)) == 1
 
 
-async def test_after_ctrl_c_a_schedulers_grace_counts_and_the_first_signal_is_named():
+async def test_sigterm_after_ctrl_c_starts_the_grace_period_and_the_first_signal_is_reported():
     async def both(_):
         await press(SIGTERM)
         await press(SIGTERM)
         await forever(_)
 
-    with pytest.raises(Stopped, match=r"not finished and saved within trainer\.preemption_grace_s=0\.05") as left:
-        await told(both, SIGINT, grace_s=0.05)
-    assert left.value.by == SIGINT
+    with pytest.raises(Stopped, match=r"not finished and saved within trainer\.preemption_grace_s=0\.05") as stopped:
+        await run_with_signal(both, SIGINT, grace_s=0.05)
+    assert stopped.value.by == SIGINT
 
 
 @pytest.mark.slow
-def test_work_that_does_not_heed_its_end_is_interrupted_where_it_is():
-    async def deaf(_):
+def test_work_that_ignores_cancellation_is_interrupted():
+    async def ignores_cancellation(_):
         with pytest.raises(asyncio.CancelledError):
             await press(SIGINT, ONCE_S + 0.05)
         await press(SIGINT, ONCE_S + 0.05)
 
     with pytest.raises(KeyboardInterrupt):
-        asyncio.run(told(deaf, SIGINT))
+        asyncio.run(run_with_signal(ignores_cancellation, SIGINT))
 
 
-@pytest.mark.parametrize("number", [SIGINT, SIGHUP])  # in background jobs of scripts, under nohup
-async def test_a_signal_that_is_ignored_from_the_start_stays_ignored(number):
+@pytest.mark.parametrize("number", [SIGINT, SIGHUP])  # background jobs of scripts, nohup
+async def test_an_ignored_signal_stays_ignored(number):
     before = signal.signal(number, signal.SIG_IGN)
     try:
         await Stopping(1.0, print).listen_during(press(number))
@@ -155,7 +155,7 @@ async def steps(listening):
     await asyncio.wait({asyncio.ensure_future(announced.wait())}, timeout=120)
     assert time.monotonic() - began < 60, "only the signal wakes the loop"
     await asyncio.sleep(0.1)  # the step ends; its checkpoint is written by the children
-    print("said to a terminal that is closed", flush=True)
+    print("output to a closed terminal", flush=True)
     raise listening.stop_error(3)
 
 def say(text):
@@ -173,32 +173,32 @@ child.communicate(b"\\n")
 
 
 @pytest.mark.slow
-def test_a_closed_terminal_stops_the_run_after_its_step_and_kills_none_of_its_processes(tmp_path):
+def test_a_closed_terminal_stops_the_run_after_its_step_without_killing_children(tmp_path):
     process, terminal = pty.fork()
     if process == 0:
-        os.execv(sys.executable, [sys.executable, "-c", IN_A_TERMINAL, str(tmp_path / "said")])
-    said = b""
-    while b"under way\r\n" not in said:
-        said += os.read(terminal, 1000)
-    os.close(terminal)  # the kernel sends SIGHUP to the session's leader and to its foreground process group
+        os.execv(sys.executable, [sys.executable, "-c", IN_A_TERMINAL, str(tmp_path / "result")])
+    output = b""
+    while b"under way\r\n" not in output:
+        output += os.read(terminal, 1000)
+    os.close(terminal)  # the kernel sends SIGHUP to the session leader and the foreground process group
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
-    left = "SIGHUP (the terminal was closed): stopped after step 3, which is saved."
-    assert (tmp_path / "said").read_text() == f"{left} None"
+    message = "SIGHUP (the terminal was closed): stopped after step 3, which is saved."
+    assert (tmp_path / "result").read_text() == f"{message} None"
 
 
 @pytest.mark.parametrize("number", [SIGINT, SIGTERM, SIGHUP])
-async def test_workers_that_the_signal_ended_too_are_no_failure_of_the_run(number):
+async def test_workers_ended_by_the_same_signal_are_no_failure(number):
     async def loses_a_worker(_):
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(asyncio.sleep(60))
             raise EngineError("trainer/1 died")
 
     with pytest.raises(Stopped, match="before step 3 was saved: trainer/1 died"):
-        await told(loses_a_worker, number)
+        await run_with_signal(loses_a_worker, number)
 
 
 @pytest.mark.parametrize("number, status", [(SIGTERM, 75), (SIGHUP, 75), (SIGINT, 130)])
-def test_the_exit_status_says_who_ended_it(number, status, capsys):
+def test_the_exit_status_depends_on_the_signal(number, status, capsys):
     def leave():
         raise Stopped("stopped after step 3, which is saved.", number)
 
@@ -207,7 +207,7 @@ def test_the_exit_status_says_who_ended_it(number, status, capsys):
 
 
 class Learner:
-    """An offline task; Ctrl-C comes while it learns for the second time."""
+    """An offline task that receives Ctrl-C in its second step."""
 
     steps, held_out = 0, ()
 
@@ -225,7 +225,7 @@ class Learner:
         return {"reward_model/loss": 0.5}
 
 
-async def test_an_offline_task_is_saved_after_the_step_in_which_ctrl_c_came(tmp_path):
+async def test_an_offline_task_is_saved_after_the_step_of_ctrl_c(tmp_path):
     config, learner = Config(), Learner()
     config.ref.sync_ref_model, config.ref.ref_model_sync_steps = True, 2
     config.trainer.logger = []
@@ -275,8 +275,8 @@ sys.exit(run_command(lambda: asyncio.run(listening.listen_during(steps(listening
 
 
 @pytest.mark.slow
-def test_output_that_nobody_reads_stops_the_run_after_its_step():
-    """For example after a notebook kernel was restarted."""
+def test_a_closed_output_pipe_stops_the_run_after_its_step():
+    # The pipe is closed, for example, when a notebook kernel restarts.
     process = subprocess.Popen([sys.executable, "-c", INTO_A_PIPE], stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"under way\n"
     process.stdout.close()

@@ -1,4 +1,4 @@
-"""`rlfuse submit`: package and log following, without a cluster."""
+"""`rlfuse submit`: the job package, logs and errors, without a cluster."""
 
 import enum
 import sys
@@ -21,8 +21,8 @@ from rlfuse.tools.submission import SubmitError, follow, full_address, status_of
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    """Return a user's folder with a reward file."""
+def user_folder(tmp_path, monkeypatch):
+    """Return a folder of a user with a reward file."""
     folder = tmp_path / "user"
     (folder / "mine" / "words").mkdir(parents=True)
     (folder / "mine" / "reward.py").write_text("def score(completions, **_): return [1.0 for _ in completions]\n")
@@ -42,35 +42,37 @@ def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def test_a_package_is_the_job_and_its_reward_files(here, tmp_path):
+def test_a_package_is_the_job_and_its_reward_files(user_folder, tmp_path):
     (tmp_path / "package").mkdir()
-    (here / "checkpoint.safetensors").write_bytes(bytes(1000))
-    package = pack(config_of("trainer.experiment_name=run-${now:%Y}"), tmp_path / "package", here)
+    (user_folder / "checkpoint.safetensors").write_bytes(bytes(1000))
+    package = pack(config_of("trainer.experiment_name=run-${now:%Y}"), tmp_path / "package", user_folder)
     assert files(package.folder / SUBMITTED) == ["job.yaml", "mine/reward.py"]
     sent = yaml.safe_load((package.folder / SUBMITTED / "job.yaml").read_text())
-    assert sent["data"]["train_files"] == [f"{here}/data.jsonl"] and sent["model"]["path"] == "Qwen/Qwen2.5-0.5B"
-    assert sent["trainer"]["default_local_dir"] == f"{here}/runs", "the job's own folder is deleted with it"
+    assert sent["data"]["train_files"] == [f"{user_folder}/data.jsonl"] and sent["model"]["path"] == "Qwen/Qwen2.5-0.5B"
+    assert sent["trainer"]["default_local_dir"] == f"{user_folder}/runs", (
+        "the working folder of the job is deleted with it"
+    )
     assert sent["cluster"]["ray_address"] == "auto" and "$" not in sent["trainer"]["experiment_name"]
     assert package.experiment == f"rlfuse/{sent['trainer']['experiment_name']}"
-    assert f"must exist on every node: {here}/data.jsonl, {here}/runs" in package.notes
+    assert f"must exist on every node: {user_folder}/data.jsonl, {user_folder}/runs" in package.notes
 
 
-def test_entries_are_packaged_with_code_and_judges_by_path(here, tmp_path):
+def test_entries_are_packaged_with_code_and_judges_by_path(user_folder, tmp_path):
     (tmp_path / "package").mkdir()
-    given = "{path: mine/reward.py:score, weight: 0.5}, {path: judge, kwargs: {model: ./judge}}, 'http://host:80/get'"
-    package = pack(config_of(f"reward.functions=[{given}]"), tmp_path / "package", here)
+    entries = "{path: mine/reward.py:score, weight: 0.5}, {path: judge, kwargs: {model: ./judge}}, 'http://host:80/get'"
+    package = pack(config_of(f"reward.functions=[{entries}]"), tmp_path / "package", user_folder)
     code, judge, service = yaml.safe_load((package.folder / SUBMITTED / "job.yaml").read_text())["reward"]["functions"]
     assert code == {"path": "mine/reward.py:score", "weight": 0.5} and service == "http://host:80/get"
-    assert judge["kwargs"]["model"] == f"{here}/judge" and "mine/reward.py" in files(package.folder / SUBMITTED)
+    assert judge["kwargs"]["model"] == f"{user_folder}/judge" and "mine/reward.py" in files(package.folder / SUBMITTED)
 
 
-def test_custom_algorithms_and_policies_are_packaged(here, tmp_path):
+def test_custom_algorithms_and_policies_are_packaged(user_folder, tmp_path):
     (tmp_path / "package").mkdir()
-    (here / "mine" / "own.py").write_text("def loss(log_probs): ...\n\n\ndef policy(view): ...\n")
-    (here / "mine" / "figures.py").write_text("def longest(samples): ...\n")
+    (user_folder / "mine" / "own.py").write_text("def loss(log_probs): ...\n\n\ndef policy(view): ...\n")
+    (user_folder / "mine" / "figures.py").write_text("def longest(samples): ...\n")
     keys = ("actor.loss_mode=mine/own.py:loss", "fusion.policy=mine/own.py:policy")
     config = config_of(*keys, "trainer.metrics=[mine/figures.py:longest]")
-    package = pack(config, tmp_path / "package", here)
+    package = pack(config, tmp_path / "package", user_folder)
     sent = yaml.safe_load((package.folder / SUBMITTED / "job.yaml").read_text())
     assert files(package.folder / SUBMITTED) == ["job.yaml", "mine/figures.py", "mine/own.py", "mine/reward.py"]
     assert (sent["actor"]["loss_mode"], sent["fusion"]["policy"]) == ("mine/own.py:loss", "mine/own.py:policy")
@@ -78,41 +80,41 @@ def test_custom_algorithms_and_policies_are_packaged(here, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_cluster_composes_the_same_job(here, tmp_path, monkeypatch):
+def test_the_cluster_composes_the_same_job(user_folder, tmp_path, monkeypatch):
     (tmp_path / "package").mkdir()
-    (here / "model").mkdir()
-    (here / "model" / "config.json").write_text('{"max_position_embeddings": 4096, "num_attention_heads": 4}')
-    (here / "model" / "tokenizer.json").touch()
-    named = "trainer.project_name='1e-5'"
-    config = config_of("model.path=model", "rollout.n=6", "rollout.engine_kwargs.enforce_eager=true", named)
-    monkeypatch.chdir(pack(config, tmp_path / "package", here).folder / SUBMITTED)
-    there = load(["job.yaml"])
-    assert there.rollout == config.rollout and there.actor == config.actor and there.fusion == config.fusion
-    assert there.trainer.project_name == "1e-5"
-    assert there.model.path == f"{here}/model" and there.reward.functions == ["mine/reward.py:score"]
+    (user_folder / "model").mkdir()
+    (user_folder / "model" / "config.json").write_text('{"max_position_embeddings": 4096, "num_attention_heads": 4}')
+    (user_folder / "model" / "tokenizer.json").touch()
+    numeric_name = "trainer.project_name='1e-5'"
+    config = config_of("model.path=model", "rollout.n=6", "rollout.engine_kwargs.enforce_eager=true", numeric_name)
+    monkeypatch.chdir(pack(config, tmp_path / "package", user_folder).folder / SUBMITTED)
+    composed = load(["job.yaml"])
+    assert composed.rollout == config.rollout and composed.actor == config.actor and composed.fusion == config.fusion
+    assert composed.trainer.project_name == "1e-5"
+    assert composed.model.path == f"{user_folder}/model" and composed.reward.functions == ["mine/reward.py:score"]
 
 
 @pytest.mark.slow
-def test_files_outside_the_folder_and_their_imports(here, tmp_path, monkeypatch):
+def test_files_outside_the_folder_and_their_imports(user_folder, tmp_path, monkeypatch):
     (tmp_path / "package").mkdir()
     outside = tmp_path / "other.py"
     outside.write_text("def f(): ...\n")
     names = f"reward.functions=[{outside}:f,/on/the/cluster.py:g,json:loads,mine/reward.py:score]"
-    package = pack(config_of(names), tmp_path / "package", here, [Path("mine/words")])
+    package = pack(config_of(names), tmp_path / "package", user_folder, [Path("mine/words")])
     sent = ["job.yaml", "mine/reward.py", "mine/words/list.txt", "rewards/other.py"]
     assert files(package.folder / SUBMITTED) == sent
     sent = yaml.safe_load((package.folder / SUBMITTED / "job.yaml").read_text())["reward"]["functions"]
     assert sent == ["rewards/other.py:f", "/on/the/cluster.py:g", "json:loads", "mine/reward.py:score"]
     with pytest.raises(ConfigError) as error:
         functions = "reward.functions=[absent.py:f]"
-        pack(config_of(functions), tmp_path / "package", here, [Path("nothing"), Path("../other.py"), Path(".")])
+        pack(config_of(functions), tmp_path / "package", user_folder, [Path("nothing"), Path("../other.py"), Path(".")])
     assert [problem.split()[0] for problem in error.value.problems] == ["reward.functions:"] + 3 * ["--include"]
     monkeypatch.setattr(job_package, "MAX_BYTES", 10)
     with pytest.raises(ConfigError, match="put large files on shared storage"):
-        pack(config_of(), tmp_path / "package", here)
+        pack(config_of(), tmp_path / "package", user_folder)
 
 
-def test_modules_next_to_the_job_file_are_packaged(here, tmp_path, monkeypatch):
+def test_modules_next_to_the_job_file_are_packaged(user_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(user_folders, "module_folders", user_folders.module_folders[:0])
     monkeypatch.setattr(job_package, "module_folders", user_folders.module_folders)
@@ -126,22 +128,22 @@ def test_modules_next_to_the_job_file_are_packaged(here, tmp_path, monkeypatch):
     (elsewhere / "job.yaml").write_text(f"reward: {{functions: [{', '.join(names)}]}}\n")
     words = ["data.train_files=[data.jsonl]", "model.path=a/b", "algorithm=grpo"]
     config = to_config(compose_job([str(elsewhere / "job.yaml"), *words]), lambda _: Facts())
-    package = pack(config, tmp_path / "package", here)
+    package = pack(config, tmp_path / "package", user_folder)
     sent = ["job.yaml", "mine_module.py", "mine_rewards/__init__.py", "mine_rewards/math/sums.py"]
     assert files(package.folder / SUBMITTED) == sent
 
 
 @pytest.mark.slow
-def test_the_code_is_packaged_on_request(here, tmp_path):
+def test_the_code_is_packaged_on_request(user_folder, tmp_path):
     (tmp_path / "package").mkdir()
-    package = pack(config_of(), tmp_path / "package", here, with_code=True)
+    package = pack(config_of(), tmp_path / "package", user_folder, with_code=True)
     assert (package.folder / "rlfuse" / "cli.py").read_text() == (CODE / "cli.py").read_text()
     assert (package.folder / "rlfuse/conf/config.yaml").is_file() and not list(package.folder.rglob("__pycache__"))
     assert package.notes[0].endswith("job.yaml, mine/reward.py and rlfuse")
 
 
 @pytest.mark.slow
-def test_errors_are_reported_before_submission(here, capsys, monkeypatch):
+def test_errors_are_reported_before_submission(user_folder, capsys, monkeypatch):
     monkeypatch.setattr(submission, "_connect", lambda arguments: pytest.fail("nothing is to be sent"))
     for words, part in (
         (["actor.lr=3"], "did you mean actor.optim.lr"),
@@ -182,27 +184,27 @@ class Cluster:
 
     async def tail_job_logs(self, job):
         self.calls += 1
-        for part in self.parts[: self.calls]:  # from the beginning each time, like Ray
+        for part in self.parts[: self.calls]:  # from the start each time, like Ray
             yield part
         if self.calls < len(self.parts):
             raise RuntimeError("WebSocket connection closed unexpectedly")
 
 
-async def test_a_log_is_shown_once_however_often_the_connection_breaks(monkeypatch):
+async def test_a_log_is_shown_once_despite_broken_connections(monkeypatch):
     monkeypatch.setattr(submission, "RETRY_S", 0.0)
-    shown = []
-    await follow(Cluster("a\nb\n", "c\n", "d\n", down=2), "job", shown.append)
-    assert "".join(shown) == "a\nb\nc\nd\n"
+    output = []
+    await follow(Cluster("a\nb\n", "c\n", "d\n", down=2), "job", output.append)
+    assert "".join(output) == "a\nb\nc\nd\n"
 
 
-async def test_an_unreachable_cluster_is_given_up(monkeypatch):
+async def test_an_unreachable_cluster_is_an_error(monkeypatch):
     monkeypatch.setattr(submission, "RETRY_S", 0.0)
     monkeypatch.setattr(submission, "OUTAGE_S", 0.0)
     with pytest.raises(SubmitError, match="cluster unreachable for 0 s"):
         await follow(Cluster("a", down=10**9), "job", lambda text: None)
 
 
-def test_rejections_by_the_cluster_name_the_remedy(monkeypatch, tmp_path):
+def test_rejections_by_the_cluster_describe_the_fix(monkeypatch, tmp_path):
     def refuse(text):
         raise RuntimeError(text)
 
@@ -225,6 +227,6 @@ def test_rejections_by_the_cluster_name_the_remedy(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "jobs", [[], [types.SimpleNamespace(submission_id="raysubmit_1", metadata={"owner": "other"})]]
 )
-def test_status_without_jobs_says_so(jobs, capsys):
+def test_status_without_jobs(jobs, capsys):
     submission._status(types.SimpleNamespace(list_jobs=lambda: jobs), None)
     assert capsys.readouterr().out == "The cluster has no jobs of `rlfuse submit`.\n"

@@ -1,4 +1,4 @@
-"""What the end of a run says of all its steps: label, selection of data, held-out metric."""
+"""The summary at the end of a run: label, selection of data, held-out metric."""
 
 import json
 import math
@@ -32,29 +32,29 @@ def test_a_run_has_the_weakest_label_of_its_steps(steps, before, expected, tmp_p
     rows = [{"step": number, ROWS[each]: 1.0} for number, each in enumerate(steps, 1)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with closing(RunLog(config, {}, tmp_path, total_steps=9, start=len(steps), label=before)) as log:
-        assert log.metrics.label_so_far() == expected, "of a checkpoint"
+        assert log.metrics.label_so_far() == expected, "label of a checkpoint"
         log.metrics.add({LOG_PROBS_DIFF_MAX: 1e3})
-        assert log.metrics.label_so_far() == "mismatched", "by the step that is about to be saved"
+        assert log.metrics.label_so_far() == "mismatched", "includes the step that is about to be saved"
     assert summarise(tmp_path, config, 1.0, label_before=before)["label"] == expected
     status.begin(tmp_path, "p/x", 0.0, 9, before)
-    assert listing.read(tmp_path).label == expected, "of a run that has not ended"
+    assert listing.read(tmp_path).label == expected, "label of a running run"
 
 
-def test_the_last_lines_name_what_fusion_selected_in_each_part_of_the_run(tmp_path, capsys):
+def test_the_last_lines_report_the_data_selection_of_each_part_of_the_run(tmp_path, capsys):
     config = Config()
     config.fusion.policy, config.fusion.data = "adaptive", "partial_rollout"
     rows = [{"step": step, "critic/score/mean": 0.5, "fusion/prompts_set_aside": 3} for step in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     summarise(tmp_path, config, 1.0)
-    told = capsys.readouterr().out
-    assert "fusion=partial_rollout (off-policy)" in told and "3 prompts that were not drawn again" in told
+    output = capsys.readouterr().out
+    assert "fusion=partial_rollout (off-policy)" in output and "3 prompts that were not drawn again" in output
     config.fusion.data = "exact"
     changes = {"step": 1, "key": "fusion.data", "was": "over_sampling", "is": "exact"}
     (tmp_path / "changes.jsonl").write_text(json.dumps(changes) + "\n")
     assert summarise(tmp_path, config, 1.0)["fusion"] == "over_sampling, then adaptive"
 
 
-def test_a_run_without_rewards_shows_the_distance_to_its_teacher(tmp_path, capsys):
+def test_a_run_without_rewards_shows_the_kl_to_its_teacher(tmp_path, capsys):
     rows = [{"step": step, "actor/teacher_kl": 1 / step} for step in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     summarise(tmp_path, Config(), 1.0)

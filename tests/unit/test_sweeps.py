@@ -1,4 +1,4 @@
-"""What runs of a sweep are called, and the table at its end; whole sweeps."""
+"""Sweeps: names of runs, the result table, and complete sweeps."""
 
 import io
 import json
@@ -24,7 +24,7 @@ def names(words, *jobs, params=None):
     return [sweep_name("a", dict(zip(several, values, strict=True)), several) for values in jobs]
 
 
-def test_names_say_what_varies_and_nothing_else():
+def test_names_contain_only_varied_keys():
     words = [
         "algorithm=ppo,grpo",
         "+lengths@_global_=long,short",
@@ -39,7 +39,7 @@ def test_names_say_what_varies_and_nothing_else():
     assert list(swept_values(["rollout.n=interval(1,9)", "experiment=glob(*)"], {})) == ["rollout.n", "experiment"]
 
 
-def test_keys_with_the_same_group_and_leaf_are_told_apart():
+def test_keys_with_the_same_group_and_leaf_are_distinguished():
     words = ["rollout.temperature=1,2", "rollout.val_kwargs.temperature=0,1"]
     assert names(words, ("1", "0")) == ["a-rollout.temperature=1-rollout.val_kwargs.temperature=0"]
 
@@ -55,16 +55,18 @@ def test_keys_with_the_same_group_and_leaf_are_told_apart():
 def test_no_two_jobs_have_the_same_name(values):
     found = names([f"data.train_files={','.join(values)}"], *((value,) for value in values))
     assert len(set(found)) == len(values) and max(map(len, found)) < 64
-    assert found == names([f"data.train_files={','.join(values)}"], *((value,) for value in values)), "at every start"
+    assert found == names([f"data.train_files={','.join(values)}"], *((value,) for value in values)), (
+        "names are stable across starts"
+    )
 
 
-def test_many_keys_stay_below_what_a_folder_can_be_called():
+def test_names_of_many_keys_fit_the_length_limit_of_folders():
     words = [f"rollout.engine_kwargs.option_{number}=1,2" for number in range(20)]
     found = names(words, ("1",) * 20, ("1",) * 19 + ("2",))
     assert len(set(found)) == 2 and max(map(len, found)) <= LONGEST_NAME
 
 
-def test_the_table_has_the_best_first_and_survives_damage(tmp_path):
+def test_the_table_is_sorted_by_score_and_tolerates_damaged_summaries(tmp_path):
     trials = []
     for number, score in enumerate([0.25, 0.75, None, math.nan]):
         folder = tmp_path / f"a-{number}"
@@ -84,7 +86,7 @@ def test_the_table_has_the_best_first_and_survives_damage(tmp_path):
     assert lines[-1].endswith(" ".join(["rlfuse report", *(str(tmp_path / f"a-{number}") for number in (1, 0, 3, 2))]))
 
 
-def test_a_sweep_over_lists_of_one_entry():
+def test_sweeps_accept_lists_of_one_entry():
     swept = read_command(["data.train_files=a.jsonl,b.jsonl", "trainer.logger=console,[wandb]", "-m"]).overrides
     assert swept == ["data.train_files=[a.jsonl],[b.jsonl]", "trainer.logger=[console],[wandb]"]
     one, other = (read_command([f"data.val_files={text}"]).overrides for text in ("${x.y}", "${oc.env:HOME}/a.jsonl"))
@@ -92,29 +94,29 @@ def test_a_sweep_over_lists_of_one_entry():
 
 
 @pytest.mark.slow
-def test_a_sweep_gives_each_job_its_folder_and_goes_on_where_one_fails(job, ran, monkeypatch, capsys):
+def test_a_sweep_has_a_folder_per_job_and_continues_after_a_failure(job, ran, monkeypatch, capsys):
     monkeypatch.chdir(job.parent)
     monkeypatch.delenv("WANDB_RUN_GROUP", raising=False)
     argv = ["-m", "trainer.experiment_name=a", str(job), "rollout.n=1,2,4", "actor.optim.weight_decay=0.1"]
     assert application.main(argv) == 2
     assert [config.rollout.n for config in ran] == [2, 4]
-    assert [config.run_folder.name for config in ran] == ["a-rollout.n=2", "a-rollout.n=4"], "by what varies"
+    assert [config.run_folder.name for config in ran] == ["a-rollout.n=2", "a-rollout.n=4"], "named by varied keys"
     assert ran.groups == ["a", "a"] and "WANDB_RUN_GROUP" not in os.environ
-    told = capsys.readouterr()
-    assert told.err.count("rollout.n=1: ") == 1 and "a-rollout.n=1 failed; see its message above" in told.err
-    table = told.out[told.out.index("job ") :].splitlines()
+    output = capsys.readouterr()
+    assert output.err.count("rollout.n=1: ") == 1 and "a-rollout.n=1 failed; see its message above" in output.err
+    table = output.out[output.out.index("job ") :].splitlines()
     assert table[0].split() == ["job", "rollout.n", "state", "reward", "held", "out", "s/step", "folder"]
     assert [line.split() for line in table[1:4]] == [
         ["2", "4", "finished", "0.100", "->", "0.200", "0.500", "1.500", "runs/rlfuse/a-rollout.n=4"],
         ["1", "2", "finished", "0.100", "->", "0.200", "0.250", "1.500", "runs/rlfuse/a-rollout.n=2"],
         ["0", "1", "refused", "-", "-", "-", "-"],
-    ], "the best first"
+    ], "sorted by score"
     assert table[-2].startswith("job 0 refused: rollout.n=1: must be 2 or more")
     assert table[-1] == "compare  rlfuse report runs/rlfuse/a-rollout.n=4 runs/rlfuse/a-rollout.n=2"
 
 
 @pytest.mark.slow
-def test_a_sweep_over_groups_of_ones_own(job, ran, capsys):
+def test_a_sweep_over_custom_groups(job, ran, capsys):
     (job.parent / "lengths").mkdir()
     (job.parent / "lengths" / "long.yaml").write_text("# @package _global_\ndata:\n  max_response_length: 32\n")
     (job.parent / "lengths" / "short.yaml").write_text("data:\n  max_response_length: 16\n")
@@ -125,7 +127,7 @@ def test_a_sweep_over_groups_of_ones_own(job, ran, capsys):
         (32, "rloo"),
     ]
     assert [config.run_folder.name for config in ran] == ["mine-lengths=short", "mine-lengths=long"]
-    assert application.main(argv) == 0 and len(ran) == 2, "a job that is done is not trained again"
+    assert application.main(argv) == 0 and len(ran) == 2, "a completed job is not trained again"
     assert [line.split()[:3] for line in capsys.readouterr().out.splitlines()[-3:-1]] == [
         ["0", "short", "finished"],
         ["1", "long", "finished"],
@@ -135,7 +137,7 @@ def test_a_sweep_over_groups_of_ones_own(job, ran, capsys):
 
 
 @pytest.mark.slow
-def test_a_job_that_was_told_to_leave_takes_its_sweep_along(job, monkeypatch):
+def test_a_preempted_job_stops_its_sweep(job, monkeypatch):
     started = []
 
     def leave(config):
@@ -147,13 +149,13 @@ def test_a_job_that_was_told_to_leave_takes_its_sweep_along(job, monkeypatch):
 
 
 @pytest.mark.slow
-def test_ctrl_c_in_the_last_step_of_a_job_ends_its_sweep_too(job, ran, monkeypatch):
+def test_ctrl_c_in_the_last_step_of_a_job_stops_its_sweep(job, ran, monkeypatch):
     monkeypatch.setattr(application, "stop_signal", lambda: signal.SIGINT)
     assert application.main(["-m", str(job), "rollout.n=2,4"]) == application.INTERRUPTED and len(ran) == 1
 
 
 @pytest.mark.slow
-def test_an_optimising_sweeper_gets_the_last_validation_score(job, ran, capsys):
+def test_an_optimizing_sweeper_receives_the_last_validation_score(job, ran, capsys):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="pip install hydra-optuna-sweeper")
     argv = ["-m", str(job), "hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=2"]
     argv += ["hydra.sweeper.sampler.seed=1", "rollout.n=choice(1,2,4)"]
@@ -171,7 +173,7 @@ def test_an_optimising_sweeper_gets_the_last_validation_score(job, ran, capsys):
     ]
 
 
-def test_a_sweeper_that_could_not_optimise_the_score_is_told_so_before_a_job_starts(job):
+def test_an_invalid_optimizing_sweeper_is_rejected_before_a_job_starts(job):
     config, sweeper = load([str(job)]), OmegaConf.create({"_target_": "a.B", "direction": "minimize"})
     with pytest.raises(ConfigError) as error:
         application.check_sweeper(sweeper, config)

@@ -1,4 +1,4 @@
-"""Rewards of single tokens: what functions may return, how they are combined, and where estimators find them."""
+"""Token-level rewards: results of reward functions, their combination, and use by estimators."""
 
 import math
 from dataclasses import replace
@@ -59,17 +59,17 @@ def test_a_function_returns_rewards_of_tokens_steps_or_the_response(result, valu
         ({"reward": 1.0}, "the key `score` is required, or else `token_rewards` or `step_rewards`"),
     ],
 )
-def test_what_is_no_reward_of_tokens_is_a_failure(result, message):
+def test_invalid_token_rewards_are_failures(result, message):
     found = outcome(result)
     assert type(found) is RewardFailure and message in found.message
 
 
-def test_responses_whose_tokens_were_not_saved_can_be_scored_again():
+def test_responses_without_saved_tokens_can_be_scored_again():
     assert outcome({"step_rewards": [(2, 0.5)]}, UnknownTokens()).token_rewards == (0, 0, 0.5)
     assert type(outcome({"token_rewards": [1.0]}, UnknownTokens(3))) is RewardFailure
 
 
-def test_every_shape_may_return_them_and_verls_gets_the_tokens_it_names():
+def test_all_signatures_may_return_token_rewards_and_receive_requested_tokens():
     def of_verl(data_source, solution_str, ground_truth, completion_ids):
         return {"step_rewards": [(len(completion_ids) - 1, 1.0)]}
 
@@ -88,7 +88,7 @@ def test_every_shape_may_return_them_and_verls_gets_the_tokens_it_names():
     assert [each.value for each in totals] == [1.0, 1.0, 0.0, 1.0]
 
 
-def test_functions_are_combined_by_weight():
+def test_token_rewards_are_combined_by_weight():
     entries = [entry("f", 2.0), entry("g"), entry("h")]
     outcomes = {"f": Score(1.0, token_rewards=(0.25, 0.5)), "g": Score(1.0), "h": Score(1, token_rewards=(1.0, 0.0))}
     found = compose(entries, "s", outcomes)
@@ -108,7 +108,7 @@ def with_token_rewards(batch, *token_rewards):
     return batch
 
 
-def test_estimators_find_them_at_their_tokens():
+def test_estimators_use_token_rewards_at_their_tokens():
     keys = dict(algorithm__adv_estimator="gae", algorithm__gamma=0.5, algorithm__lam=1.0)
     batch = with_token_rewards(groups([[1.0, 2.0]], [[3, 2]]), (0.25, 0.0, 0.5), None)
     prepare_and_complete(Experience(config(**keys)), batch)
@@ -116,14 +116,14 @@ def test_estimators_find_them_at_their_tokens():
     np.testing.assert_allclose(first.tensors["token_rewards"], [0.25, 0.0, 0.75])  # 1 - 0.75 more on the last token
     np.testing.assert_allclose(second.tensors["token_rewards"], [0.0, 2.0])
     np.testing.assert_allclose(first.tensors["returns"], [0.25 + 0.75 / 4, 0.75 / 2, 0.75])
-    plus = with_token_rewards(groups([[1.0, 2.0]], [[3, 2]]), (0.25, 0.0, 0.5), None)
+    reinforced = with_token_rewards(groups([[1.0, 2.0]], [[3, 2]]), (0.25, 0.0, 0.5), None)
     experience = Experience(config(**keys | {"algorithm__adv_estimator": "reinforce_plus_plus"}))
-    experience.prepare(plus)
-    np.testing.assert_allclose(plus[0].samples[0].tensors["returns"], first.tensors["returns"])
+    experience.prepare(reinforced)
+    np.testing.assert_allclose(reinforced[0].samples[0].tensors["returns"], first.tensors["returns"])
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo"])
-def test_outcome_estimators_use_the_sum(estimator):
+def test_outcome_estimators_use_the_sum_of_token_rewards(estimator):
     plain, process = (groups([[1.0, 0.5, 0.25]], [[3, 2, 4]]) for _ in range(2))
     with_token_rewards(process, (0.25, 0.0, 0.5), (0.5, 0.5), None)
     for batch in (plain, process):
@@ -132,7 +132,7 @@ def test_outcome_estimators_use_the_sum(estimator):
         np.testing.assert_allclose(other.tensors["advantages"], one.tensors["advantages"], atol=1e-6)
 
 
-def test_rewards_of_tokens_that_the_model_did_not_generate_go_to_the_end():
+def test_rewards_of_tokens_not_generated_by_the_model_move_to_the_last_token():
     batch = with_token_rewards(groups([[1.0]], [[4]]), (0.0, 0.5, 0.25, 0.0))
     (sample,) = batch[0].samples
     sample.response = replace(sample.response, trainable=np.array([True, False, True, True]))
@@ -140,7 +140,7 @@ def test_rewards_of_tokens_that_the_model_did_not_generate_go_to_the_end():
     np.testing.assert_allclose(sample.tensors["token_rewards"], [0.0, 0.0, 0.25, 0.75])
 
 
-def test_logged_samples_have_those_that_are_not_0():
+def test_logged_samples_have_nonzero_token_rewards():
     batch = with_token_rewards(groups([[1.0, 0.0]], [[4, 2]]), (0.0, 0.5, 0.25, 0.0), None)
     rows = [sample_row(sample) for sample in batch[0].samples]
     assert [row["token_rewards"] for row in rows] == [[[1, 0.5], [2, 0.25]], None]

@@ -1,4 +1,4 @@
-"""The gradient of a tower in parts, from what parts of a clip's embedding got, is that of the whole clip at once."""
+"""The gradient of a vision tower computed in parts equals the gradient of the complete clip."""
 
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -19,33 +19,33 @@ from rlfuse.video.towers import Tower
 
 FRAMES = 11
 SIZES = {write_small_video_llama3: (56, 84), write_small_qwen25_vl: (56, 84), write_small_qwen3_vl: (64, 96)}
-"""Six tokens each."""
+"""(height, width) of a frame of six tokens."""
 KEPT = bytes([1] * 6 + [0, 1, 1, 0, 1, 1] * (FRAMES - 2) + [1] * 6)
-"""What token compression may leave of a clip."""
+"""A mask of tokens that token compression may keep."""
 
 
 @dataclass
 class Pool:
-    """Decodes noise, and remembers which frames it was asked for."""
+    """A decoder that returns noise and records the requested frames."""
 
     pixels: np.ndarray
-    asked: list[int] = field(default_factory=list)
+    requested: list[int] = field(default_factory=list)
     fails: bool = False
 
     def stream(self, clips):
         for clip in clips:
-            self.asked += range(clip.first, clip.last)
+            self.requested += range(clip.first, clip.last)
             yield VideoError("broken", "Replace it", clip.path) if self.fails else self.pixels[clip.first : clip.last]
 
 
-def as_kept(rows, plan):
-    """The rows of a whole clip without those that its plan leaves out."""
+def kept_rows(rows, plan):
+    """Return the rows of a clip that its plan keeps."""
     return rows if plan.kept is None else rows[[each == 1 for each in plan.kept]]
 
 
 @pytest.fixture(params=[*((write, None) for write in SIZES), (write_small_video_llama3, KEPT)])
-def shown(request, tmp_path):
-    """A tower to be trained, its decoder, and a clip with its cached embedding."""
+def clip(request, tmp_path):
+    """Return a trained tower, its decoder, and a clip with its cached embedding."""
     write, kept = request.param
     folder, (height, width) = write(tmp_path / "model"), SIZES[write]
     pool = Pool(np.random.default_rng(0).integers(0, 256, (FRAMES, height, width, 3), np.uint8))
@@ -57,7 +57,7 @@ def shown(request, tmp_path):
         SimpleNamespace(times=range(FRAMES), height=height, width=width, merge=2, hash="p", kept=kept),
     )
     with torch.no_grad():
-        rows = as_kept(Tower(folder, step=2).encode(torch.from_numpy(pool.pixels)), plan)
+        rows = kept_rows(Tower(folder, step=2).encode(torch.from_numpy(pool.pixels)), plan)
     (tmp_path / "rows").write_bytes(bytes(2 * rows.numel()))
     write_rows(str(tmp_path / "rows"), 0, rows)
     key = embedding_key(content_hash(path), plan, trained.current.version)
@@ -70,8 +70,8 @@ def row_of(visual):
 
 
 @pytest.mark.slow
-def test_parts_give_the_gradient_of_the_whole(shown):
-    trained, pool, visual = shown
+def test_partial_gradients_sum_to_the_gradient_of_the_clip(clip):
+    trained, pool, visual = clip
     count = visual.source.tokens
     rows, clips = trained.rows_with_gradient([row_of(visual), row_of(visual)])
     assert len(clips) == 1 and rows[0].prompt_key == row_of(visual).prompt_key
@@ -83,38 +83,38 @@ def test_parts_give_the_gradient_of_the_whole(shown):
         assert torch.equal(rows[0].visual[0].source.read(*part).detach(), visual.source.read(*part).float())
     total.backward()
     trained.backward(clips)
-    assert sorted(pool.asked) == list(range(FRAMES))  # once, whoever shows it
-    features = as_kept(trained.current.encode(torch.from_numpy(pool.pixels)), visual.plan)
+    assert sorted(pool.requested) == list(range(FRAMES))  # each frame is decoded once
+    features = kept_rows(trained.current.encode(torch.from_numpy(pool.pixels)), visual.plan)
     features = features + (features.bfloat16().float() - features).detach()
     expected = sum((features[slice(*part)].sin() * weights[slice(*part)]).sum() for part in parts)
     found = torch.autograd.grad(expected, list(trained.current.module.parameters()))
     for have, want in zip(trained.sums, found, strict=True):
         assert (have - want).norm() <= 1e-5 * want.norm()
-    pool.asked.clear()
+    pool.requested.clear()
     rows, clips = trained.rows_with_gradient([row_of(visual)])
     rows[0].visual[0].source.read(8, 9).sum().backward()
     trained.backward(clips)
-    assert len(pool.asked) <= 2 * trained.current.shape.cut  # only what a slice needs
+    assert len(pool.requested) <= 2 * trained.current.shape.cut  # only the frames of the slice
 
 
 @pytest.mark.slow
-def test_a_tower_that_learned_encodes_anew_and_the_reference_sees_the_first(shown):
-    trained, pool, visual = shown
+def test_an_updated_tower_encodes_again_and_the_reference_uses_the_first_embedding(clip):
+    trained, pool, visual = clip
     count, rows = visual.source.tokens, [row_of(visual)]
     with torch.no_grad():
         for weight in trained.current.module.parameters():
             weight.mul_(1.1)
     trained.updates = 1
     read = {model: trained.rows_of(model, rows)[0].visual[0].source.read(3, count) for model in ("critic", "ref")}
-    assert pool.asked == []
+    assert pool.requested == []
     actor = trained.rows_of("actor", rows)[0].visual[0].source.read(3, count)
     graded = trained.rows_with_gradient(rows)[0][0].visual[0].source.read(3, count)
     with torch.no_grad():
-        expected = as_kept(trained.current.encode(torch.from_numpy(pool.pixels)), visual.plan).bfloat16().float()[3:]
+        expected = kept_rows(trained.current.encode(torch.from_numpy(pool.pixels)), visual.plan).bfloat16().float()[3:]
     for name in read:
         assert torch.equal(read[name], visual.source.read(3, count))
     assert torch.equal(actor, expected) and torch.equal(graded.detach(), expected)
-    # Handed over: rows bring what it encoded, and the reference goes back to the first.
+    # After the push, rows have new embeddings, and the reference encodes with the first tower.
     trained.embedded_at = 1
     with pytest.raises(EngineError, match=r"made by the tower after 0 updates, but rows need .* after 1 updates"):
         trained.rows_of("actor", rows)
@@ -124,10 +124,10 @@ def test_a_tower_that_learned_encodes_anew_and_the_reference_sees_the_first(show
 
 
 @pytest.mark.slow
-def test_a_tower_that_is_away_is_written_and_goes_on_as_if_it_had_stayed(shown, tmp_path):
-    trained, _, visual = shown
+def test_an_offloaded_tower_is_saved_and_continues_unchanged(clip, tmp_path):
+    trained, _, visual = clip
     for weight in trained.current.module.parameters():
-        weight.data = weight.data.clone()  # on a GPU they are not a mapped file
+        weight.data = weight.data.clone()  # as on a GPU, not a mapped file
 
     def learn():
         rows, clips = trained.rows_with_gradient([row_of(visual)])
@@ -136,23 +136,25 @@ def test_a_tower_that_is_away_is_written_and_goes_on_as_if_it_had_stayed(shown, 
 
     learn()
     once = [total.clone() for total in trained.sums]
-    trained.write(tmp_path / "there.safetensors")
+    trained.write(tmp_path / "resident.safetensors")
     for module in trained.modules:
         to_host(module)
     assert not any(total.untyped_storage().nbytes() for total in trained.sums)
-    trained.write(tmp_path / "away.safetensors")
+    trained.write(tmp_path / "offloaded.safetensors")
     assert not any(weight.untyped_storage().nbytes() for weight in trained.current.module.parameters())
     for module in trained.modules:
         to_device(module)
-    there, away = (load_file(tmp_path / f"{name}.safetensors") for name in ("there", "away"))
-    assert there.keys() == away.keys() and all(torch.equal(there[name], away[name]) for name in there)
+    resident, offloaded = (load_file(tmp_path / f"{name}.safetensors") for name in ("resident", "offloaded"))
+    assert resident.keys() == offloaded.keys() and all(
+        torch.equal(resident[name], offloaded[name]) for name in resident
+    )
     assert all(map(torch.equal, trained.sums, once))
     learn()
     assert all(torch.equal(total, 2 * first) for total, first in zip(trained.sums, once, strict=True))
 
 
-def test_what_can_not_be_trained_on_is_refused(shown, tmp_path):
-    trained, pool, visual = shown
+def test_clips_that_cannot_be_trained_on_are_rejected(clip, tmp_path):
+    trained, pool, visual = clip
     (tmp_path / "clip.mp4").write_bytes(b"another clip")
     with pytest.raises(EngineError, match="made from another file, plan or tower"):
         trained.rows_with_gradient([row_of(visual)])

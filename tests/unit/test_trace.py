@@ -1,4 +1,4 @@
-"""Traces: every rule of the trace event format that viewers trip over, on a hand-made step and on simulated ones."""
+"""Traces follow the rules of the trace event format, for a manually written step and simulated steps."""
 
 import gzip
 import json
@@ -15,7 +15,7 @@ from rlfuse.tools.trace import trace
 
 
 def check(document):
-    """Raise where a viewer would show nonsense; returns the flows, id -> events."""
+    """Check the trace event format; return the flows as id -> events."""
     events = json.loads(json.dumps(document, allow_nan=False))["traceEvents"]
     tracks, flows, named = defaultdict(list), defaultdict(list), set()
     timed = [event for event in events if event["ph"] != "M"]
@@ -56,7 +56,7 @@ def check(document):
     return flows
 
 
-def step_by_hand(at=1e9):
+def example_spans(at=1e9):
     def span(where, kind, start, end, *samples, **attributes):
         return Span(kind, where, at + start, at + end, 1, samples, attributes=attributes)
 
@@ -68,7 +68,7 @@ def step_by_hand(at=1e9):
         span("rollout/0", "generate", 0.5, 4, "1/0/1"),
         span("rollout/0", "decode", 0.5, 3, batch=1, context=20.5),
         span("rollout/0", "decode", 3, 4, batch=1, context=30),
-        span("rollout/1", "decode", 2, 2, batch=1, context=4),  # over before the clock moved
+        span("rollout/1", "decode", 2, 2, batch=1, context=4),  # of zero duration
         span("rollout/1", "generate", 2, 2, "1/1/0"),
         span("reward/0", "reward", 4.5, 5, "1/0/0", "1/0/1", "1/1/0"),
         span("trainer/0", "forward", 6, 7, "1/0/0", "1/0/1", model="actor"),
@@ -81,8 +81,8 @@ def step_by_hand(at=1e9):
     ]
 
 
-def test_a_step_by_hand():
-    document = trace(step_by_hand())
+def test_the_trace_of_an_example_step():
+    document = trace(example_spans())
     flows = check(document)
     assert len(flows) == 3
     for arrow in flows.values():
@@ -100,7 +100,7 @@ def test_a_step_by_hand():
     assert {(1, "gen 1"), (1, "gen 2"), (1, "step"), (10, "samples 2"), (10, "rank"), (11, "engine")} <= names
 
 
-def test_arrows_never_go_back_in_time_whatever_clocks_say():
+def test_flow_arrows_are_monotonic_despite_clock_skew():
     spans = [
         Span("reward", "reward/0", 0, 1, 1, ("1/0/0",)),
         Span("backward", "trainer/0", 0.5, 2, 1, ("1/0/0",), attributes={"model": "actor"}),
@@ -108,7 +108,7 @@ def test_arrows_never_go_back_in_time_whatever_clocks_say():
     ]
     (arrow,) = check(trace(spans)).values()
     assert [event["ts"] for event in arrow] == [500_000, 500_000]
-    assert not check(trace(spans[1:])), "a beginning and an end at least"
+    assert not check(trace(spans[1:])), "a flow needs two events"
 
 
 WORKLOAD = parse(
@@ -146,16 +146,16 @@ def test_the_command_writes_steps_of_a_run(tmp_path, capsys):
     (folder / "config.yaml").write_text(yaml.safe_dump(groups))
     log = EventLog(folder / "events.jsonl")
     for step in (1, 2, 3):
-        spans = step_by_hand(at=1e9 + 20 * step)
+        spans = example_spans(at=1e9 + 20 * step)
         for span in spans:
             span.step = step
         log.write(spans)
     log.close()
     with (folder / "events.jsonl").open("a") as file:
-        file.write('{"kind":"step","whe')  # the run goes on
+        file.write('{"kind":"step","whe')  # the run is still writing
     assert rlfuse(["trace", str(folder)]) == 0
     with gzip.open(folder / "trace.json.gz", "rt") as file:
-        assert len(check(json.load(file))) == 3 * 3, "also where a step ran again after a resume"
+        assert len(check(json.load(file))) == 3 * 3, "also for steps that ran again after a resume"
     out = tmp_path / "two.json"
     assert rlfuse(["trace", str(folder), "--steps", "2", "--out", str(out)]) == 0
     document = json.loads(out.read_text())

@@ -1,6 +1,6 @@
-"""`rlfuse translate`: commands become equivalent job files, no setting is lost, and none trains something else.
+"""`rlfuse translate`: commands become equivalent job files, and no setting is lost.
 
-`public_commands.yaml` has public commands with their sources, and the jobs that they must become.
+`public_commands.yaml` has public commands with their sources and the expected jobs.
 """
 
 import io
@@ -114,7 +114,7 @@ python3 -m verl.trainer.main_ppo --config-name='ppo_trainer.yaml' \
 """
 
 
-def of(text, folder, name="run.sh", decided=()):
+def job_of(text, folder, name="run.sh", decided=()):
     """Return the job file and its checked job. `decided`: settings for the keys that are left open."""
     (folder / name).write_text(text)
     printed = translate(read([str(folder / name)])).as_text(name)
@@ -122,7 +122,7 @@ def of(text, folder, name="run.sh", decided=()):
     return printed, to_config(compose_job([str(folder / "job.yaml"), *decided]), lambda _: Facts())
 
 
-def means(job):
+def training_settings(job):
     """Return the keys of a translation that change what is trained, with `???` for those left open."""
     settings = job.settings | dict.fromkeys(job.undecided, "???")
     return {key: value for key, value in settings.items() if is_free(key) or value == "???" or affects_training(key)}
@@ -130,11 +130,11 @@ def means(job):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("given", PUBLIC, ids=[given["name"] for given in PUBLIC])
-def test_a_public_command_becomes_the_job_that_it_means(given, tmp_path):
+def test_a_public_command_becomes_the_equivalent_job(given, tmp_path):
     file = tmp_path / ("config.yaml" if given.get("form") == "yaml" else "run.sh")
     file.write_text(given["command"])
     job = translate(read([str(file)]))
-    assert means(job) == given["job"]
+    assert training_settings(job) == given["job"]
     printed = tmp_path / "job.yaml"
     printed.write_text(job.as_text(file.name))
     if not job.undecided:
@@ -154,7 +154,7 @@ def test_sources_of_public_commands_are_complete():
         assert {*source} == {"repo", "path", "commit"} and len(source["commit"]) == 40, source
 
 
-def test_an_undecided_job_is_refused_until_it_is_decided(tmp_path, capsys):
+def test_an_undecided_job_is_rejected_until_it_is_decided(tmp_path, capsys):
     words = ["algorithm.adv_estimator=grpo_passk", "data.train_files=gsm8k.parquet", "actor_rollout_ref.model.path=m"]
     (tmp_path / "job.yaml").write_text(translate(read(["--", "verl.trainer.main_ppo", *words])).as_text("words"))
     assert cli.main(["train", str(tmp_path / "job.yaml")]) == 2
@@ -166,7 +166,7 @@ def test_an_undecided_job_is_refused_until_it_is_decided(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("framework", "row"), [(name, row) for name, rows in UNDECIDED.items() for row in rows])
-def test_what_has_an_equal_is_not_listed_as_undecided(framework, row):
+def test_settings_with_an_equivalent_are_not_listed_as_undecided(framework, row):
     found = counterpart(row.name, KNOWN) if framework == "verl" else None
     assert row.why and (row.key in KNOWN or row.values)
     assert row.key or not {*row.values} & {*by_name()[row.name].names}, "the registry has these values"
@@ -186,7 +186,7 @@ def test_what_has_an_equal_is_not_listed_as_undecided(framework, row):
         ("trainer.n_gpus_per_node=1", None),
     ],
 )
-def test_parameters_are_sharded_as_by_verls_fsdp(words, stage):
+def test_zero_stage_follows_the_fsdp_settings_of_verl(words, stage):
     given = ["python3", "-m", "verl.trainer.main_ppo", "data.train_files=a", *words.split()]
     assert translate(read(["--", *given])).settings.get("actor.zero_stage") == stage
 
@@ -203,7 +203,7 @@ WANDB = "python3 -m verl.trainer.main_ppo data.train_files=gsm8k actor_rollout_r
         (f"{WANDB} trainer.logger=[console]", None),
     ],
 )
-def test_wandb_uploads_where_the_original_does(script, mode, tmp_path):
+def test_wandb_uploads_if_the_original_does(script, mode, tmp_path):
     (tmp_path / "run.sh").write_text(script)
     assert translate(read([str(tmp_path / "run.sh")])).settings.get("trainer.wandb_mode") == mode
 
@@ -211,7 +211,7 @@ def test_wandb_uploads_where_the_original_does(script, mode, tmp_path):
 @pytest.mark.slow
 def test_verls_grpo_example_becomes_a_valid_job(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", "/home/me")
-    printed, job = of(GRPO, tmp_path)
+    printed, job = job_of(GRPO, tmp_path)
     assert job.data.train_files == ["/home/me/data/gsm8k/train.parquet"] and job.data.train_batch_size == 1024
     assert (job.rollout.n, job.rollout.val_kwargs.temperature, job.algorithm.adv_estimator) == (5, 0.0, "grpo")
     assert job.actor.ppo_micro_batch_size_per_gpu == 16, "128 over 8 ranks"
@@ -228,7 +228,7 @@ def test_verls_grpo_example_becomes_a_valid_job(tmp_path, monkeypatch, capsys):
 def test_verls_ppo_example_lists_manual_decisions(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     decisions = {"trainer.total_training_steps": 5, "reward.model_path": "r", "trainer.task": "rl"}
-    printed, job = of(PPO, tmp_path, decided=[f"{key}={value}" for key, value in decisions.items()])
+    printed, job = job_of(PPO, tmp_path, decided=[f"{key}={value}" for key, value in decisions.items()])
     assert job.data.train_files == ["/home/me/data/gsm8k/train.parquet", "/home/me/data/math/train.parquet"]
     assert (job.data.max_prompt_length, job.trainer.nnodes, job.trainer.val_before_train) == (1024, 2, False)
     assert job.uses_critic and job.critic.path == job.model.path == "/home/me/models/Qwen2.5-3B-Instruct"
@@ -247,7 +247,7 @@ def test_verls_ppo_example_lists_manual_decisions(tmp_path, monkeypatch):
         assert part in text, part
 
 
-def test_words_stdin_and_yaml_give_the_same(tmp_path, monkeypatch, capsys):
+def test_arguments_stdin_and_yaml_give_the_same_job(tmp_path, monkeypatch, capsys):
     words = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=3 data.train_files=a data.shuffle=False"
     main(["--", "python3", "-m", "verl.trainer.main_ppo", *words.split()])
     typed = capsys.readouterr().out.partition("\n")[2]
@@ -271,7 +271,7 @@ ROWS = {row.name for row in UNDECIDED["verl"]}
 @pytest.mark.slow
 def test_every_verl_key_is_translated_or_listed(tmp_path):
     given = {name: value for name, value in VERLS.items() if value is not None} | {"trainer.save_freq": 5}
-    printed, job = of(yaml.safe_dump(given), tmp_path, "all.yaml")
+    printed, job = job_of(yaml.safe_dump(given), tmp_path, "all.yaml")
     settled = {name for name, value in given.items() if value in (False, {}, [])} | set(CONVERSIONS) | KNOWN
     for name in given:
         found = counterpart(name, KNOWN)
@@ -279,34 +279,34 @@ def test_every_verl_key_is_translated_or_listed(tmp_path):
         assert name in printed or name in settled or listed or (found and found.keys), name
     assert "???" not in printed, "verl's defaults need no decision"
     assert (job.trainer.save_freq, job.trainer.total_epochs, job.rollout.tensor_model_parallel_size) == (5, 30, 2)
-    assert set(CONVERSIONS) & set(VERLS), "conversions are of verl's names"
+    assert set(CONVERSIONS) & set(VERLS), "conversions have verl's names"
 
 
-AS_HERE = {
+KEPT_DEFAULTS = {
     "data.train_files": "required",
-    "data.val_files": "none here, a file of verl's examples there",
+    "data.val_files": "rlfuse: none; verl: a file of its examples",
     "model.path": "required",
     "critic.path": "the actor's model",
     "trainer.project_name": "a name",
     "trainer.experiment_name": "a name",
-    "trainer.default_local_dir": "where runs are kept",
+    "trainer.default_local_dir": "folder of runs",
     "trainer.logger": "what is shown",
     "trainer.log_val_generations": "what is shown",
-    "rollout.name": "the engine; hf is called transformers here",
+    "rollout.name": "the engine; rlfuse calls hf transformers",
     "rollout.update_weights_bucket_mb": "memory",
     "rollout.free_cache_engine": "null lets the memory plan decide",
     "reward.num_workers": "processes",
-    "data.seed": "null is no number of anyone",
+    "data.seed": "null is not a seed",
     "cluster.device": "auto finds GPUs",
     "actor.kl_loss_type": "k3 is low_var_kl",
     "algorithm.kl_penalty": "k1 is kl",
     "actor.clip_ratio_low": "null is clip_ratio",
     "actor.clip_ratio_high": "null is clip_ratio",
-    "video.freeze_vision_tower": "towers of clips are trained when asked for",
+    "video.freeze_vision_tower": "vision towers are trained on request",
     "data.max_prompt_length": "the same number under another name",
     "data.max_response_length": "the same number under another name",
 }
-"""Keys whose default differs from verl's and is not written -> why it stays ours."""
+"""Keys whose default differs from verl's and is not written -> reason."""
 ADAPTIVE_KL = {"algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.target_kl": 0.2}
 FILTER_GROUPS = {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.max_num_gen_batches": 0}
 
@@ -319,7 +319,7 @@ def test_different_defaults_are_written_or_explained():
         settled = name in CONVERSIONS or (found and found.values)
         if key in KNOWN and value != by_name()[key].default and not settled:
             differ[key] = value
-    assert set(differ) <= set(DEFAULTS) | set(AS_HERE), differ
+    assert set(differ) <= set(DEFAULTS) | set(KEPT_DEFAULTS), differ
     assert {key: value for key, value in DEFAULTS.items() if key in differ}.items() <= differ.items()
 
 
@@ -394,7 +394,7 @@ def test_different_defaults_are_written_or_explained():
           "actor_rollout_ref.rollout.val_kwargs.do_sample": False}, {"rollout.val_kwargs.temperature": 0.0}),
     ],
 )  # fmt: skip
-def test_values_are_converted_where_they_can_be(given, set_to):
+def test_values_are_converted_if_possible(given, set_to):
     command = read(["--", "data.shuffle=true"])
     command.settings = given
     job = translate(command)
@@ -433,7 +433,7 @@ def test_values_are_converted_where_they_can_be(given, set_to):
         (["data.train_batch_size=${a.b}"], "data.train_batch_size", "the value of ${...} is not in the command"),
     ],
 )  # fmt: skip
-def test_what_rlfuse_would_train_differently_is_left_open(words, key, why):
+def test_settings_that_rlfuse_would_train_differently_are_left_open(words, key, why):
     assert why in str(translate(read(["--", "verl.trainer.main_ppo", *words])).undecided[key])
 
 

@@ -1,4 +1,4 @@
-"""`rlfuse translate` of commands with flags, of TRL and OpenRLHF, and keys that are left open for unknown values."""
+"""`rlfuse translate`: flags of TRL and OpenRLHF commands, and keys left open for unknown values."""
 
 import dataclasses
 from pathlib import Path
@@ -13,7 +13,7 @@ FILES = "data.train_files=a/gsm8k.parquet actor_rollout_ref.model.path=m algorit
 TRL = "trl grpo --model_name_or_path m --dataset_name ./d --reward_funcs a.b.c --num_processes 2"
 
 
-def test_defaults_of_trl_are_those_of_the_installed_version():
+def test_defaults_of_trl_equal_those_of_the_installed_version():
     configs = pytest.importorskip("trl")
     for program, name in (("grpo", "GRPO"), ("rloo", "RLOO"), ("sft", "SFT"), ("dpo", "DPO"), ("reward", "Reward")):
         fields = {each.name: each for each in dataclasses.fields(getattr(configs, f"{name}Config"))}
@@ -80,7 +80,7 @@ def test_defaults_of_trl_are_those_of_the_installed_version():
          dict.fromkeys(("data.train_batch_size", "actor.ppo_mini_batch_size"), "must be 1 or more")),
     ],
 )  # fmt: skip
-def test_trls_flags_become_keys(flags, set_to, undecided, tmp_path):
+def test_flags_of_trl_become_keys(flags, set_to, undecided, tmp_path):
     (tmp_path / "run.sh").write_text(f"{TRL} {flags}")
     job = translate(read([str(tmp_path / "run.sh")]))
     assert {key: job.settings.get(key) for key in set_to} == set_to
@@ -133,7 +133,7 @@ def test_trls_flags_become_keys(flags, set_to, undecided, tmp_path):
         ("openrlhf.cli.train_sft --pretrain m --prompt_data ./d --remote_rm_url http://a:1/b", {"trainer.task"}),
     ],
 )  # fmt: skip
-def test_keys_of_unknown_values_are_left_open(command, keys, tmp_path):
+def test_keys_with_unknown_values_are_left_open(command, keys, tmp_path):
     (tmp_path / "run.sh").write_text(command)
     assert translate(read([str(tmp_path / "run.sh")])).undecided.keys() == keys
 
@@ -148,7 +148,7 @@ def test_keys_of_unknown_values_are_left_open(command, keys, tmp_path):
         ("--num_processes 1 --config_file zero3.yaml", None),
     ],
 )
-def test_parameters_are_sharded_as_by_accelerate(launch, stage, tmp_path):
+def test_zero_stage_follows_the_accelerate_config(launch, stage, tmp_path):
     (tmp_path / "run.sh").write_text(f"accelerate launch {launch} trl/scripts/dpo.py --model_name_or_path m")
     assert translate(read([str(tmp_path / "run.sh")])).settings.get("actor.zero_stage") == stage
 

@@ -1,4 +1,4 @@
-"""Scripts that `rlfuse translate` reads and never runs: shell, and Python that calls a trainer of TRL."""
+"""Scripts that `rlfuse translate` reads without running them: shell, and Python that calls a trainer of TRL."""
 
 import pytest
 
@@ -22,7 +22,7 @@ run $A "$A" '$A' $'a\tb' $B ${LIST[@]} "${LIST[@]}" $N $PWD/f "$(pwd)" "$UNKNOWN
 """
 
 
-def test_a_script_is_read_as_a_shell_would_and_never_run():
+def test_a_script_is_parsed_like_a_shell_does_without_running_it():
     (words,) = [words for words in Script().commands(SHELL) if words[0].text == "run"]
     assert [word.text for word in words[1:]] == [
         *("x", "y", "x y", "$A", r"$'a\tb'", "${oc.env:HOME}/q", "one", "two", "x", "y", "three#3"),
@@ -72,12 +72,12 @@ two" trainer.project_name=`date +%F` > out.log 2>&1
 """
 
 
-def test_odd_scripts_are_read_as_a_shell_would(tmp_path):
+def test_unusual_scripts_are_parsed_like_a_shell_does(tmp_path):
     (tmp_path / "run.sh").write_text(ODD)
     job = translate(read([str(tmp_path / "run.sh")]))
     assert job.settings["data.train_batch_size"] == 64 and "data.train_files" not in job.settings
     assert job.settings["trainer.experiment_name"] == "one two", "a continued line in quotes is one"
-    assert "trainer.total_training_steps" not in job.settings, "verl puts the run's own number there"
+    assert "trainer.total_training_steps" not in job.settings, "verl sets the number of steps of the run there"
     assert {"data.max_response_length", "trainer.total_epochs"} <= job.undecided.keys()
     assert "trainer.project_name=`date +%F`" in str(job.notes)
     assert "trainer.total_epochs" not in job.settings, "an unknown value is not replaced by the default"
@@ -149,7 +149,7 @@ def main():
 """
 
 
-def test_names_are_followed_to_where_they_are_bound(tmp_path):
+def test_names_are_resolved_to_their_definitions(tmp_path):
     job = job_of(ALIASES, tmp_path)
     expected = {
         "model.path": "m",
@@ -203,11 +203,11 @@ def test_names_are_followed_to_where_they_are_bound(tmp_path):
         ("GRPOTrainer(", "for _ in '12': GRPOTrainer(", "trainer.task", "loop: creates several trainers"),
     ],
 )
-def test_what_a_script_computes_is_left_open(old, new, key, why, tmp_path):
+def test_values_that_a_script_computes_are_left_open(old, new, key, why, tmp_path):
     assert why in "; ".join(job_of(GRPO.replace(old, new), tmp_path).undecided[key])
 
 
-def test_preference_scripts_become_their_task(tmp_path):
+def test_preference_scripts_become_a_dpo_task(tmp_path):
     job = job_of(DPO, tmp_path)
     assert (job.settings["trainer.task"], job.settings["dpo.beta"], job.settings["data.train_batch_size"]) == (
         "dpo",
@@ -228,6 +228,6 @@ def test_preference_scripts_become_their_task(tmp_path):
         ("import trl\nclass Mine(trl.GRPOTrainer): ...\nMine(model='m')", "0 calls of a trainer of TRL"),
     ],
 )
-def test_other_scripts_are_refused(text, part, tmp_path):
+def test_other_scripts_are_rejected(text, part, tmp_path):
     with pytest.raises(ConfigError, match=part):
         job_of(text, tmp_path)

@@ -1,4 +1,4 @@
-"""Losses, gradients and metrics of sft and dpo equal those of TRL's own trainers on the same rows, in any packing."""
+"""Losses, gradients and metrics of sft and dpo equal those of TRL's trainers on the same rows, in all layouts."""
 
 import copy
 import json
@@ -33,19 +33,19 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-def said(text):
+def assistant(text):
     return {"role": "assistant", "content": text}
 
 
 CHATS = [
-    {"prompt": [user("20 mod 6 =")], "completion": [said("20 - 6 = 14 , 14 - 6 = 8 , 8 - 6 = 2 ; 2")]},
-    {"prompt": [user("7 mod 6 =")], "completion": [said("; 1")]},
-    {"prompt": [user("9 mod 2 ="), said("3"), user("8 mod 3 =")], "completion": [said("8 - 3 = 5 ; 2")]},
+    {"prompt": [user("20 mod 6 =")], "completion": [assistant("20 - 6 = 14 , 14 - 6 = 8 , 8 - 6 = 2 ; 2")]},
+    {"prompt": [user("7 mod 6 =")], "completion": [assistant("; 1")]},
+    {"prompt": [user("9 mod 2 ="), assistant("3"), user("8 mod 3 =")], "completion": [assistant("8 - 3 = 5 ; 2")]},
 ]
 TEXTS = [{"prompt": " 20 mod 6 =", "completion": " 14 ; 2"}, {"prompt": " 7 mod 6 =", "completion": " ; 1 <end>"}]
-TURNS = [{"messages": [*row["prompt"], *row["completion"], user("9 mod 3 ="), said("; 0")]} for row in CHATS]
+TURNS = [{"messages": [*row["prompt"], *row["completion"], user("9 mod 3 ="), assistant("; 0")]} for row in CHATS]
 PAIRS = [
-    {"prompt": row["prompt"], "chosen": row["completion"], "rejected": [said(other)]}
+    {"prompt": row["prompt"], "chosen": row["completion"], "rejected": [assistant(other)]}
     for row, other in zip(CHATS, ("20 - 6 = 14 ; 14", "; 2 , 3", "; 5"), strict=True)
 ]
 
@@ -53,14 +53,14 @@ PAIRS = [
 def make_model(seed):
     torch.manual_seed(seed)
     model = build_model(WarmStart(hidden_size=64, intermediate_size=64), build_tokenizer())
-    with torch.no_grad():  # a fresh model's later layers are the identity, and its log-probs nearly uniform
+    with torch.no_grad():  # a new model has near-identity layers and near-uniform log-probs
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn_like(parameter)
     return model
 
 
-def of_trl(trainer):
-    """(loss, gradients, metrics) of TRL's trainer on all of its rows."""
+def trl_result(trainer):
+    """Return (loss, gradients, metrics) of a TRL trainer on all its rows."""
     inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
     trainer.model.train()
     loss = trainer.compute_loss(trainer.model, inputs)
@@ -73,7 +73,7 @@ def gradients(model):
     return torch.cat([each.grad.flatten() for _, each in sorted(model.named_parameters())])
 
 
-def of_ours(config, model, rows, count, packed, shared):
+def rlfuse_result(config, model, rows, count, packed, shared):
     model = prepare_for_training(copy.deepcopy(model), ModelConfig(dtype="float32"))
     loss, sums = POLICY_LOSSES[config.trainer.task](config, model, collate(rows, packed, shared=shared))
     (loss / count).backward()
@@ -81,7 +81,7 @@ def of_ours(config, model, rows, count, packed, shared):
 
 
 def assert_equal(found, expected):
-    """Up to 1e-5: loss and metrics relative to their size, and gradients to their norm."""
+    """Compare loss, metrics and gradients with a relative tolerance of 1e-5."""
     assert found[0] == pytest.approx(expected[0], rel=1e-5)
     assert float((found[1] - expected[1]).norm() / expected[1].norm()) < 1e-5
     named = {name.removeprefix("actor/"): value for name, value in found[2].items() if name != "loss"}
@@ -97,7 +97,7 @@ def options(kind, tmp_path, rows, **more):
                 max_length=None, per_device_train_batch_size=len(rows), disable_tqdm=True, **more)  # fmt: skip
 
 
-def written(tmp_path, rows):
+def write_rows(tmp_path, rows):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return [str(path)]
@@ -120,7 +120,7 @@ def test_supervised_fine_tuning(tmp_path, rows, template, settings, ours):
     tokenizer, model, config = build_tokenizer(), make_model(0), Config()
     tokenizer.chat_template = template or tokenizer.chat_template
     config.trainer.task = "sft"
-    found, _ = load_demonstrations(written(tmp_path, rows), tokenizer, DataConfig(train_files=[], **ours))
+    found, _ = load_demonstrations(write_rows(tmp_path, rows), tokenizer, DataConfig(train_files=[], **ours))
     trainer = SFTTrainer(
         model=copy.deepcopy(model),
         args=options(SFTConfig, tmp_path, rows, **settings),
@@ -130,9 +130,9 @@ def test_supervised_fine_tuning(tmp_path, rows, template, settings, ours):
     assert [(each["input_ids"], [label != -100 for label in each["labels"]]) for each in trainer.train_dataset] == [
         (each.ids.tolist(), each.mask.tolist()) for each in found
     ]
-    expected, count = of_trl(trainer), sum(int(each.mask.sum()) for each in found)
+    expected, count = trl_result(trainer), sum(int(each.mask.sum()) for each in found)
     for layout in LAYOUTS:
-        assert_equal(of_ours(config, model, [each.row for each in found], count, *layout), expected)
+        assert_equal(rlfuse_result(config, model, [each.row for each in found], count, *layout), expected)
 
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
@@ -142,7 +142,7 @@ def test_direct_preference_optimisation(tmp_path, loss_type):
 
     tokenizer, model, reference, config = build_tokenizer(), make_model(0), make_model(1), Config()
     config.trainer.task, config.dpo.loss_type, config.dpo.beta = "dpo", loss_type, 0.2
-    found, _ = load_policy_preferences(written(tmp_path, PAIRS), tokenizer, DataConfig(train_files=[]))
+    found, _ = load_policy_preferences(write_rows(tmp_path, PAIRS), tokenizer, DataConfig(train_files=[]))
     trainer = DPOTrainer(
         model=copy.deepcopy(model),
         ref_model=copy.deepcopy(reference),
@@ -154,14 +154,14 @@ def test_direct_preference_optimisation(tmp_path, loss_type):
     assert [[each[side] for side in sides] for each in trainer.train_dataset] == [
         [ids.tolist() for ids in (pair.shared_ids, pair.chosen_ids, pair.rejected_ids)] for pair in found
     ]
-    expected, rows = of_trl(trainer), [row for pair in found for row in pair.rows]
+    expected, rows = trl_result(trainer), [row for pair in found for row in pair.rows]
     for layout in LAYOUTS:
         packed = collate(rows, layout[0], shared=layout[1])
         with torch.no_grad():
-            of_reference = prepare_for_training(copy.deepcopy(reference), ModelConfig(dtype="float32"))
-            scores = packed.split(log_probs(config, of_reference, packed))
-        given = [
+            reference_model = prepare_for_training(copy.deepcopy(reference), ModelConfig(dtype="float32"))
+            scores = packed.split(log_probs(config, reference_model, packed))
+        scored_rows = [
             Row(row.prompt_ids, row.response_ids, {"ref_log_probs": each})
             for row, each in zip(rows, scores, strict=True)
         ]
-        assert_equal(of_ours(config, model, given, len(found), *layout), expected)
+        assert_equal(rlfuse_result(config, model, scored_rows, len(found), *layout), expected)

@@ -30,17 +30,17 @@ def scores(module, answer, truth, **options):
 
 
 def test_the_verifier_in_the_readme(tmp_path, monkeypatch):
-    """Covers options, reasoning that is not scored, and an invalid ground truth."""
+    # The example has options, reasoning that is not scored, and an invalid ground truth.
     page = (Path(__file__).parents[2] / "rlfuse/rewards/README.md").read_text()
     code = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
     (tmp_path / "mine.py").write_text(code)
     monkeypatch.chdir(tmp_path)
-    told = ["<think>Or 3 May 2024?</think>The answer is 17 May 2024.", "18 May 2024", "in spring", "17 May 2024"]
-    rows = [{"prompt": "?", "response": each, "ground_truth": "17 May 2024"} for each in told]
+    responses = ["<think>Or 3 May 2024?</think>The answer is 17 May 2024.", "18 May 2024", "in spring", "17 May 2024"]
+    rows = [{"prompt": "?", "response": each, "ground_truth": "17 May 2024"} for each in responses]
     rows[-1]["ground_truth"] = "2024-05-17"
     [named] = yaml.safe_load(re.search(r"reward\.functions=(.*)", code)[1])
-    right, wrong, none, unreadable = score_table([named], rows)
-    assert [(row["reward"], row["date/acc"], row["date/format"]) for row in (right, wrong, none)] == [
+    correct, wrong, none, unreadable = score_table([named], rows)
+    assert [(row["reward"], row["date/acc"], row["date/format"]) for row in (correct, wrong, none)] == [
         (1.0, 1.0, 1.0),
         (0.0, 0.0, 1.0),
         (0.0, 0.0, 0.0),
@@ -50,7 +50,7 @@ def test_the_verifier_in_the_readme(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("module", ALL)
-def test_every_verifier_is_a_reward_function_in_verls_shape(module):
+def test_every_verifier_has_the_signature_of_verl(module):
     names = list(inspect.signature(module.score).parameters)
     assert names[:4] == ["data_source", "solution_str", "ground_truth", "extra_info"]
     assert load_function(module.score).answer_only
@@ -59,14 +59,16 @@ def test_every_verifier_is_a_reward_function_in_verls_shape(module):
     )
 
 
-def test_a_verifier_named_in_the_configuration_scores_a_table_with_options_of_its_rows():
+def test_a_configured_verifier_reads_options_from_rows():
     rows = [
         {"prompt": "?", "response": "<think>A, or B?</think>The answer is (B).", "ground_truth": "B", "options": ["B"]},
         {"prompt": "?", "response": "Rome", "ground_truth": "B", "extra_info": {"options": ["Rome", "Paris"]}},
         {"prompt": "?", "response": "B", "ground_truth": "BB"},
     ]
-    right, wrong, unreadable = score_table("rlfuse.rewards.verifiers.choice:score", rows)
-    assert right["reward"] == 1.0 and right["score/acc"] == right["score/format"] == 1.0 and right["note"] is None
+    correct, wrong, unreadable = score_table("rlfuse.rewards.verifiers.choice:score", rows)
+    assert (
+        correct["reward"] == 1.0 and correct["score/acc"] == correct["score/format"] == 1.0 and correct["note"] is None
+    )
     assert wrong["reward"] == 0.0 and wrong["note"] == "score/reason: answered 'A', expected 'B'"
     assert unreadable["reward"] is None and "ground_truth: got 'BB'; it must be" in unreadable["failure"]
 
@@ -82,8 +84,8 @@ def test_a_verifier_named_in_the_configuration_scores_a_table_with_options_of_it
         (box, [0, 0, 9, 9], "[0, 0, 9, 9]"),
     ],
 )
-def test_unclosed_reasoning_of_the_template_has_no_answer(module, truth, unfinished):
-    """The response looks like an answer, but the prompt ends with an open `<think>`."""
+def test_a_response_with_unclosed_reasoning_has_no_answer(module, truth, unfinished):
+    # The response looks like an answer, but the prompt ends with an open `<think>`.
     entries, loaded = load_entries([f"{module.__name__}:score", {"path": module.score, "answer_only": False}])
     assert [entry.answer_only for entry in entries] == [True, False]
     row = {"prompt": [{"role": "user", "content": "?"}], "ground_truth": truth, "response": unfinished}
@@ -91,13 +93,13 @@ def test_unclosed_reasoning_of_the_template_has_no_answer(module, truth, unfinis
         replace(item_of_row({**row, "response": response}), prompt_text=f"<u>?<a>{opened}")
         for opened, response in (("<think>\n", unfinished), ("<think>\n", f"so</think>{unfinished}"), ("", unfinished))
     ]
-    [cut, as_asked] = loaded.values()
+    [cut, uncut] = loaded.values()
     assert cut.answer_only and [score.value for score in cut.score(items)] == [0.0, 1.0, 1.0]
-    assert [score.value for score in as_asked.score(items[:1])] == [1.0]
+    assert [score.value for score in uncut.score(items[:1])] == [1.0]
     assert cut.score(items[:1])[0].extras["format"] == 0.0
 
 
-def test_the_bundled_clips_reward_reads_answers_too():
+def test_the_reward_of_the_clips_task_reads_answers_only():
     [(_, function)] = load_entries(["rlfuse.tasks.clips:compute_score"])[1].items()
     item = item_of_row({"prompt": [{"role": "user", "content": "?"}], "response": "3", "ground_truth": "3",
                         "data_source": clips.Kind.COUNT.data_source})  # fmt: skip
@@ -105,7 +107,7 @@ def test_the_bundled_clips_reward_reads_answers_too():
     assert [score.value for score in function.score([item, opened])] == [1.0, 0.0]
 
 
-def test_answers_follow_the_last_reasoning():
+def test_answers_are_read_after_the_last_reasoning():
     assert answer_after_reasoning("<think>x</think> <think>y</think>\n z ") == "z"
     assert answer_after_reasoning(" z ") == "z" and answer_after_reasoning("<think>never ends") == ""
     assert scores(numeric, "<think>The answer is 4</think>5", 4) == 0.0
@@ -114,7 +116,7 @@ def test_answers_follow_the_last_reasoning():
 
 
 @pytest.mark.parametrize(
-    ("answer", "truth", "options", "right"),
+    ("answer", "truth", "options", "correct"),
     [
         ("Paris", "Paris", {}, 1),
         (" Paris \n  in  France", ["Rome", "Paris in France"], {}, 1),
@@ -125,12 +127,12 @@ def test_answers_follow_the_last_reasoning():
         ("", "Paris", {}, 0),
     ],
 )
-def test_exact(answer, truth, options, right):
-    assert scores(exact, answer, truth, **options) == right
+def test_exact(answer, truth, options, correct):
+    assert scores(exact, answer, truth, **options) == correct
 
 
 @pytest.mark.parametrize(
-    ("answer", "truth", "right"),
+    ("answer", "truth", "correct"),
     [
         ("It is 1,234.5 in all", "1234.5", 1),
         ("1,234,567", 1234567, 1),
@@ -149,7 +151,7 @@ def test_exact(answer, truth, options, right):
         ("−5", "-5", 1),  # noqa: RUF001 U+2212
         ("-5", "−5", 1),  # noqa: RUF001
         ("1２", "12", 1),  # noqa: RUF001 full-width digits are digits
-        ("٣", "3", 0),  # letters of other scripts are not
+        ("٣", "3", 0),  # digits of other scripts are not
         ("x1", "1", 0),
         ("2024-05-06", "-6", 0),
         ("1000001", "1000000", 0),
@@ -167,8 +169,8 @@ def test_exact(answer, truth, options, right):
         (r"\boxed{" * 14_000, "1", 0),
     ],
 )
-def test_numeric(answer, truth, right):
-    assert scores(numeric, answer, truth) == right
+def test_numeric(answer, truth, correct):
+    assert scores(numeric, answer, truth) == correct
 
 
 def test_numeric_tolerances():
@@ -177,13 +179,13 @@ def test_numeric_tolerances():
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
-def test_numbers_are_parsed_as_python_prints_them(number):
+def test_numbers_in_python_format_are_parsed(number):
     value, percent = numeric.number_in(f"The result is {number!r}")
     assert float(value) == number and not percent
 
 
 @pytest.mark.parametrize(
-    ("answer", "right"),
+    ("answer", "correct"),
     [
         ("The answer is (B).", 1),
         ("the correct option is B, since 5 < 6", 1),
@@ -210,11 +212,11 @@ def test_numbers_are_parsed_as_python_prints_them(number):
         ("(" * 90_000 + "B", 0),
     ],
 )
-def test_choice(answer, right):
-    assert scores(choice, answer, "B", options=["Rome", "Paris", "Berlin"]) == right
+def test_choice(answer, correct):
+    assert scores(choice, answer, "B", options=["Rome", "Paris", "Berlin"]) == correct
 
 
-def test_choice_knows_options_and_articles():
+def test_choice_supports_options_and_ignores_articles():
     assert scores(choice, "А", "A") == 0.0  # noqa: RUF001 Cyrillic
     assert scores(choice, "The answer is A dog", "A") == 0.0 and scores(choice, "The answer is A because", "A") == 1.0
     assert scores(choice, "B", "Paris", options={"A": "Rome", "B": "Paris", "C": None}) == 1.0
@@ -284,7 +286,7 @@ def test_box(answer, truth, options, overlap):
 
 
 @pytest.mark.parametrize(
-    ("answer", "truth", "options", "right"),
+    ("answer", "truth", "options", "correct"),
     [
         ("ab12", r"[a-z]+\d+", {}, 1),
         ("x ab12", r"[a-z]+\d+", {}, 0),
@@ -293,8 +295,8 @@ def test_box(answer, truth, options, overlap):
         (MILLION, r"\d+", {}, 0),
     ],
 )
-def test_pattern(answer, truth, options, right):
-    assert scores(pattern, answer, truth, **options) == right
+def test_pattern(answer, truth, options, correct):
+    assert scores(pattern, answer, truth, **options) == correct
 
 
 @pytest.mark.parametrize(
@@ -329,7 +331,7 @@ def test_pattern(answer, truth, options, right):
         (code, 5),
     ],
 )
-def test_a_ground_truth_that_cannot_be_read_is_an_error(module, truth):
+def test_an_invalid_ground_truth_is_an_error(module, truth):
     with pytest.raises(ValueError, match=r"ground_truth: got .*must be"):
         scores(module, "answer: 1", truth)
 

@@ -1,6 +1,6 @@
-"""Keys with verl's name have verl's meaning: formulas of verl 0.9.1 compared with rlfuse.
+"""Keys with verl's name have verl's meaning: formulas of verl 0.9.1 are compared with rlfuse.
 
-`KEYS` names the test of each such key, here or in another file, or why nothing is computed.
+`KEYS_BY_TEST` lists the test of each key, here or in another file; `NOTHING_TO_COMPUTE` lists keys without formula.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from rlfuse.run.job import training_steps
 from rlfuse.simulate.clock import run_virtual
 
 UNITS = Path(__file__).parent
-VERLS = json.loads((UNITS / "verl_keys.json").read_text())
+VERL_KEYS = json.loads((UNITS / "verl_keys.json").read_text())
 
 KEYS_BY_TEST = {
     "test_the_learning_rate_follows_verls_scheduler": " ".join(
@@ -46,18 +46,18 @@ KEYS_BY_TEST = {
     "trainer.critic_warmup actor.ppo_mini_batch_size data.train_batch_size rollout.n",
     "test_a_run_ends_with_its_steps_or_epochs": "trainer.total_epochs trainer.total_training_steps",
     "test_checkpoints_and_validations_follow_verls_schedule": "trainer.save_freq trainer.test_freq",
-    "test_the_actors_loss": "actor.clip_ratio actor.clip_ratio_low actor.clip_ratio_high actor.clip_ratio_c "
+    "test_actor_loss": "actor.clip_ratio actor.clip_ratio_low actor.clip_ratio_high actor.clip_ratio_c "
     "actor.entropy_coeff actor.use_kl_loss actor.kl_loss_coef actor.loss_agg_mode actor.loss_mode "
     "actor.tau_pos actor.tau_neg",
     "test_journal.py": "trainer.rollout_data_dir trainer.validation_data_dir",
     "test_covariance.py": "actor.clip_cov_ratio actor.clip_cov_lb actor.clip_cov_ub actor.kl_cov_ratio "
     "actor.ppo_kl_coef",
-    "test_the_critics_loss": "critic.cliprange_value",
-    "test_estimates_of_the_kl": "actor.kl_loss_type algorithm.kl_penalty",
+    "test_critic_loss": "critic.cliprange_value",
+    "test_kl_estimates": "actor.kl_loss_type algorithm.kl_penalty",
     "test_the_kl_in_the_reward_and_its_controller": "algorithm.kl_ctrl.type algorithm.kl_ctrl.kl_coef "
     "algorithm.kl_ctrl.target_kl algorithm.kl_ctrl.horizon algorithm.use_kl_in_reward",
     "test_advantages": "algorithm.adv_estimator algorithm.gamma algorithm.lam algorithm.norm_adv_by_std_in_grpo",
-    "test_gdpo_whitens_by_response_which_is_verls_where_responses_are_equally_long": "",
+    "test_gdpo_whitening_by_response_equals_verl_for_equal_lengths": "",
     "test_importance_weights": "algorithm.rollout_correction.rollout_is "
     "algorithm.rollout_correction.rollout_is_threshold",
     "test_corrections.py": "algorithm.rollout_correction.rollout_rs algorithm.rollout_correction.rollout_rs_threshold",
@@ -71,7 +71,7 @@ KEYS_BY_TEST = {
     "test_resumed_settings.py": "actor.optim.weight_decay actor.grad_clip",
     "test_checkpoints.py": "trainer.max_ckpt_to_keep trainer.resume_mode",
 }
-"""Test here, or file of tests -> the keys whose meaning it shows."""
+"""Test in this file, or test file -> keys that it compares."""
 NOTHING_TO_COMPUTE = {
     "names and files": "model.path critic.path trainer.default_local_dir trainer.project_name trainer.experiment_name "
     "trainer.logger trainer.log_val_generations rollout.name model.trust_remote_code",
@@ -81,7 +81,7 @@ NOTHING_TO_COMPUTE = {
     "rollout.free_cache_engine rollout.update_weights_bucket_mb trainer.n_gpus_per_node trainer.nnodes cluster.device",
     "on or off": "trainer.val_before_train video.freeze_vision_tower rollout.quantization",
 }
-"""Why -> keys that are in no formula."""
+"""Reason -> keys that are not part of a formula."""
 
 
 def names(table):
@@ -90,7 +90,7 @@ def names(table):
 
 def test_each_key_with_a_name_of_verl_is_tested_once():
     known, same = frozenset(by_name()), set()
-    for name in VERLS:
+    for name in VERL_KEYS:
         found = None if name in known else counterpart(name, known)
         same |= {name} & known | (
             {*found.keys} & known if found and found.origin == "verl" and found.is_same else set()
@@ -115,7 +115,7 @@ def verls_rate(kind, advances, warmup, total, least=0.0):
     progress = (advances - start) / max(1, end - start)
     if kind == "constant" or progress < 0:
         return 1.0
-    if kind == "linear":  # Megatron's and transformers'
+    if kind == "linear":  # as in Megatron-LM and transformers
         return max(least, 1 - (1 - least) * progress)
     return max(least, math.cos(math.pi * progress) * (1 - least) / 2 + (1 + least) / 2)
 
@@ -132,17 +132,17 @@ def test_the_learning_rate_follows_verls_scheduler(kind, least, warmup, ratio, c
         lr_warmup_steps=warmup, lr_warmup_steps_ratio=ratio, lr_scheduler_type=kind, min_lr_ratio=least
     )
     config.critic.optim = CriticOptim(**vars(config.actor.optim))
-    wanted = [verls_rate(kind, step, counted, total, least) for step in range(total)]
+    expected = [verls_rate(kind, step, counted, total, least) for step in range(total)]
     for mini_batch, epochs in ((64, 1), (4, 3)):
         config.actor.ppo_mini_batch_size, config.actor.ppo_epochs = mini_batch, epochs
         found = [lr_factors(config, step, total) for step in range(1, total + 1)]
-        assert [each["actor"] for each in found] == [each["critic"] for each in found] == pytest.approx(wanted)
+        assert [each["actor"] for each in found] == [each["critic"] for each in found] == pytest.approx(expected)
     config.trainer.critic_warmup = 9  # the actor trains in 12 steps, but verl's schedule has 20
     for step in range(9, total + 1):
-        waited = lr_factors(config, step, total)
-        assert waited["critic"] == pytest.approx(wanted[step - 1])
-        assert waited["actor"] == pytest.approx(verls_rate(kind, step - 9, counted, 12, least))
-    assert (kind, least) != ("cosine", 0) or counted == 20 or wanted[11] > 0.25 > 0.1 > waited["actor"] > 0
+        with_warmup = lr_factors(config, step, total)
+        assert with_warmup["critic"] == pytest.approx(expected[step - 1])
+        assert with_warmup["actor"] == pytest.approx(verls_rate(kind, step - 9, counted, 12, least))
+    assert (kind, least) != ("cosine", 0) or counted == 20 or expected[11] > 0.25 > 0.1 > with_warmup["actor"] > 0
 
 
 @pytest.mark.parametrize("given, decay", [(4, 4), (99, 15), (None, 2)])
@@ -154,19 +154,19 @@ def test_a_wsd_schedule_decays_over_its_last_steps(given, decay):
     assert lr_factor(optim, 21, 20) == pytest.approx(0.1)
 
 
-class Rated(World):
-    """Fake that records models and learning rates of every update."""
+class RateRecorder(World):
+    """A simulated run that records model and learning rate of every update."""
 
     def __init__(self, scene, critic_warmup):
         super().__init__(scene)
         self.critic_warmup, self.rates = critic_warmup, defaultdict(list)
         self.experience.config, step = self.config(), self.trainer.step
 
-        async def rated(model, lengths, lr_factor, skipped=()):
+        async def record_rate(model, lengths, lr_factor, skipped=()):
             self.rates[self.stopping.step].append((model, lr_factor))
             return await step(model, lengths, lr_factor, skipped)
 
-        self.trainer.step = rated
+        self.trainer.step = record_rate
 
     def config(self):
         config = super().config()
@@ -185,7 +185,7 @@ class Rated(World):
 @pytest.mark.parametrize("critic_warmup", [0, 1, 3])
 def test_learning_rate_per_step_and_critic_warmup(critic_warmup):
     scene = Scene("serial", batch=4, mini_batch=2, epochs=2, estimator="gae", steps=5, prompts=20)
-    world = Rated(scene, critic_warmup)
+    world = RateRecorder(scene, critic_warmup)
     run_virtual(asyncio.wait_for(world.run(), PATIENCE_S))
     for step in range(1, 6):
         models = ["critic", "actor"] if critic_warmup <= step else ["critic"]  # verl: actor where critic_warmup <= step
@@ -230,7 +230,7 @@ def aggregated(matrix, mask, mode, longest):
 @pytest.mark.parametrize("mode", AGG_MODES)
 @pytest.mark.parametrize("loss_mode", ["vanilla", "gspo", "cispo", "gpg", "sapo"])
 @pytest.mark.parametrize("clip", [(0.2, None, None, 3.0), (0.2, 0.1, 0.3, 1.5), (0.3, None, 0.05, 3.0)])
-def test_the_actors_loss(mode, loss_mode, clip):
+def test_actor_loss(mode, loss_mode, clip):
     mask, draw = batch()
     both, low, high, c = clip
     new, old, ref, advantages, entropy = draw(), draw(), draw(), draw(), softplus(draw())
@@ -241,11 +241,11 @@ def test_the_actors_loss(mode, loss_mode, clip):
     settings.kl_loss_coef, settings.kl_loss_type = 0.2, "low_var_kl"
     tensors = {"old_log_probs": old, "advantages": advantages, "ref_log_probs": ref}
     loss, _ = actor_objective(settings, new, entropy, mask, tensors, 9)
-    moved = new - old
+    log_ratio = new - old
     if loss_mode == "gspo":
-        moved = ((moved * mask).sum(-1) / mask.sum(-1))[:, None].expand(mask.shape)
+        log_ratio = ((log_ratio * mask).sum(-1) / mask.sum(-1))[:, None].expand(mask.shape)
     low, high = both if low is None else low, both if high is None else high
-    ratio = moved.exp()
+    ratio = log_ratio.exp()
     policy = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
     if loss_mode == "cispo":
         policy = -ratio.clamp(1 - low, 1 + high) * advantages * new
@@ -256,41 +256,41 @@ def test_the_actors_loss(mode, loss_mode, clip):
         policy = -advantages * torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
     if loss_mode == "vanilla":
         policy = torch.where(advantages < 0, torch.minimum(policy, -advantages * c), policy)
-    apart = (ref - new).clamp(-20, 20)
-    kl = (apart.exp() - apart - 1).clamp(-10, 10)
-    wanted = [aggregated(each, mask, mode, 9) for each in (policy, entropy, kl)]
+    difference = (ref - new).clamp(-20, 20)
+    kl = (difference.exp() - difference - 1).clamp(-10, 10)
+    expected = [aggregated(each, mask, mode, 9) for each in (policy, entropy, kl)]
     count = loss_divisor(mask.sum(-1).numpy(), mode, 9)
-    assert float(loss) / count == pytest.approx(float(wanted[0] - 0.03 * wanted[1] + 0.2 * wanted[2]), rel=1e-5)
+    assert float(loss) / count == pytest.approx(float(expected[0] - 0.03 * expected[1] + 0.2 * expected[2]), rel=1e-5)
 
 
 @pytest.mark.parametrize("mode", AGG_MODES)
-def test_the_critics_loss(mode):
+def test_critic_loss(mode):
     mask, draw = batch(1)
     new, old, returns = draw(), draw(), draw()
     loss, _ = critic_objective(0.5, mode, new, mask, {"values": old, "returns": returns}, 9)
     clipped = torch.minimum(torch.maximum(new, old - 0.5), old + 0.5)
-    wanted = 0.5 * aggregated(torch.maximum((new - returns) ** 2, (clipped - returns) ** 2), mask, mode, 9)
-    assert float(loss) / loss_divisor(mask.sum(-1).numpy(), mode, 9) == pytest.approx(float(wanted), rel=1e-5)
+    expected = 0.5 * aggregated(torch.maximum((new - returns) ** 2, (clipped - returns) ** 2), mask, mode, 9)
+    assert float(loss) / loss_divisor(mask.sum(-1).numpy(), mode, 9) == pytest.approx(float(expected), rel=1e-5)
     assert float(loss_sum(new, mask, mode, 9)) == pytest.approx(float(aggregated(new, mask, mode, 9)) * loss_divisor(
         mask.sum(-1).numpy(), mode, 9), rel=1e-5)  # fmt: skip
 
 
-def test_estimates_of_the_kl():
+def test_kl_estimates():
     _, draw = batch(2)
     new, ref = 3 * draw(), 3 * draw()
-    apart = new - ref
-    wanted = {"kl": apart, "abs": apart.abs(), "mse": apart**2 / 2}
-    wanted["low_var_kl"] = ((-apart).exp() + apart - 1).clamp(-10, 10)
+    difference = new - ref
+    expected = {"kl": difference, "abs": difference.abs(), "mse": difference**2 / 2}
+    expected["low_var_kl"] = ((-difference).exp() + difference - 1).clamp(-10, 10)
     alias = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
     for name in KL_KINDS:
-        torch.testing.assert_close(kl_estimate(new, ref, name), wanted[alias.get(name, name)], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(kl_estimate(new, ref, name), expected[alias.get(name, name)], rtol=1e-4, atol=1e-5)
 
 
 # Rewards and advantages -----------------------------------------------------------------------------------------------
 
 
 def test_the_kl_in_the_reward_and_its_controller():
-    """`test_experience.py` tests the KL per token itself."""
+    # The KL per token is tested in `test_experience.py`.
     control, fixed, value = AdaptiveKl(0.02, 0.5, 200), AdaptiveKl(0.02), 0.02
     for kl, count in ((0.1, 64), (0.52, 64), (9.0, 32)):
         value *= 1 + float(np.clip(kl / 0.5 - 1, -0.2, 0.2)) * count / 200
@@ -339,12 +339,12 @@ def test_advantages(name, by_std):
     rewards, values, groups = draw() * mask, draw() * mask, torch.tensor([0, 0, 1, 1])
     found, _ = advantages_and_returns(name, rewards, values, groups, mask, 0.9, 0.8, by_std, n=2, baselines=BASELINES)
     found = whiten(found, mask) if ESTIMATORS[name].whitens else found
-    wanted = verls_advantages(name, rewards, values, mask, 0.9, 0.8, by_std)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    expected = verls_advantages(name, rewards, values, mask, 0.9, 0.8, by_std)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("lengths, same", [([4, 4, 4, 4], True), ([1, 6, 2, 6], False)])
-def test_gdpo_whitens_by_response_which_is_verls_where_responses_are_equally_long(lengths, same):
+def test_gdpo_whitening_by_response_equals_verl_for_equal_lengths(lengths, same):
     mask = torch.arange(6)[None, :] < torch.tensor(lengths)[:, None]
     dimensions = torch.tensor([[1.0, 0.0], [0.0, 3.0], [0.5, 1.0], [2.0, 0.0]])
     weights, groups = torch.tensor([1.0, 0.5]), torch.tensor([0, 0, 1, 1])
@@ -367,8 +367,8 @@ def test_importance_weights(level):
     log_ratio = trainer - engine
     if level == "sequence":
         log_ratio = (log_ratio * mask).sum(-1, keepdim=True)
-    wanted = log_ratio.clamp(-20, 20).exp().clamp(max=2.0) * mask
-    torch.testing.assert_close(correction_weights(RolloutCorrection(level), trainer, engine, mask), wanted)
+    expected = log_ratio.clamp(-20, 20).exp().clamp(max=2.0) * mask
+    torch.testing.assert_close(correction_weights(RolloutCorrection(level), trainer, engine, mask), expected)
 
 
 # Data and sampling ----------------------------------------------------------------------------------------------------
@@ -387,8 +387,8 @@ def test_sampling_parameters_follow_their_keys():
     config.rollout.temperature, config.rollout.top_p, config.rollout.top_k = 0.7, 0.9, 40
     held_out = config.rollout.val_kwargs
     held_out.temperature, held_out.top_p, held_out.top_k, config.data.max_response_length = 0.0, 0.8, 20, 99
-    for drawn, wanted in (
+    for drawn, expected in (
         (sampling.training(config), (0.7, 0.9, 40, 99)),
         (sampling.validation(config), (0.0, 0.8, 20, 99)),
     ):
-        assert (drawn.temperature, drawn.top_p, drawn.top_k, drawn.max_tokens) == wanted
+        assert (drawn.temperature, drawn.top_p, drawn.top_k, drawn.max_tokens) == expected

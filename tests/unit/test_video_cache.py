@@ -1,4 +1,4 @@
-"""The cache of one node: whole entries, bytes bounded, held entries kept, nothing left behind, a disk tier."""
+"""The embedding cache of a node: complete entries, size limit, held entries, removal, and the disk tier."""
 
 import multiprocessing
 import os
@@ -21,14 +21,14 @@ BYTES = TOKENS * HIDDEN * 2
 
 @pytest.fixture
 def make(tmp_path):
-    made = []
+    caches = []
 
     def cache(entries=4, **settings):
-        made.append(EmbeddingCache(entries * BYTES, root=str(tmp_path), **settings))
-        return made[-1]
+        caches.append(EmbeddingCache(entries * BYTES, root=str(tmp_path), **settings))
+        return caches[-1]
 
     yield cache
-    for cache in made:
+    for cache in caches:
         if cache.folder.exists():
             cache.close()
 
@@ -42,7 +42,7 @@ def put(cache, key, holder="step", seed=0) -> Embedding:
     return cache.commit(key)
 
 
-def look(cache, key, holder="step"):
+def lookup(cache, key, holder="step"):
     return cache.lookup(key, TOKENS, HIDDEN, holder)
 
 
@@ -51,57 +51,57 @@ def test_parts_written_in_any_order_are_read_as_bf16(make):
     target = cache.reserve("a", TOKENS, HIDDEN, "step")
     write_rows(target, 4, rows(0)[4:])
     write_rows(target, 0, rows(0)[:4])
-    assert look(cache, "a") is None  # not whole yet
+    assert lookup(cache, "a") is None  # not complete yet
     handle = cache.commit("a")
-    assert handle == look(cache, "a") == Embedding("a", handle.path, TOKENS, HIDDEN)
+    assert handle == lookup(cache, "a") == Embedding("a", handle.path, TOKENS, HIDDEN)
     assert torch.equal(handle.read(), rows(0).bfloat16())
 
 
-def test_what_a_reader_writes_stays_with_it(make):
+def test_writes_of_a_reader_do_not_change_the_cache(make):
     handle = put(make(), "a")
     mine = handle.read()
     mine.zero_()
     assert torch.equal(handle.read(), rows(0).bfloat16())
 
 
-def test_least_recently_used_goes_first_and_held_entries_stay(make):
+def test_the_least_recently_used_entry_is_evicted_and_held_entries_are_kept(make):
     cache = make(entries=3)
     for key in "abc":
         put(cache, key, holder=f"step of {key}")
     cache.release("step of b")
     cache.release("step of c")
-    look(cache, "b", "later")
+    lookup(cache, "b", "later")
     cache.release("later")  # b was used after c
-    mapped = look(cache, "c", "later").read()
+    mapped = lookup(cache, "c", "later").read()
     cache.release("later")
-    look(cache, "b", "later")
+    lookup(cache, "b", "later")
     put(cache, "d")
-    assert [key for key in "abcd" if look(cache, key)] == ["a", "b", "d"]
-    assert torch.equal(mapped, rows(0).bfloat16())  # who mapped it still has it
+    assert [key for key in "abcd" if lookup(cache, key)] == ["a", "b", "d"]
+    assert torch.equal(mapped, rows(0).bfloat16())  # a mapped entry stays readable
     assert cache.counters() == {
         "evicted": 1, "disk_hits": 0, "disk_failures": 0, "received_bytes": 0,
         "bytes": 3 * BYTES, "held_bytes": 3 * BYTES,
     }  # fmt: skip
 
 
-def test_a_full_cache_says_who_holds_it(make):
+def test_a_full_cache_reports_its_holder(make):
     cache = make(entries=1)
     put(cache, "a", holder="step 7")
     with pytest.raises(EngineError, match=r"held by step 7.*Raise the limit"):
         cache.reserve("b", TOKENS, HIDDEN, "step 8")
     cache.release("step 7")
     cache.reserve("b", TOKENS, HIDDEN, "step 8")
-    assert look(cache, "a") is None
+    assert lookup(cache, "a") is None
 
 
-def test_room_is_claimed_before_it_is_written_to(make):
+def test_memory_is_reserved_before_it_is_written(make):
     cache = make(entries=1 << 60)
     with pytest.raises(EngineError, match="shm-size"):
         cache.reserve("a", 1 << 50, HIDDEN, "step")
     assert cache.counters()["bytes"] == 0 and [path.name for path in cache.folder.iterdir()] == ["lock"]
 
 
-def test_an_abandoned_entry_leaves_nothing(make):
+def test_an_abandoned_entry_is_removed(make):
     cache = make()
     cache.reserve("a", TOKENS, HIDDEN, "step")
     cache.abandon("a")
@@ -109,7 +109,7 @@ def test_an_abandoned_entry_leaves_nothing(make):
     put(cache, "a")
 
 
-def test_a_dropped_embedding_is_named_when_read(make):
+def test_reading_a_dropped_embedding_is_an_error(make):
     cache = make()
     handle = put(cache, "a")
     cache.abandon("a")
@@ -117,26 +117,26 @@ def test_a_dropped_embedding_is_named_when_read(make):
         handle.read()
 
 
-def test_close_removes_the_folder_and_a_living_runs_stays(make, tmp_path):
+def test_close_removes_its_folder_and_not_that_of_a_running_run(make, tmp_path):
     cache = make()
     put(cache, "a")
-    other = EmbeddingCache(BYTES, root=str(tmp_path))  # looks for left-overs as it starts
-    assert look(cache, "a")
+    other = EmbeddingCache(BYTES, root=str(tmp_path))  # removes leftovers at startup
+    assert lookup(cache, "a")
     other.close()
     assert not other.folder.exists()
 
 
-def _own_a_cache(root: str, ready) -> None:
+def _hold_cache(root: str, ready) -> None:
     cache = EmbeddingCache(BYTES, root=root)
     put(cache, "a")
     ready.set()
     signal.pause()
 
 
-def test_a_killed_runs_folder_is_removed_by_the_next(tmp_path):
+def test_the_folder_of_a_killed_run_is_removed_by_the_next(tmp_path):
     context = multiprocessing.get_context("fork")
     ready = context.Event()
-    owner = context.Process(target=_own_a_cache, args=(str(tmp_path), ready), daemon=True)
+    owner = context.Process(target=_hold_cache, args=(str(tmp_path), ready), daemon=True)
     owner.start()
     assert ready.wait(30)
     (folder,) = tmp_path.iterdir()
@@ -153,32 +153,32 @@ def test_disk_tier_survives_the_run(make, tmp_path):
     put(first, "a", seed=3)
     first.close()
     second = make(disk=disk)
-    assert torch.equal(look(second, "a").read(), rows(3).bfloat16())
-    assert look(second, "b") is None
+    assert torch.equal(lookup(second, "a").read(), rows(3).bfloat16())
+    assert lookup(second, "b") is None
     assert second.counters()["disk_hits"] == 1
 
 
-def test_an_entry_is_on_disk_before_memory_drops_it(make, tmp_path):
+def test_an_entry_is_on_disk_before_it_is_evicted(make, tmp_path):
     cache = make(entries=1, disk=str(tmp_path / "disk"))
     for seed, key in enumerate("abc"):
         put(cache, key, seed=seed)
         cache.release("step")
-    assert torch.equal(look(cache, "a").read(), rows(0).bfloat16())
+    assert torch.equal(lookup(cache, "a").read(), rows(0).bfloat16())
 
 
-def test_a_file_cut_short_on_disk_is_a_miss_and_told(make, tmp_path):
+def test_a_truncated_file_on_disk_is_a_miss_and_reported(make, tmp_path):
     disk = tmp_path / "disk"
     first = make(disk=str(disk))
     put(first, "a")
     first.close()
     os.truncate(disk / "a.bf16", BYTES - 2)
     second = make(disk=str(disk))
-    assert look(second, "a") is None
+    assert lookup(second, "a") is None
     assert "94 bytes instead of 96" in second.problems()[0]
-    put(second, "a")  # the room it had was given back
+    put(second, "a")  # its space was freed
 
 
-def test_disk_tier_keeps_what_was_used_last(make, tmp_path):
+def test_disk_tier_keeps_the_most_recently_used_entries(make, tmp_path):
     disk = tmp_path / "disk"
     cache = make(disk=str(disk), disk_bytes=2 * BYTES)
     for key in "ab":
@@ -204,11 +204,11 @@ def test_key_depends_on_content_plan_and_tower(tmp_path):
     assert len(keys) == 4
 
 
-def test_bytes_go_to_another_node_unchanged(make):
-    here, there = make(), make()
-    put(here, "a", seed=5)
-    there.reserve("a", TOKENS, HIDDEN, "step")
-    there.write("a", 0, here.read("a"))
-    handle = there.commit("a")
+def test_bytes_are_transferred_to_another_node_unchanged(make):
+    sender, receiver = make(), make()
+    put(sender, "a", seed=5)
+    receiver.reserve("a", TOKENS, HIDDEN, "step")
+    receiver.write("a", 0, sender.read("a"))
+    handle = receiver.commit("a")
     assert torch.equal(handle.read(), rows(5).bfloat16())
-    assert Path(handle.path).parent == there.folder != here.folder
+    assert Path(handle.path).parent == receiver.folder != sender.folder

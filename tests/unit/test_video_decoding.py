@@ -1,4 +1,4 @@
-"""Real files through PyAV: which frame is shown when, what is read, and everything that may be wrong with a file."""
+"""Decoding of real files with PyAV: times of frames, seeking, and messages for damaged files."""
 
 import os
 from pathlib import Path
@@ -22,7 +22,7 @@ CONTAINERS = {
     "mov": {"g": "12", "bf": "0"},
     "avi": {"codec": "mpeg4", "g": "12", "bf": "2"},
 }
-"""B-frames wherever they may be: in AVI their pictures have no time stamps of their own."""
+"""Options with B-frames where supported; in AVI, frames have no time stamps."""
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +30,8 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("clips")
 
 
-def shown(appearances, times):
-    """Which frame is on the screen: the last that appeared."""
+def displayed(appearances, times):
+    """Return the frame displayed at each time: the last that appeared."""
     return [max(0, np.searchsorted(appearances, time + 1e-3, side="right") - 1) for time in times]
 
 
@@ -41,26 +41,26 @@ def shown(appearances, times):
     [steady(100), [0.0, 0.1, 7.3, 9.9], [1.19, 1.2, 1.21, 1.25, 2.4, 2.5], [3.0, 3.0], [9.95]],
     ids=["all", "sparse", "around a keyframe", "twice", "last"],
 )
-def test_frames_are_those_on_the_screen(folder, kind, times):
+def test_decoded_frames_are_the_displayed_ones(folder, kind, times):
     path = folder / f"steady.{kind}"
     if not path.exists():
         write_video(path, steady(100), **CONTAINERS[kind])
     facts = probe(str(path))
     assert facts.duration_s == pytest.approx(10.0, abs=0.11) and facts.frames == 100 and facts.fps == pytest.approx(10)
-    assert numbers(decode(str(path), plan_of(times))) == shown(steady(100), times)
+    assert numbers(decode(str(path), plan_of(times))) == displayed(steady(100), times)
 
 
 def test_variable_frame_rate(folder):
     appearances = [0.0, 0.04, 0.08, 1.5, 1.54, 4.0, 7.25, 7.29]
     path = write_video(folder / "variable.mp4", appearances, g="3")
     times = [0.0, 0.05, 1.0, 1.5, 3.99, 4.0, 7.0, 7.26, 7.29]
-    assert numbers(decode(path, plan_of(times))) == shown(appearances, times)
+    assert numbers(decode(path, plan_of(times))) == displayed(appearances, times)
     plan = plan_video(probe(path), SeedSampling(), "general")
     assert plan.times[-1] < 7.4 and decode(path, plan).shape == (plan.frames, plan.height, plan.width, 3)
 
 
 @pytest.mark.parametrize("kind", ["mp4", "mov"])
-def test_pauses_at_the_start_are_no_damage_where_b_frames_are_decoded_early(folder, kind):
+def test_pauses_at_the_start_are_valid_with_b_frames(folder, kind):
     appearances = [0.0, 5.0, 10.0, *(15 + number / 30 for number in range(30))]
     path = write_video(folder / f"pauses.{kind}", appearances, fps=30)
     facts = probe(path)
@@ -71,14 +71,14 @@ def test_pauses_at_the_start_are_no_damage_where_b_frames_are_decoded_early(fold
 
 @pytest.mark.parametrize("kind", ["mkv", "mp4"])
 @pytest.mark.parametrize(("gap", "shorter"), [(10, 1.0), (29, 0.1), (29, 19.0)])
-def test_one_short_gap_among_even_ones_loses_no_slide(folder, kind, gap, shorter):
+def test_one_shorter_gap_between_slides_loses_no_slide(folder, kind, gap, shorter):
     appearances = [20 * slide - (shorter if slide > gap else 0) for slide in range(31)]
     path = write_video(folder / f"gap{gap}_{shorter}.{kind}", appearances, fps=30)
     plan = plan_video(probe(path), SeedSampling())
     assert numbers(decode(path, plan_of(plan.times))) == list(range(31))
 
 
-def test_a_length_that_the_header_says_is_kept(folder):
+def test_the_duration_of_the_header_is_kept(folder):
     appearances = [*steady(60, 30), *(2.0 + 20 * slide for slide in range(1, 20))]
     path = write_video(folder / "length.mkv", appearances, codec="libvpx", fps=30)
     assert probe(path).duration_s == pytest.approx(382.03, abs=0.01)
@@ -89,7 +89,7 @@ LECTURE = [0.0, *(19.3 * slide + slide % 5 for slide in range(1, 30))]
 
 
 @pytest.mark.parametrize(("kind", "codec"), [("mkv", "libx264"), ("webm", "libvpx"), ("mp4", "libx264")])
-def test_a_lecture_s_slides_are_all_seen_whatever_rate_its_header_says(folder, kind, codec):
+def test_all_slides_of_a_lecture_are_sampled_for_any_frame_rate_in_the_header(folder, kind, codec):
     path = write_video(folder / f"lecture.{kind}", LECTURE, codec=codec, fps=30)
     facts = probe(path)
     assert facts.frames == 30 and facts.duration_s >= LECTURE[-1] and facts.fps < 0.1
@@ -98,14 +98,14 @@ def test_a_lecture_s_slides_are_all_seen_whatever_rate_its_header_says(folder, k
         assert plan.times == pytest.approx(LECTURE, abs=0.001) and plan.level == level
         assert numbers(decode(path, plan_of(plan.times))) == list(range(30))
     few = plan_video(facts, SeedSampling(budget=20 * 128))
-    seen = numbers(decode(path, plan_of(few.times)))
-    assert 15 <= few.frames == len(set(seen)) <= 20 and seen[0] == 0 and seen[-1] >= 27
+    sampled = numbers(decode(path, plan_of(few.times)))
+    assert 15 <= few.frames == len(set(sampled)) <= 20 and sampled[0] == 0 and sampled[-1] >= 27
     rotary = plan_video(facts, SeedSampling(), "detail", Geometry(temporal_patch=2), timestamps=None)
     assert rotary.seconds_per_temporal_patch == 1.0 and np.allclose(np.diff(rotary.times)[:-1], 0.5)
     assert rotary.times[-1] > facts.duration_s - 1
 
 
-def test_a_steady_rate_below_its_header_s_is_planned_by_the_packets(folder):
+def test_a_frame_rate_below_the_header_is_read_from_packets(folder):
     path = write_video(folder / "timelapse.mkv", steady(12, 0.25), fps=30)
     facts = probe(path)
     assert facts.fps == pytest.approx(0.25) and facts.static_intervals == ()
@@ -113,7 +113,7 @@ def test_a_steady_rate_below_its_header_s_is_planned_by_the_packets(folder):
     assert plan.times == tuple(steady(12, 0.25)) and numbers(decode(path, plan_of(plan.times))) == list(range(12))
 
 
-def test_frame_rates_that_no_clock_divides(folder):
+def test_frame_rates_that_do_not_divide_the_time_base(folder):
     for kind, fps in (("mkv", 24), ("mp4", 30), ("mp4", 7)):
         path = write_video(folder / f"uneven{fps}.{kind}", steady(50, fps), fps=fps)
         times = tuple(round(number / fps, 6) for number in range(50))
@@ -127,7 +127,7 @@ def test_a_part_of_a_plan(folder):
     assert numbers(decode(path, plan, 55)) == list(range(55, 60))
 
 
-def test_only_the_keyframe_intervals_of_named_frames_are_decoded(folder):
+def test_only_keyframe_intervals_of_requested_frames_are_decoded(folder):
     path = write_video(folder / "holes.mp4", steady(100), g="10", bf="0", sc_threshold="0")
     with av.open(path) as container:
         entries = [(entry.pos, entry.size) for entry in container.streams.video[0].index_entries]
@@ -146,13 +146,13 @@ def test_b_frames_do_not_move_a_seek_to_an_earlier_keyframe(tmp_path, monkeypatc
     path = write_video(tmp_path / f"clip.{kind}", steady(200), **({"g": "20"} | options))
     decoded, frames, gop = [], decoding._Video.frames, int(options.get("g", 20))
     monkeypatch.setattr(decoding._Video, "frames", lambda video: map(lambda f: decoded.append(f) or f, frames(video)))
-    named = range(gop + 1, 200, gop)  # the second frame of each group of pictures, in order of presentation
-    assert numbers(decode(path, plan_of([number / 10 for number in named]))) == list(named)
-    assert len(decoded) < len(named) * gop / 2
+    requested = range(gop + 1, 200, gop)  # the second frame of each group of pictures, in order of presentation
+    assert numbers(decode(path, plan_of([number / 10 for number in requested]))) == list(requested)
+    assert len(decoded) < len(requested) * gop / 2
 
 
 @pytest.mark.parametrize("rotation", [45, -30])
-def test_an_oblique_rotation_is_refused(folder, rotation):
+def test_an_oblique_rotation_is_rejected(folder, rotation):
     path = write_video(folder / f"oblique{rotation}.mp4", steady(3), rotation=rotation)
     for read in (probe, lambda path: decode(path, plan_of([0.0]))):
         with pytest.raises(
@@ -163,7 +163,7 @@ def test_an_oblique_rotation_is_refused(folder, rotation):
 
 
 @pytest.mark.parametrize("rotation", [0, 90, 180, 270])
-def test_rotated_clips_come_upright(folder, rotation):
+def test_rotated_clips_are_decoded_upright(folder, rotation):
     path = write_video(folder / f"rotated{rotation}.mp4", steady(4), size=(32, 128), rotation=rotation)
     facts = probe(path)
     assert (facts.height, facts.width) == ((128, 32) if rotation % 180 else (32, 128))
@@ -204,12 +204,12 @@ def test_a_wrong_extension_is_read_by_its_content(folder):
 
 
 def bad_files(folder: Path) -> dict[str, Path]:
-    """Files that can't be used, by what is wrong with them."""
+    """Return invalid files by the kind of error."""
     files = {name: folder / f"{name}.mp4" for name in ("empty", "text", "cut", "folder", "frameless")}
     files["empty"].write_bytes(b"")
     files["text"].write_text("this is no video\n" * 100)
-    whole = Path(write_video(folder / "whole.mp4", steady(50))).read_bytes()
-    files["cut"].write_bytes(whole[: len(whole) // 2])
+    content = Path(write_video(folder / "whole.mp4", steady(50))).read_bytes()
+    files["cut"].write_bytes(content[: len(content) // 2])
     files["folder"].mkdir()
     files["sound"] = Path(clip_files.write_sound(folder / "sound.mp4"))
     with av.open(str(files["frameless"]), "w") as container:
@@ -234,7 +234,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_what_is_wrong_with_a_file_is_said(tmp_path, kind):
+def test_invalid_files_are_reported(tmp_path, kind):
     path = bad_files(tmp_path)[kind]
     for read in (probe, lambda path: decode(path, plan_of([0.0]))):
         with pytest.raises(VideoError, match=BAD[kind]) as caught:
@@ -243,7 +243,7 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["mp4", "mkv", "ts"])
-def test_a_clip_that_ends_early_is_an_error_and_its_last_frame_is_not_repeated(folder, kind):
+def test_a_truncated_clip_is_an_error(folder, kind):
     options = {"movflags": "faststart"} if kind == "mp4" else {}
     path = Path(write_video(folder / f"early.{kind}", steady(100), g="10", **options))
     plan = plan_video(probe(str(path)), SeedSampling(), "motion")
@@ -253,7 +253,7 @@ def test_a_clip_that_ends_early_is_an_error_and_its_last_frame_is_not_repeated(f
 
 
 def overwrite(path: str, name: bytes, ahead: int, value: bytes) -> str:
-    """Put bytes so far behind where a name in the file begins, the last time it is there."""
+    """Write `value` at `ahead` bytes after the last occurrence of `name`; return the path."""
     data = bytearray(Path(path).read_bytes())
     place = data.rindex(name) + ahead
     data[place : place + len(value)] = value
@@ -261,13 +261,13 @@ def overwrite(path: str, name: bytes, ahead: int, value: bytes) -> str:
     return path
 
 
-def disagreeing(folder: Path) -> dict[str, str]:
-    """Clips of 10 s whose header and time stamps don't say so both, by what is wrong."""
+def write_inconsistent_clips(folder: Path) -> dict[str, str]:
+    """Write clips of 10 s whose header and time stamps disagree; return file name -> path."""
     cut = Path(write_video(folder / "cut.mkv", steady(100), g="10"))
     cut.write_bytes(cut.read_bytes()[: cut.stat().st_size * 2 // 3])
     cluster, block_time = b"\x1f\x43\xb6\x75", len(b"\x1f\x43\xb6\x75") + 1
-    whole = Path(write_video(folder / "jump.mkv", steady(100), g="10")).read_bytes()
-    stamp = whole.index(b"\xe7", whole.rindex(cluster) + block_time) - whole.rindex(cluster)
+    content = Path(write_video(folder / "jump.mkv", steady(100), g="10")).read_bytes()
+    stamp = content.index(b"\xe7", content.rindex(cluster) + block_time) - content.rindex(cluster)
     return {
         "cut.mkv": str(cut),
         "jump.mkv": overwrite(str(folder / "jump.mkv"), cluster, stamp + 2, b"\xff"),
@@ -276,19 +276,19 @@ def disagreeing(folder: Path) -> dict[str, str]:
     }
 
 
-def test_header_and_time_stamps_that_disagree_are_refused_with_both_figures(folder):
-    figures = {
+def test_inconsistent_header_and_time_stamps_are_rejected_with_both_values(folder):
+    messages = {
         "cut.mkv": r"ends at [3-8][.\d]* s, but its header gives 10 s: it is truncated\. Fetch it again",
         "jump.mkv": r"has time stamps over [3-9]\d[.\d]* s, but its header gives 10 s: one of them is damaged\. Write",
         "long.mp4": r"has time stamps over \d{3,}[.\d]* s, but its header gives 10 s: one of them is damaged\. Write",
         "jump.ts": r"has time stamps over 2186\.1 s, with a jump of 2176\.1 s between two frames\. Write",
     }
-    for kind, path in disagreeing(folder).items():
-        with pytest.raises(VideoError, match=f"{kind}: {figures[kind]}"):
+    for kind, path in write_inconsistent_clips(folder).items():
+        with pytest.raises(VideoError, match=f"{kind}: {messages[kind]}"):
             probe(path)
 
 
-def test_a_frame_stamped_beyond_the_clip_does_not_hide_those_behind_it(folder):
+def test_a_time_stamp_beyond_the_clip_is_rejected(folder):
     path = write_video(folder / "order.mp4", steady(100), bf="2", b_strategy="0")
     overwrite(overwrite(path, b"ctts", 12 + 8 * 3 + 4, b"\x02"), b"edts", 0, b"free")
     with pytest.raises(
@@ -297,7 +297,7 @@ def test_a_frame_stamped_beyond_the_clip_does_not_hide_those_behind_it(folder):
         decode(path, plan_of(steady(100)))
 
 
-def test_frames_that_go_back_in_time_are_refused(folder):
+def test_decreasing_time_stamps_are_rejected(folder):
     path = write_video(folder / "back.mp4", steady(100), bf="2", b_strategy="0")
     overwrite(path, b"ctts", 12 + 8 * 2 + 4 + 2, b"\x10")
     with pytest.raises(
@@ -307,14 +307,14 @@ def test_frames_that_go_back_in_time_are_refused(folder):
 
 
 @pytest.mark.parametrize(("kind", "head"), [("mp4", 1200), ("mkv", 1200), ("ts", 4000), ("avi", 6000)])
-def test_any_damage_to_a_file_s_structure_is_an_error_that_names_it_or_harmless(folder, kind, head):
-    """A clip is never taken for one that is far longer."""
+def test_damage_to_the_structure_of_a_file_is_harmless_or_reported(folder, kind, head):
+    # The duration of a damaged clip is never far too long.
     path = folder / f"damaged.{kind}"
-    whole = Path(write_video(path, steady(40), g="12", codec="mpeg4" if kind == "avi" else "libx264")).read_bytes()
-    places = range(len(whole) - head, len(whole)) if kind == "mp4" else range(head)  # where MP4's tables stand
+    content = Path(write_video(path, steady(40), g="12", codec="mpeg4" if kind == "avi" else "libx264")).read_bytes()
+    places = range(len(content) - head, len(content)) if kind == "mp4" else range(head)  # tables of MP4 are at the end
     rng = np.random.default_rng(0)
     for place in rng.choice(places, 40, replace=False):
-        damaged = bytearray(whole)
+        damaged = bytearray(content)
         damaged[place] ^= 1 << rng.integers(8)
         path.write_bytes(damaged)
         try:

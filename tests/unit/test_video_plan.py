@@ -1,4 +1,4 @@
-"""The frame plan against every cell of Seed1.5-VL's table, and the prompts made from it."""
+"""Frame plans, compared with the table of Seed1.5-VL, and the prompts made from them."""
 
 import itertools
 import math
@@ -38,7 +38,7 @@ def clip(duration_s=10.0, fps=24.0, height=1080, width=1920, frames=None):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """A minimal tokenizer with special tokens: one token for every printable character."""
+    """Return a minimal tokenizer with special tokens and one token for every printable character."""
     vocab = {"<unk>": 0, **{chr(code): code - 31 for code in range(32, 127)}}
     inner = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
@@ -67,14 +67,14 @@ def test_every_cell_of_the_table(row, kind, longest):
         assert beyond.fps < FPS[kind]
 
 
-def test_an_hour_gets_640_frames_over_the_whole_of_it():
+def test_an_hour_gets_640_frames_over_its_duration():
     plan = plan_video(clip(3600.0), SeedSampling(), "motion")
     assert plan.frames == 640 and plan.level == 128
     assert np.allclose(np.diff(plan.times), 3600 / 640)
     assert plan.times[0] == 0 and plan.times[-1] == 3600 - 3600 / 640
 
 
-def test_a_source_of_few_frames_is_not_shown_twice():
+def test_frames_of_a_clip_with_few_frames_are_not_repeated():
     assert plan_video(clip(10.0, fps=2.0), SeedSampling(), "motion").frames == 20
     few = plan_video(clip(10.0, fps=24.0, frames=3), SeedSampling())
     assert few.frames == 3 and few.times[-1] == pytest.approx(20 / 3)
@@ -82,14 +82,14 @@ def test_a_source_of_few_frames_is_not_shown_twice():
     assert single.times == (0.0,) and single.pieces[0].text == "[0.0 second]"
 
 
-def test_pieces_say_the_time_before_every_frame():
+def test_pieces_have_the_time_before_every_frame():
     plan = plan_video(clip(2.0), SMALL, "detail")
     assert [piece.text for piece in plan.pieces] == [f"[{t} second]" for t in ("0.0", "0.5", "1.0", "1.5")]
     assert {piece.tokens for piece in plan.pieces} == {plan.tokens_per_frame}
     assert sum(piece.tokens for piece in plan.pieces) == plan.tokens
 
 
-def test_temporal_patches_take_two_frames_each():
+def test_temporal_patches_have_two_frames_each():
     qwen = Geometry(temporal_patch=2)
     plan = plan_video(clip(5.0), SeedSampling(), "detail", qwen, timestamps=None)
     assert plan.frames == 10 and plan.grid == (5, plan.height // 14, plan.width // 14)
@@ -103,7 +103,7 @@ def test_temporal_patches_take_two_frames_each():
     assert plan_video(clip(3600.0), SeedSampling(), geometry=qwen).frames == 1280
 
 
-def test_fixed_sampling_takes_as_many_frames_of_any_clip():
+def test_fixed_sampling_has_the_same_number_of_frames_for_any_clip():
     for duration in (10.0, 60.0, 3600.0):
         plan = plan_video(clip(duration), FixedSampling(frames=16, tokens_per_frame=64), "motion")
         assert plan.frames == 16 and plan.tokens_per_frame <= 64
@@ -137,24 +137,24 @@ def test_any_clip_fits_its_budget(duration, fps, height, width, frames, kind, sa
 
 @pytest.mark.slow
 @given(
-    stays=st.lists(st.floats(0.02, 1) | st.floats(1, 40), min_size=2, max_size=60),
+    durations=st.lists(st.floats(0.02, 1) | st.floats(1, 40), min_size=2, max_size=60),
     kind=st.sampled_from(list(TaskKind)),
     sampling=st.sampled_from([SeedSampling(), SMALL, FixedSampling(32, 6)]),
 )
-def test_at_a_variable_rate_no_picture_is_shown_twice_and_the_plan_spans_the_clip(stays, kind, sampling):
-    ends = np.cumsum(stays)
-    begins = ends - stays
+def test_at_a_variable_rate_no_frame_is_repeated_and_the_plan_spans_the_clip(durations, kind, sampling):
+    ends = np.cumsum(durations)
+    begins = ends - durations
     listed = [
-        (b, e) for b, e in zip(begins.tolist(), ends.tolist(), strict=True) if e - b > 0.1 or np.mean(stays) > 0.1
+        (b, e) for b, e in zip(begins.tolist(), ends.tolist(), strict=True) if e - b > 0.1 or np.mean(durations) > 0.1
     ]
-    facts = ClipMetadata(ends[-1], len(stays) / ends[-1], 480, 640, len(stays), tuple(listed))
+    facts = ClipMetadata(ends[-1], len(durations) / ends[-1], 480, 640, len(durations), tuple(listed))
     plan = plan_video(facts, sampling, kind)
     seen = np.searchsorted(begins, np.array(plan.times) + 1e-3, side="right") - 1
     assert plan.tokens <= sampling.budget and plan.times[0] == 0 and plan.times[-1] < ends[-1]
     assert (np.diff(plan.times) > 0).all() and (not listed or (np.diff(seen) > 0).all())
-    asked = 10 if isinstance(sampling, FixedSampling) else sampling.fps(kind)
-    if len(listed) == len(stays) <= min(ends[-1] * asked, sampling.budget // plan.level):
-        assert seen.tolist() == list(range(len(stays)))
+    requested_fps = 10 if isinstance(sampling, FixedSampling) else sampling.fps(kind)
+    if len(listed) == len(durations) <= min(ends[-1] * requested_fps, sampling.budget // plan.level):
+        assert seen.tolist() == list(range(len(durations)))
     even = plan_video(facts, sampling, kind, timestamps=None)
     assert np.allclose(np.diff(even.times), 1 / even.fps, atol=1e-5) and even.times[-1] >= ends[-1] - 1.01 / even.fps
     assert even.tokens <= sampling.budget
@@ -162,7 +162,7 @@ def test_at_a_variable_rate_no_picture_is_shown_twice_and_the_plan_spans_the_cli
 
 @pytest.mark.parametrize("level", [640, 512, 384, 256, 160, 128])
 @pytest.mark.parametrize(("height", "width"), [(1080, 1920), (1920, 1080), (480, 640), (4320, 7680), (1080, 2520)])
-def test_shape_is_kept_and_the_level_used(level, height, width):
+def test_the_aspect_ratio_is_kept_and_the_token_level_used(level, height, width):
     fitted_height, fitted_width = fit_size(height, width, level, 28)
     assert abs(math.log(fitted_width / fitted_height * height / width)) < 0.09
     assert 0.8 * min(level, height * width / 784) <= fitted_height * fitted_width / 784 <= level
@@ -182,7 +182,7 @@ def test_extreme_sizes(size, level, expected):
     assert fit_size(*size, level, 28) == expected
 
 
-def test_hash_is_stable_and_tells_what_matters():
+def test_hash_is_stable_and_depends_on_the_plan_only():
     plan = plan_video(clip(), SeedSampling())
     assert plan.hash == plan_video(clip(fps=30.0), SeedSampling(budget=80_000)).hash
     changed = [
@@ -216,12 +216,12 @@ def test_hash_is_stable_and_tells_what_matters():
         (lambda: plan_video(clip(), SMALL, "poetry"), "task: got 'poetry'; valid are general, detail, motion"),
     ],
 )
-def test_bad_facts_and_settings_are_named(make, message):
+def test_invalid_metadata_and_settings_are_rejected(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_prompt_has_the_plans_tokens_where_it_says(tokenizer):
+def test_the_prompt_has_the_tokens_of_the_plan_at_its_positions(tokenizer):
     plan = plan_video(clip(3.0), SMALL)
     prompt = assemble(tokenizer, "Look: <video>How many?<|im_end|>", [plan], VISUAL)
     pad = tokenizer.convert_tokens_to_ids("<|video_pad|>")
@@ -254,7 +254,7 @@ def test_markers_and_clips_have_to_match(tokenizer, text, clips, message):
         assemble(tokenizer, text, [plan_video(clip(), SMALL)] * clips, VISUAL)
 
 
-def test_a_plans_tokens_are_known_with_its_timestamps_and_its_frame(tokenizer):
+def test_spans_of_plans_include_timestamps_and_frame_tokens(tokenizer):
     plans = [plan_video(clip(seconds), SMALL) for seconds in (2.0, 1.0)]
     prompt = assemble(tokenizer, "One<video> or <video>?", plans, VISUAL, frame=("<|im_start|>", "<|im_end|>"))
     for (first, last), plan in zip(prompt.spans, plans, strict=True):
@@ -292,13 +292,13 @@ def test_no_text_becomes_a_visual_token(tokenizer, text):
     assert tokenizer.decode(ids) == spelled
 
 
-def test_a_placeholder_that_cant_be_kept_out_is_refused(tokenizer):
+def test_a_placeholder_that_cannot_be_escaped_is_rejected(tokenizer):
     with pytest.raises(VideoError, match=r"are visual placeholders"):
         tokenise(tokenizer, "a#b", VisualTokens("#", "<|image_pad|>"))
     with pytest.raises(VideoError, match=r"no token '<frame>'"):
         assemble(tokenizer, "<video>", [plan_video(clip(), SMALL)], VisualTokens("<frame>", "<|image_pad|>"))
 
 
-def test_errors_travel_and_name_the_file():
+def test_errors_are_picklable_and_contain_the_file():
     error = pickle.loads(pickle.dumps(VideoError("it is empty", "Replace it").of("a.mp4")))
     assert str(error) == "a.mp4: it is empty. Replace it."

@@ -1,4 +1,4 @@
-"""Shards of a batch of clips: whole, in order, legal, and as even as contiguous runs can be."""
+"""Sharding of a batch of clips: complete, in order, at valid cuts, and optimal for contiguous runs."""
 
 from itertools import combinations, pairwise
 
@@ -13,7 +13,7 @@ LOADS = st.lists(st.builds(ClipLoad, st.integers(1, 60), st.integers(1, 10**12))
 
 @pytest.mark.slow
 @given(LOADS, st.integers(1, 40), st.integers(1, 7))
-def test_every_unit_once_in_order_cut_only_at_steps(loads, ranks, step):
+def test_every_unit_occurs_once_in_order_and_cuts_are_at_steps(loads, ranks, step):
     shards = shard(loads, ranks, step)
     assert len(shards) == ranks
     runs = [run for runs in shards for run in runs]
@@ -21,7 +21,7 @@ def test_every_unit_once_in_order_cut_only_at_steps(loads, ranks, step):
     assert units == [(clip, unit) for clip, load in enumerate(loads) for unit in range(load.units)]
     assert all(run.first % step == 0 for run in runs)
     assert all(run.last % step == 0 or run.last == loads[run.clip].units for run in runs)
-    for runs in shards:  # a shard has one run of a clip: nothing is cut without need
+    for runs in shards:  # a shard has at most one run of a clip
         assert all(one.clip < other.clip for one, other in pairwise(runs))
 
 
@@ -39,7 +39,7 @@ def test_heaviest_shard_is_within_a_step_of_the_mean(loads, ranks, step):
     st.integers(1, 4),
     st.integers(1, 3),
 )
-def test_no_contiguous_cutting_is_better(loads, ranks, step):
+def test_sharding_is_optimal_for_contiguous_runs(loads, ranks, step):
     atoms = [min(step, load.units - first) * load.unit_cost for load in loads for first in range(0, load.units, step)]
     cuts = combinations(range(1, len(atoms)), min(ranks, len(atoms)) - 1)
     best = min(max(sum(atoms[a:b]) for a, b in pairwise((0, *places, len(atoms)))) for places in cuts)
@@ -63,8 +63,8 @@ def test_a_large_frame_outweighs_many_small_ones():
     assert model.unit(1000) == 1_100_000
 
 
-def test_as_few_ranks_encode_ahead_as_are_done_in_time():
+def test_the_encoder_pool_is_as_small_as_the_time_allows():
     assert pool_size(10.0, 5.0, 8) == 3
     assert pool_size(10.0, 5000.0, 8) == 1
     assert pool_size(10.0, 0.1, 8) == 8
-    assert pool_size(0.0, 5.0, 8) == pool_size(10.0, 0.0, 8) == 8, "not known yet"
+    assert pool_size(0.0, 5.0, 8) == pool_size(10.0, 0.0, 8) == 8, "times are not known yet"

@@ -1,4 +1,4 @@
-"""Towers run alone give the features of the whole Hugging Face model behind its own processor."""
+"""Features of a separate vision tower equal those of the complete Hugging Face model with its processor."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from rlfuse.tasks.small_video_models import (
 from rlfuse.video.models.video_llama_3 import VideoLlama3
 from rlfuse.video.towers import Tower
 
-pytest.importorskip("torchvision", reason="the models' own processors need it")
+pytest.importorskip("torchvision", reason="the processors of the models need it")
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def largest(difference: torch.Tensor) -> float:
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_video_llama3_features_and_pixels_are_the_models(video_llama3):
+def test_features_and_pixels_equal_those_of_video_llama3(video_llama3):
     from transformers import VideoLlama3VideoProcessor
 
     clip, tower = frames(5), Tower(video_llama3)
@@ -85,8 +85,8 @@ def test_video_llama3_features_and_pixels_are_the_models(video_llama3):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("count", [4, 5])  # an odd clip's last frame is repeated
-def test_qwen25_vl_features_are_the_models(qwen25_vl, count):
+@pytest.mark.parametrize("count", [4, 5])  # the last frame of an odd number is repeated
+def test_features_equal_those_of_qwen25_vl(qwen25_vl, count):
     from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2VLVideoProcessor
 
     clip = frames(count, 84, 112)  # windows of 2 x 2 tokens that do not fit evenly
@@ -103,8 +103,8 @@ def test_qwen25_vl_features_are_the_models(qwen25_vl, count):
 
 @torch.no_grad()
 @pytest.mark.parametrize("count", [4, 5])
-def test_qwen3_vl_features_of_all_its_layers_are_the_models(qwen3_vl, count):
-    """On a grid that the tower's table of positions does not fit."""
+def test_features_of_all_layers_equal_those_of_qwen3_vl(qwen3_vl, count):
+    """Check a grid that the position embeddings of the tower have to be interpolated to."""
     from transformers import Qwen3VLVideoProcessor
 
     clip = frames(count, 96, 160)
@@ -116,20 +116,20 @@ def test_qwen3_vl_features_of_all_its_layers_are_the_models(qwen3_vl, count):
     expected, tower = [seen.pooler_output[0], *(level[0] for level in seen.deepstack_features)], Tower(qwen3_vl)
     features = tower.encode(clip)
     assert features.shape == (-(-count // 2) * 3 * 5, tower.shape.hidden) and tower.shape.hidden == 3 * 128
-    for found, wanted in zip(features.split(128, dim=1), expected, strict=True):
-        assert largest(found - wanted) < 1e-5 < largest(wanted)
+    for found, level in zip(features.split(128, dim=1), expected, strict=True):
+        assert largest(found - level) < 1e-5 < largest(level)
 
 
 @pytest.mark.parametrize("model, step", [("video_llama3", 1), ("video_llama3", 3), ("qwen25_vl", 2), ("qwen3_vl", 2)])
-def test_parts_cut_where_allowed_are_bitwise_the_whole(model, step, request):
+def test_encoding_in_parts_is_bitwise_equal_to_the_complete_clip(model, step, request):
     height, width = (128, 96) if model == "qwen3_vl" else (140, 84)
     tower, clip = Tower(request.getfixturevalue(model), step=step), frames(11, height, width)
-    whole, cut = tower.encode(clip), tower.shape.cut
+    full, cut = tower.encode(clip), tower.shape.cut
     for places in ([cut], [cut, 2 * cut], [cut * (10 // cut)]):
-        assert torch.equal(torch.cat([tower.encode(part) for part in clip.tensor_split(places)]), whole)
+        assert torch.equal(torch.cat([tower.encode(part) for part in clip.tensor_split(places)]), full)
 
 
-def test_frozen_unless_trainable(video_llama3):
+def test_towers_are_frozen_unless_trainable(video_llama3):
     clip = frames(2)
     assert not Tower(video_llama3).encode(clip).requires_grad
     trained = Tower(video_llama3, trainable=True)
@@ -153,29 +153,29 @@ def test_version_follows_weights_precision_and_updates(video_llama3, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [SmallModel(tied=True), SmallModel(heads=8)])
 @torch.no_grad()
-def test_exported_text_part_is_the_models(sizes, tmp_path):
+def test_the_exported_language_model_equals_that_of_the_model(sizes, tmp_path):
     folder = write_small_video_llama3(tmp_path / "whole", sizes)
     text = AutoModelForCausalLM.from_pretrained(VideoLlama3.export(folder, tmp_path / "text"))
     assert (type(text).__name__, text.config.tie_word_embeddings) == ("Qwen2ForCausalLM", sizes.tied)
-    whole = VideoLlama3ForConditionalGeneration.from_pretrained(folder)
+    full = VideoLlama3ForConditionalGeneration.from_pretrained(folder)
     embeddings = torch.randn(1, 9, text.config.hidden_size, generator=_generator(0))
-    assert torch.equal(text(inputs_embeds=embeddings).logits, whole(inputs_embeds=embeddings).logits)
-    said = "[1.5 second] Größe\n?"
+    assert torch.equal(text(inputs_embeds=embeddings).logits, full(inputs_embeds=embeddings).logits)
+    text_input = "[1.5 second] Größe\n?"
     for tokenizer in map(AutoTokenizer.from_pretrained, (folder, tmp_path / "text")):
-        assert tokenizer.decode(tokenizer(said).input_ids) == said
-        assert tokenizer(f"a{VIDEO}").input_ids[-1] == whole.config.video_token_id
+        assert tokenizer.decode(tokenizer(text_input).input_ids) == text_input
+        assert tokenizer(f"a{VIDEO}").input_ids[-1] == full.config.video_token_id
 
 
 @pytest.mark.parametrize(
     "wrong, message",
     [(frames(0), "F >= 1"), (frames(1).float(), "uint8"), (frames(1, 30), "30x84 pixels.*multiples of 28")],
 )
-def test_frames_that_do_not_fit_are_refused(video_llama3, wrong, message):
+def test_invalid_frames_are_rejected(video_llama3, wrong, message):
     with pytest.raises(ValueError, match=message):
         Tower(video_llama3).encode(wrong)
 
 
-def test_folders_that_do_not_fit_are_refused(video_llama3, tmp_path):
+def test_invalid_model_folders_are_rejected(video_llama3, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         Tower(tmp_path)
     Qwen2Config().save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""`rlfuse watch` on a run of another process: its lines, its view, its end."""
+"""`rlfuse watch` on a run of another process: step lines, live view and final message."""
 
 import io
 import json
@@ -19,10 +19,10 @@ from rlfuse.tools import watch
 
 
 def running(folder, **changes):
-    given = {"state": "running", "name": "p/n", "command": "", "commit": "", "sweep": "", "host": socket.gethostname()}
-    given |= {"pid": 1, "started": time.time()} | changes
-    (folder / status.FILE).write_text(json.dumps(given))
-    return Status(**given)
+    fields = {"state": "running", "name": "p/n", "command": "", "commit": "", "sweep": "", "host": socket.gethostname()}
+    fields |= {"pid": 1, "started": time.time()} | changes
+    (folder / status.FILE).write_text(json.dumps(fields))
+    return Status(**fields)
 
 
 def rows(folder, *steps):
@@ -42,23 +42,23 @@ def test_lines_and_view_until_the_end(tmp_path, quick, monkeypatch, tty):
     now = running(tmp_path)
     rows(tmp_path, 0, *range(1, 9))
     console = Console(file=io.StringIO(), force_terminal=tty, width=100)
-    shown = console.file.getvalue
+    output = console.file.getvalue
     quiet = Console(file=io.StringIO())
     terminal = Terminal(Config(), 10, 8, Recorder("driver"), tmp_path, quiet)
     with terminal._recorder.span("step"):
         terminal._publish()
-        looking = threading.Thread(target=watch.watch, args=(tmp_path, now, console))
-        looking.start()
-        wait_for(lambda: "step 8/10  reward 0.800" in shown())
-        assert "step 3/10" not in shown(), "only the last few"
+        watcher = threading.Thread(target=watch.watch, args=(tmp_path, now, console))
+        watcher.start()
+        wait_for(lambda: "step 8/10  reward 0.800" in output())
+        assert "step 3/10" not in output(), "only the last few steps"
         if tty:
-            wait_for(lambda: "training step" in shown())
+            wait_for(lambda: "training step" in output())
         rows(tmp_path, 9)
-        wait_for(lambda: "step 9/10  reward 0.900" in shown())
+        wait_for(lambda: "step 9/10  reward 0.900" in output())
     terminal.close()
     running(tmp_path, state="failed", error="it broke")
-    looking.join(60)
-    assert "p/n failed: it broke" in shown() and not looking.is_alive()
+    watcher.join(60)
+    assert "p/n failed: it broke" in output() and not watcher.is_alive()
 
 
 def wait_for(condition):
@@ -112,15 +112,15 @@ def test_a_finished_run_is_reported_at_once(tmp_path, capsys):
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     (tmp_path / "config.yaml").write_text(CONFIG)
     watch.main([str(tmp_path)])
-    said = capsys.readouterr().out
-    assert "1 step of 1.5 s (median) in 10 s, resumed after step 2, fusion=serial (exact)" in said
-    assert "0.100 -> 0.200   (first and last step)" in said and "held out      0.500   (val-core/x/acc)" in said
+    output = capsys.readouterr().out
+    assert "1 step of 1.5 s (median) in 10 s, resumed after step 2, fusion=serial (exact)" in output
+    assert "0.100 -> 0.200   (first and last step)" in output and "held out      0.500   (val-core/x/acc)" in output
 
 
 CONFIG = "{trainer: {nnodes: 1, n_gpus_per_node: 1}, rollout: {tensor_model_parallel_size: 1}}"
 
 
-def test_leaving_leaves_the_run_alone(tmp_path, monkeypatch, capsys):
+def test_ctrl_c_closes_the_view_and_leaves_the_run_unchanged(tmp_path, monkeypatch, capsys):
     running(tmp_path)
     before = (tmp_path / status.FILE).read_bytes()
     monkeypatch.setattr(watch, "watch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))

@@ -1,3 +1,5 @@
+"""Buckets of pushed weights: planning, staging in shared memory, CUDA IPC, and lost engines."""
+
 import asyncio
 import errno
 
@@ -19,14 +21,14 @@ def test_a_tensor_larger_than_a_bucket_gets_its_own():
     assert plan_buckets([("a", 1), ("big", 100), ("b", 1), ("c", 1)], 10) == [["a"], ["big"], ["b", "c"]]
 
 
-def test_an_exact_fit_and_nothing_at_all():
+def test_an_exact_fit_and_empty_inputs():
     assert plan_buckets([("a", 5), ("b", 5), ("c", 1)], 10) == [["a", "b"], ["c"]]
     assert plan_buckets([("empty", 0)], 10) == [["empty"]]
     assert plan_buckets([], 10) == []
 
 
 def test_a_decoder_layer_stays_in_one_bucket():
-    """The engine makes one tensor of several of a layer, and holds the first back until it has the last."""
+    # The engine fuses tensors of a layer and keeps the first until the last arrives.
     attention = [(f"model.layers.{i}.self_attn.{part}_proj.weight", 3) for i in range(3) for part in "qkv"]
     sizes = [("model.embed_tokens.weight", 5), *attention, ("model.norm.weight", 1), ("lm_head.weight", 5)]
     buckets = plan_buckets(sizes, 10)
@@ -45,7 +47,7 @@ def test_transfer_follows_the_device():
 
 
 class Recording:
-    """An exporter and an engine in one, writing down what happens."""
+    """An exporter and an engine in one object that records calls."""
 
     name = "rollout/0"
 
@@ -56,7 +58,7 @@ class Recording:
         return self.buckets
 
     async def wait_ready(self):
-        self.events.append("stand")
+        self.events.append("start")
         self.lost = False
 
     async def sleep(self, discard=False):
@@ -71,10 +73,10 @@ class Recording:
         pass
 
     async def acquire_device(self, slot):
-        self.events.append("take")
+        self.events.append("acquire")
 
     async def release_device(self, slot):
-        self.events.append("leave")
+        self.events.append("release")
 
     async def export_bucket(self, names, path):
         with open(path, "wb") as file:
@@ -103,21 +105,21 @@ def push(recording, tmp_path):
     )
 
 
-async def test_every_bucket_is_received_and_nothing_stays_behind(tmp_path):
+async def test_every_bucket_is_received_and_its_file_removed(tmp_path):
     recording = Recording([["a"], ["b"], ["c"]])
     await push(recording, tmp_path).push(3)
-    assert recording.events[:5] == ["sleep", "take", "wake weights", "write a", "begin"]
+    assert recording.events[:5] == ["sleep", "acquire", "wake weights", "write a", "begin"]
     assert sorted(recording.events[5:-3]) == ["receive", "receive", "receive", "write b", "write c"]
-    assert recording.events[-3:] == ["finish", "leave", "wake all"]
+    assert recording.events[-3:] == ["finish", "release", "wake all"]
     assert not list(tmp_path.iterdir())
 
 
-async def test_an_engine_with_another_version_is_named(tmp_path):
+async def test_an_engine_with_another_version_is_an_error(tmp_path):
     with pytest.raises(EngineError, match="pushed as version 3, but rollout/0 has 2"):
         await push(Recording([["a"]], held=2), tmp_path).push(3)
 
 
-async def test_full_shared_memory_while_writing_is_explained(tmp_path):
+async def test_full_shared_memory_during_writing_is_reported(tmp_path):
     class Full(Recording):
         async def export_bucket(self, names, path):
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -127,7 +129,7 @@ async def test_full_shared_memory_while_writing_is_explained(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-async def test_full_shared_memory_is_noticed_before_writing(tmp_path, monkeypatch):
+async def test_full_shared_memory_is_detected_before_writing(tmp_path, monkeypatch):
     recording = Recording([["a"], ["b"]])
     monkeypatch.setattr(staging.WeightStaging, "free", lambda self: 500)
     with pytest.raises(EngineError, match="up to 1 MiB needed, 0 MiB free"):
@@ -136,7 +138,7 @@ async def test_full_shared_memory_is_noticed_before_writing(tmp_path, monkeypatc
     assert not list(tmp_path.iterdir())
 
 
-async def test_a_failing_engine_stops_the_push_and_leaves_no_file(tmp_path):
+async def test_a_failed_engine_stops_the_push_and_leaves_no_file(tmp_path):
     class Broken(Recording):
         async def receive(self, info):
             raise EngineError("rollout/0 died")
@@ -146,25 +148,25 @@ async def test_a_failing_engine_stops_the_push_and_leaves_no_file(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-async def test_an_engine_that_is_lost_in_a_push_is_replaced_and_served_alone(tmp_path):
-    class Mortal(Recording):
+async def test_an_engine_lost_during_a_push_is_replaced_and_receives_a_separate_push(tmp_path):
+    class Dying(Recording):
         name = "rollout/1"
 
         async def receive(self, info):
             await super().receive(info)
-            if "stand" not in self.events:
+            if "start" not in self.events:
                 self.lost = True
                 raise EngineLost("rollout/1 died")
 
-    first, second = Recording([["a"], ["b"]]), Mortal([])
+    first, second = Recording([["a"], ["b"]]), Dying([])
     await WeightPush(
         first, [first, second], bucket_mb=1, stagings=[StagingHandle([first, second], WeightStaging(tmp_path))]
     ).push(4)
-    engine = [event for event in first.events if event not in ("take", "leave") and "write" not in event]
+    engine = [event for event in first.events if event not in ("acquire", "release") and "write" not in event]
     assert engine == ["sleep", "wake weights", "begin", "receive", "receive", "finish", "wake all"]
-    again = ["sleep", "wake weights", "begin", "receive", "receive", "finish", "wake all"]
-    assert second.events == ["sleep", "wake weights", "begin", "receive", "stand", *again]
-    assert first.events.count("leave") == 3, "before the new engine starts, and both at the end"
+    repeated = ["sleep", "wake weights", "begin", "receive", "receive", "finish", "wake all"]
+    assert second.events == ["sleep", "wake weights", "begin", "receive", "start", *repeated]
+    assert first.events.count("release") == 3, "before the new engine starts, and twice at the end"
     assert first.held == second.held == 4 and not list(tmp_path.iterdir())
 
 
@@ -180,20 +182,20 @@ async def test_a_bucket_is_shared_until_every_engine_has_loaded_it():
             self.events.append(f"loaded {info['names'][0]}")
 
         async def release_ipc(self):
-            self.events.append("release")
+            self.events.append("release ipc")
 
     device = Device([["a"], ["b"], ["c"]])
     await WeightPush(device, [device], bucket_mb=1, transfer="ipc").push(1)
-    assert device.events[:3] == ["sleep", "take", "wake weights"] and device.events[-2:] == ["leave", "wake all"]
+    assert device.events[:3] == ["sleep", "acquire", "wake weights"] and device.events[-2:] == ["release", "wake all"]
     when = {event: position for position, event in enumerate(device.events)}
     for this, following in ("ab", "bc"):
         assert when[f"share {this}"] < when[f"receive {this}"] < when[f"loaded {this}"] < when[f"receive {following}"]
-        assert when[f"share {following}"] < when[f"loaded {this}"], "packed while the engine loads"
-    assert when["share c"] > when["loaded a"], "two buckets at a time"
-    assert when["begin"] < when["receive a"] and when["loaded c"] < when["release"] < when["finish"]
+        assert when[f"share {following}"] < when[f"loaded {this}"], "the next bucket is packed while the engine loads"
+    assert when["share c"] > when["loaded a"], "at most two buckets at a time"
+    assert when["begin"] < when["receive a"] and when["loaded c"] < when["release ipc"] < when["finish"]
 
 
-def test_weights_that_left_the_device_are_refused_where_they_would_be_shared():
+def test_offloaded_weights_cannot_be_shared_by_ipc():
     import torch
 
     from rlfuse.engines.weights.cuda_ipc import share_ipc
@@ -210,7 +212,7 @@ def test_ipc_handles_of_all_gpus_are_merged():
 
 
 @pytest.mark.slow
-def test_what_vllm_unpacks_of_a_bucket_is_what_was_packed():
+def test_vllm_unpacks_the_packed_tensors():
     import torch
     from vllm.distributed.weight_transfer.packed_tensor import unpack_tensor
 
@@ -234,4 +236,4 @@ def test_what_vllm_unpacks_of_a_bucket_is_what_was_packed():
     for name, tensor in tensors.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
     tensors["odd"].zero_()
-    assert found["odd"].any(), "a copy: the next optimizer step changes no bucket that an engine loads"
+    assert found["odd"].any(), "a bucket is a copy, which the next optimizer step does not change"

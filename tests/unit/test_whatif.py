@@ -1,4 +1,4 @@
-"""Replay, slowdowns and their causes, on synthetic jobs with known causes."""
+"""`rlfuse whatif` on traces of synthetic jobs: replay, slowdowns and their known causes."""
 
 import io
 import json
@@ -30,7 +30,7 @@ CHUNKED = [Job(chunks=2, noise=0.1), Job(stages=2, chunks=3, micro_batches=4, ra
 
 
 @pytest.mark.parametrize("job", JOBS + CHUNKED)
-def test_an_unmodified_replay_takes_what_the_steps_took(job):
+def test_an_unmodified_replay_takes_the_measured_time(job):
     rows = table(job)
     operations = operations_of(rows)
     seconds = Replay(operations).step_seconds(operations.durations())
@@ -39,8 +39,8 @@ def test_an_unmodified_replay_takes_what_the_steps_took(job):
 
 @pytest.mark.slow
 def test_a_slow_worker_is_found_among_interleaved_chunks():
-    whole, slow = Job(ranks=8, chunks=2), Job(ranks=8, chunks=2, slow={(1, 6): 2.0})
-    truth = np.mean(table(slow).attrs["step_seconds"]) / np.mean(table(whole).attrs["step_seconds"])
+    baseline, slow = Job(ranks=8, chunks=2), Job(ranks=8, chunks=2, slow={(1, 6): 2.0})
+    truth = np.mean(table(slow).attrs["step_seconds"]) / np.mean(table(baseline).attrs["step_seconds"])
     found = analyse(operations_of(table(slow)))
     workers = np.array(found.workers)
     assert pytest.approx(truth, rel=0.05) == found.S and found.M_W > 0.9
@@ -56,9 +56,9 @@ def test_host_delays_are_reported_separately():
 @pytest.mark.parametrize("slower", [1.16, 1.4, 2.03, 3.0])
 @pytest.mark.parametrize("worker", [(0, 0), (2, 5), (3, 7)])
 def test_a_slow_worker_is_found_and_its_cost_is_right(slower, worker):
-    whole = Job(ranks=8, noise=0.02)
+    baseline = Job(ranks=8, noise=0.02)
     slow = Job(ranks=8, noise=0.02, slow={worker: slower})
-    truth = np.mean(table(slow).attrs["step_seconds"]) / np.mean(table(whole).attrs["step_seconds"])
+    truth = np.mean(table(slow).attrs["step_seconds"]) / np.mean(table(baseline).attrs["step_seconds"])
     found = analyse(operations_of(table(slow)))
     assert pytest.approx(truth, rel=0.05) == found.S and found.waste == pytest.approx(1 - 1 / found.S)
     workers = np.array(found.workers)
@@ -89,13 +89,13 @@ CAUSES = {
 
 
 @pytest.mark.parametrize("name, job", [(name, job) for name, jobs in CAUSES.items() for job in jobs])
-def test_the_cause_of_a_training_jobs_slowdown_is_named(name, job):
+def test_the_cause_of_a_slowdown_is_reported(name, job):
     found = analyse(operations_of(table(job)))
     assert found.cause.name == name, found
     if name == "lengths":
         assert found.correlation > 0.95 and found.M_L > 0.5 > found.M_W
     if name == "lengths" and job.last_stage > 1:
-        assert found.M_S > 0.5, "it includes the lengths of its own micro-batches"
+        assert found.M_S > 0.5, "it includes the lengths of its micro-batches"
 
 
 def test_forward_and_backward_of_a_micro_batch_are_paired_by_number_or_by_order():
@@ -104,14 +104,14 @@ def test_forward_and_backward_of_a_micro_batch_are_paired_by_number_or_by_order(
     assert len(by_number) == 6 * 2 * 8 * 8 and (by_number == by_order).all()
 
 
-def test_more_than_one_slow_worker_need_not_be_the_slowest():
+def test_several_slow_workers_are_not_attributed_to_the_slowest():
     slow = {(stage, rank): 2.0 for stage in range(4) for rank in range(2)}
     found = analyse(operations_of(table(Job(ranks=8, slow=slow))))
     assert found.S > 1.3 and found.M_W < 0.5, "one of eight slow workers explains little"
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "csv"])
-def test_tables_are_read_as_they_were_written(tmp_path, suffix):
+def test_tables_are_read_unchanged(tmp_path, suffix):
     rows, path = table(Job(slow={(1, 1): 2.0})), tmp_path / f"trace.{suffix}"
     rows.to_parquet(path) if suffix == "parquet" else rows.to_csv(path, index=False)
     assert pytest.approx(analyse(operations_of(rows)).S) == analyse(operations_of(read(path))).S
@@ -124,7 +124,7 @@ def test_redundant_columns_are_optional():
 
 
 @pytest.mark.parametrize(
-    "change, says",
+    "change, message",
     [
         (lambda rows: rows.drop(columns="stage"), "missing columns stage; the file has step"),
         (lambda rows: rows.assign(optype="sleeping"), "optype sleeping is unknown; valid: forward-compute"),
@@ -132,9 +132,9 @@ def test_redundant_columns_are_optional():
         (lambda rows: rows[:0], "has no rows"),
     ],
 )
-def test_unreadable_tables_are_reported(tmp_path, change, says):
+def test_unreadable_tables_are_reported(tmp_path, change, message):
     change(table(Job(stages=2))).to_csv(tmp_path / "ops.csv", index=False)
-    with pytest.raises(TraceError, match=says):
+    with pytest.raises(TraceError, match=message):
         read(tmp_path / "ops.csv")
 
 
@@ -150,20 +150,20 @@ def test_the_command_prints_and_writes_results(tmp_path, capsys):
     rows.to_csv(tmp_path / "ops.csv", index=False)
     trace = ["whatif", "--trace", str(tmp_path / "ops.csv")]
     assert main([*trace, "--out", str(out)]) == 0
-    told = capsys.readouterr().out
-    assert "2 steps on 32 workers (4 stages x 8 data ranks)" in told and "stage 2, data rank 5" in told
-    assert "likely cause: machine. " in told
+    output = capsys.readouterr().out
+    assert "2 steps on 32 workers (4 stages x 8 data ranks)" in output and "stage 2, data rank 5" in output
+    assert "likely cause: machine. " in output
     found = json.loads(out.read_text())
     assert {"S", "waste", "M_W", "M_S", "M_L", "S_t", "workers", "cause"} <= found.keys()
     assert max(map(max, found["workers"])) == found["workers"][2][5] and len(found["workers"]) == 4
     assert main(["whatif", "--trace", str(tmp_path / "no.csv")]) == 2
 
 
-def test_a_table_gets_questions_and_a_timeline_as_a_run_does(tmp_path, capsys):
+def test_a_table_has_questions_and_a_timeline_like_a_run(tmp_path, capsys):
     rows, out, timeline = table(LENGTHS), tmp_path / "found.json", tmp_path / "timeline.json"
     rows.to_parquet(tmp_path / "ops.parquet")
-    asked = ["--without", "forward-pp-comm", "--without", "optimizer", "--timeline", str(timeline), "--out", str(out)]
-    assert main(["whatif", "--trace", str(tmp_path / "ops.parquet"), *asked]) == 0
+    options = ["--without", "forward-pp-comm", "--without", "optimizer", "--timeline", str(timeline), "--out", str(out)]
+    assert main(["whatif", "--trace", str(tmp_path / "ops.parquet"), *options]) == 0
     assert "likely cause: lengths. forward and backward durations" in capsys.readouterr().out
     answers = {each["question"]: each["change"] for each in json.loads(out.read_text())["questions"]}
     assert answers["all micro-batches equal"] < answers["last stage like the others"] < 0
@@ -196,7 +196,7 @@ def test_names_of_workers_and_kinds_are_not_truncated(width):
     console = Console(width=width, file=io.StringIO())
     for each in job_report(found, job, [question]):
         console.print(each, soft_wrap=isinstance(each, str))
-    shown = console.file.getvalue()
-    assert "…" not in shown
+    output = console.file.getvalue()
+    assert "…" not in output
     if width == 80:
-        assert all(name in shown for name in (*names, *S_t))
+        assert all(name in output for name in (*names, *S_t))

@@ -31,7 +31,7 @@ RECORDED = {
     "pipelines": Path(__file__).parent / "recorded_runs/pipelines",
     "video": Path(__file__).parent / "recorded_runs/video",
 }
-"""Real runs on two cores: fused PPO; stages of actor and critic in one schedule; clips encoded over two ranks."""
+"""Real runs on two cores: fused PPO; pipeline stages of actor and critic; clips encoded on two ranks."""
 
 
 @cache
@@ -61,7 +61,7 @@ def analysed(run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECORDED)
-def test_an_unmodified_replay_takes_what_the_steps_took(name):
+def test_an_unmodified_replay_takes_the_measured_time(name):
     found = examined(name).slowdown
     assert 0 <= found.launch_delay < 0.05, f"measured {found.measured}, replayed {found.seconds}"
     assert pytest.approx(found.S_machine * found.S_skew) == found.S and found.S_skew >= 1
@@ -91,11 +91,11 @@ def test_operations_depend_only_on_ended_operations(name):
     }
 
 
-def test_stages_wait_for_one_another_and_ranks_step_together():
+def test_stages_wait_for_each_other_and_ranks_step_together():
     pieces = examined("pipelines").analysis.recorded.pieces
     second = [each for each in pieces if each.kind == "forward" and each.stage == 1]
     waiting = [each for each in second if any(before.kind == "forward" and before.stage == 0 for before in each.waits)]
-    assert len(waiting) >= 0.9 * len(second) > 0, "a few started before the end by the other clock"
+    assert len(waiting) >= 0.9 * len(second) > 0, "clock skew: a few start before the end"
     steps = [each for each in pieces if each.kind == "optimizer"]
     assert {len([1 for other in steps if (other.step, other.group) == (each.step, each.group)]) for each in steps} == {
         2
@@ -140,7 +140,7 @@ def test_the_cost_of_a_slow_slot_is_right_with_measured_rates(workload, policy):
 
 
 @pytest.mark.slow
-def test_no_cause_is_named_without_slow_machines(workload):
+def test_no_cause_is_reported_without_slow_machines(workload):
     found = analysed(simulate(workload, "adaptive")).slowdown()
     assert found.S < 1.03 and (found.cause, found.S_t, found.M_W, found.M_S) == (None,) * 4
     assert found.rates == pytest.approx(dict.fromkeys(found.rates, 1.0), rel=0.02)
@@ -157,7 +157,7 @@ def test_a_long_tail_is_not_attributed_to_a_machine(workload):
 # Causes --------------------------------------------------------------------------------------------------------------
 
 
-def seen(forward, backward):
+def evidence_of(forward, backward):
     """Return evidence of two alternating workers; a typical forward takes 1 s, a backward 2 s."""
     pieces = []
     for number, seconds in enumerate(np.stack([forward, backward], axis=1).ravel()):
@@ -175,7 +175,7 @@ def seen(forward, backward):
 
 def cause(forward, backward):
     found = {"S": 1.3, "S_machine": 1.1, "S_skew": 1.2, "steps": 4, "rates": {"slot 0": 1.0}, "M_W": 0.2}
-    return likely_cause(found, seen(forward, backward))
+    return likely_cause(found, evidence_of(forward, backward))
 
 
 def test_lengths_pauses_and_noise_are_distinguished():
@@ -183,8 +183,8 @@ def test_lengths_pauses_and_noise_are_distinguished():
     lengths, noise = random.lognormal(0, 0.4, 64), random.normal(1, 0.02, 64)
     assert cause(lengths, 2 * lengths * noise).name == "lengths"
     paused = np.where(np.arange(64) % 9 == 0, 6.0, noise)
-    told = cause(paused, 2 * noise)
-    assert told.name == "gc" and "8 forwards on 2 workers" in told.evidence and "trainer.gc_freq" in told.advice
+    result = cause(paused, 2 * noise)
+    assert result.name == "gc" and "8 forwards on 2 workers" in result.evidence and "trainer.gc_freq" in result.advice
     assert cause(noise, 2 * random.normal(1, 0.02, 64)).name == "undetermined"
 
 
@@ -194,13 +194,16 @@ def test_lengths_pauses_and_noise_are_distinguished():
 @pytest.mark.slow
 def test_questions_are_answered_by_simulation(workload):
     analysis = analysed(simulate(workload, "stream"))
-    asked = {each.question: each for each in answers(analysis, Simulated([workload], "stream"), ["ref"], ["serial"])}
+    by_question = {
+        each.question: each for each in answers(analysis, Simulated([workload], "stream"), ["ref"], ["serial"])
+    }
     truth = simulate(workload, "serial").result.step_s
-    assert asked["policy=serial"].seconds == pytest.approx(truth, rel=0.05)
+    assert by_question["policy=serial"].seconds == pytest.approx(truth, rel=0.05)
     faster = [
-        asked[name].change for name in ("one more slot", "without the longest 5 % of responses", "ref takes no time")
+        by_question[name].change
+        for name in ("one more slot", "without the longest 5 % of responses", "ref takes no time")
     ]
-    assert max(faster) < -0.005 and asked["rewards take no time"].change == pytest.approx(0.0, abs=0.01)
+    assert max(faster) < -0.005 and by_question["rewards take no time"].change == pytest.approx(0.0, abs=0.01)
 
 
 @pytest.mark.slow
@@ -208,8 +211,8 @@ def test_the_command_prints_writes_and_draws(tmp_path, capsys):
     out, timeline = tmp_path / "found.json", tmp_path / "ideal.json"
     arguments = ["whatif", str(RECORDED["text"]), "--without", "reward", "--out", str(out), "--timeline", str(timeline)]
     assert main(arguments) == 0
-    told = capsys.readouterr().out
-    assert "2 steps (2 to 12)" in told and "one more slot" in told and "rewards take no time" in told
+    output = capsys.readouterr().out
+    assert "2 steps (2 to 12)" in output and "one more slot" in output and "rewards take no time" in output
     found = json.loads(out.read_text())
     assert {"S", "S_machine", "S_skew", "waste", "workers", "launch_delay", "questions"} <= found.keys()
     events = json.loads(timeline.read_text())["traceEvents"]
@@ -224,13 +227,13 @@ def test_alarms_of_the_run_are_printed_with_their_start(tmp_path, capsys):
     slow = Alarm("rollout/1", SLOWNESS, 2.0, 1.0, 0.7, 0.3, ("rollout/0",), 1.7e9, 3, 1.7e9 + 60, (1.7e9, 1.7e9 + 60))
     write_alarms(tmp_path, [slow, replace(slow, ended=1.7e9 + 90)])
     assert main(["whatif", str(tmp_path), "--out", str(tmp_path / "found.json")]) == 0
-    told = capsys.readouterr().out
-    assert "slow worker: rollout/1: started at 2023-11-1" in told and "(step 3), until 2023-11-1" in told
+    output = capsys.readouterr().out
+    assert "slow worker: rollout/1: started at 2023-11-1" in output and "(step 3), until 2023-11-1" in output
     assert [alarm["worker"] for alarm in json.loads((tmp_path / "found.json").read_text())["alarms"]] == ["rollout/1"]
 
 
 @pytest.mark.parametrize(
-    "arguments, says",
+    "arguments, message",
     [
         ([], "needs either a run folder, or --trace with a table of another job"),
         (["{run}", "--trace", "ops.csv"], "needs either a run folder, or --trace"),
@@ -241,9 +244,9 @@ def test_alarms_of_the_run_are_printed_with_their_start(tmp_path, capsys):
         (["{empty}"], "is not a run folder"),
     ],
 )
-def test_invalid_arguments_are_reported(arguments, says, tmp_path, capsys):
-    named = [each.format(run=RECORDED["text"], empty=tmp_path) for each in arguments]
-    assert main(["whatif", *named]) == 2 and says in capsys.readouterr().err
+def test_invalid_arguments_are_reported(arguments, message, tmp_path, capsys):
+    words = [each.format(run=RECORDED["text"], empty=tmp_path) for each in arguments]
+    assert main(["whatif", *words]) == 2 and message in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The view of a wandb project with the charts to look at first: as it would be saved, and what is said without it."""
+"""`rlfuse workspace`: the saved view of a wandb project, and messages without wandb or a valid project."""
 
 import json
 import os
@@ -35,26 +35,28 @@ def test_the_view_has_each_chart_over_the_training_step(capsys):
     assert (view["entity"], view["project"], view["displayName"]) == ("me", "rlfuse", "first look")
     section = view["spec"]["section"]
     assert section["settings"]["xAxis"] == "training/global_step"
-    shown = {
+    sections = {
         each["name"]: {panel["config"]["chartTitle"]: panel["config"] for panel in each["panels"]}
         for each in section["panelBankConfig"]["sections"]
     }
-    assert {name: [*panels] for name, panels in shown.items()} == {name: [*charts] for name, charts in CHARTS.items()}
+    assert {name: [*panels] for name, panels in sections.items()} == {
+        name: [*charts] for name, charts in CHARTS.items()
+    }
     for name, charts in CHARTS.items():
         for title, metrics in charts.items():
-            chart = shown[name][title]
+            chart = sections[name][title]
             assert chart["xAxis"] == "training/global_step"
             assert chart.get("metrics") == list(metrics) or [chart["metricRegex"]] == list(metrics)
 
 
 @pytest.mark.parametrize("given", ["rlfuse", "/rlfuse", "me/"])
-def test_a_project_without_its_owner_is_refused(given, capsys):
+def test_a_project_without_an_entity_is_rejected(given, capsys):
     with pytest.raises(SystemExit):
         workspace.main([given])
     assert "must be ENTITY/PROJECT" in capsys.readouterr().err
 
 
-def test_the_package_is_named_where_it_is_missing(monkeypatch):
+def test_a_missing_package_is_reported_with_the_install_command(monkeypatch):
     monkeypatch.setattr(workspace.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'rlfuse\[workspace\]'"):
         workspace.main(["me/rlfuse"])
@@ -69,14 +71,14 @@ def test_a_view_that_wandb_rejects_is_one_message(monkeypatch):
 
 
 class Server(BaseHTTPRequestHandler):
-    """What a wandb server answers to the two requests of the command."""
+    """A fake wandb server that answers the two requests of the command."""
 
     views: ClassVar[list[dict]] = []
 
     def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if "upsertView" in asked["query"]:
-            self.views.append(asked["variables"])
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if "upsertView" in request["query"]:
+            self.views.append(request["variables"])
         viewer = {"id": "1", "entity": "me", "username": "me", "email": "", "flags": "{}", "teams": {"edges": []}}
         saved = {"view": {"id": "2", "name": "nw-abc-v"}, "inserted": True}
         answer = json.dumps({"data": {"viewer": viewer, "upsertView": saved}}).encode()
@@ -90,7 +92,7 @@ class Server(BaseHTTPRequestHandler):
 
 
 @pytest.mark.slow
-def test_the_command_saves_the_view_and_says_where():
+def test_the_command_saves_the_view_and_prints_its_url():
     pytest.importorskip("wandb_workspaces")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
     threading.Thread(target=server.serve_forever, daemon=True).start()

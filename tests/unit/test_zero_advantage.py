@@ -1,4 +1,4 @@
-"""Rows without advantage: the predicate against gradients of the loss, for every algorithm and every other term."""
+"""Skipped rows without advantage: the predicate is compared with gradients of the loss for all algorithms and terms."""
 
 import json
 import re
@@ -41,7 +41,7 @@ PRESETS = {
 } | dict.fromkeys(
     ("grpo", "dr_grpo", "dapo", "gspo", "rloo", "opo", "gpg", "cispo", "sapo", "clip_cov", "kl_cov"), EQUAL
 )
-"""algorithm= -> rows without advantage, with KL and whitening as the preset sets them, except the KL loss."""
+"""algorithm preset -> rows without advantage; KL and whitening follow the preset, without the KL loss."""
 
 
 def composed(*words):
@@ -62,13 +62,13 @@ def prepared(found):
 
 
 def gradients(found, experience, samples):
-    """Return the gradient of the actor's loss by row, after the policy has moved."""
+    """Return the gradient of the actor loss by row, for log-probs that differ from the old ones."""
     masks = [sample.response.mask for sample in samples]
     tensors = {name: torch.from_numpy(padded([each.tensors[name] for each in samples], masks))
                for name in experience.actor_tensors}  # fmt: skip
     mask = torch.from_numpy(padded(masks, masks, bool))
-    moved = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0)) * 0.3
-    log_probs = (tensors["old_log_probs"] + moved).requires_grad_()
+    change = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0)) * 0.3
+    log_probs = (tensors["old_log_probs"] + change).requires_grad_()
     loss, _ = actor_objective(found.actor, log_probs, log_probs.exp(), mask, tensors, 6)
     loss.backward()
     return log_probs.grad
@@ -112,7 +112,7 @@ def test_kl_in_the_reward_gives_every_row_an_advantage():
         ({"loss_mode": "mine.py:declared"}, ""),
     ],
 )
-def test_another_term_and_a_custom_loss_without_its_trait_skip_nothing(tmp_path, monkeypatch, changes, key):
+def test_other_loss_terms_and_undeclared_custom_losses_prevent_skipping(tmp_path, monkeypatch, changes, key):
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(CUSTOM)
     actor = config(**{f"actor__{name}": value for name, value in changes.items()}).actor
@@ -134,7 +134,7 @@ ONES, KL, BONUS = {"advantages": [1.0, 1.0, 1.0]}, {"use_kl_loss": True}, {"entr
         ({"advantages": [0.0, 1e-30, 0.0]}, [1, 1, 1], {}, False),
         ({"advantages": [0.0, np.nan, 0.0]}, [1, 1, 1], {}, False),
         ({"advantages": [0.0, -np.inf, 0.0]}, [1, 1, 1], {}, False),
-        ({"advantages": [0.0, 1.0, 0.0]}, [1, 0, 1], {}, True),  # a tool's output
+        ({"advantages": [0.0, 1.0, 0.0]}, [1, 0, 1], {}, True),  # output of a tool
         (ONES, [0, 0, 0], {}, True),  # a truncated response
         (ONES, [0, 0, 0], KL, True),
         (ONES, [0, 0, 0], BONUS, True),
@@ -155,17 +155,17 @@ ONES, KL, BONUS = {"advantages": [1.0, 1.0, 1.0]}, {"use_kl_loss": True}, {"entr
     ],
 )
 def test_the_predicate_reads_advantages_weights_masks_and_selected_tokens(changes, mask, settings, only_zero):
-    """Where it holds, the loss and its gradient are 0."""
+    # If it is true, the loss and its gradient are 0.
     tensors = {name: np.array(values, "f4") for name, values in (ROW | changes).items()}
     actor = ActorConfig(**settings)
     assert has_only_zero_terms(actor, tensors, np.array(mask, bool)) == only_zero
     if not only_zero:
         return
-    given = {name: torch.from_numpy(values)[None] for name, values in tensors.items()}
-    given["ref_log_probs"] = given["old_log_probs"] - 0.1
-    for moved in (-0.5, 0.1, 0.5):
-        log_probs = (given["old_log_probs"] + moved).requires_grad_()
-        loss, _ = actor_objective(actor, log_probs, log_probs.exp(), torch.tensor([mask]) > 0, given, 6)
+    row_tensors = {name: torch.from_numpy(values)[None] for name, values in tensors.items()}
+    row_tensors["ref_log_probs"] = row_tensors["old_log_probs"] - 0.1
+    for change in (-0.5, 0.1, 0.5):
+        log_probs = (row_tensors["old_log_probs"] + change).requires_grad_()
+        loss, _ = actor_objective(actor, log_probs, log_probs.exp(), torch.tensor([mask]) > 0, row_tensors, 6)
         loss.backward()
         assert loss == 0 and not log_probs.grad.any()
 
@@ -213,7 +213,7 @@ def test_the_key_takes_auto_or_false(written):
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         (["algorithm=dr_grpo"], "responses without advantage are skipped"),
         (["algorithm=dr_grpo", "actor.entropy_coeff=0.01"], "are not skipped .*: actor.entropy_coeff=0.01 adds"),
@@ -224,9 +224,9 @@ def test_the_key_takes_auto_or_false(written):
         (["algorithm=ppo"], "^$"),  # whitened
     ],
 )
-def test_a_job_says_what_it_skips_and_why_not(words, says):
+def test_a_job_reports_skipping_or_its_blocker(words, message):
     found = composed(*words)
-    assert re.search(says, skip_note(found)) and expects_skips(found) == ("are skipped" in says)
+    assert re.search(message, skip_note(found)) and expects_skips(found) == ("are skipped" in message)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_a_job_says_what_it_skips_and_why_not(words, says):
         ({"data__train_batch_size": 64, "actor__ppo_mini_batch_size": 64}, ()),  # one update, which computes them
     ],
 )
-def test_advantages_wait_for_old_log_probs_only_where_they_read_them(changes, loss_only):
+def test_advantages_wait_for_old_log_probs_only_if_they_depend_on_them(changes, loss_only):
     job = {"algorithm__adv_estimator": "grpo", "data__train_batch_size": 64, "actor__ppo_mini_batch_size": 16}
     assert Experience(config(**job | changes)).loss_only == loss_only
 
@@ -258,7 +258,7 @@ def test_mismatch_metrics_cover_the_samples_that_the_trainer_scored():
     assert experience.mismatch(batch[:1]) == {}
 
 
-def test_the_share_of_a_recorded_step_is_that_of_its_updates():
+def test_the_skipped_share_of_a_step_is_weighted_by_rows_of_its_updates():
     def step(rows, skipped):
         return Span(
             "update_actor", "driver", 0.0, 1.0, attributes={"step": True, "rows": rows, "skipped_rows": skipped}
@@ -268,7 +268,7 @@ def test_the_share_of_a_recorded_step_is_that_of_its_updates():
     assert skipped_share([passes, step(30, 0), step(10, 10)]) == 0.25 and skipped_share([passes]) == 0.0
 
 
-def test_a_resumed_run_expects_the_share_of_its_last_steps(tmp_path):
+def test_a_resumed_run_expects_the_skipped_share_of_its_last_steps(tmp_path):
     rows = [{"step": 0}, *({"step": step, SKIPPED_SHARE: step / 10} for step in range(1, 7))]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     job = SimpleNamespace(folder=tmp_path, drained=set(), returning=set())

@@ -1,4 +1,4 @@
-"""Async reward functions with every signature and kind of callable. They never return for the response `hang`."""
+"""Async reward functions with every signature and kind of callable; for the response `hang` they take 10 minutes."""
 
 import asyncio
 import functools

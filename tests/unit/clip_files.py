@@ -1,4 +1,4 @@
-"""Real video files for the tests, small and quick to write. A frame shows its number as eight bars, black or white."""
+"""Write small real video files for tests; each frame shows its number as eight black or white bars."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from rlfuse.video.plan import VideoPlan
 
 BARS = 8
 TICKS = 1000
-"""A second, in the time base of the files."""
+"""Ticks per second in the time base of the files."""
 MUXER = ("movflags", "output_ts_offset", "use_editlist", "live", "mpegts_m2ts_mode", "segment_time")
-"""Options that are the container's."""
+"""Options of the muxer."""
 NONE, DEFAULT, COVER = Disposition(0), Disposition.default, Disposition.attached_pic
 PYRAMID = {"bf": "3", "b_strategy": "0", "g": "12", "x264-params": "b-pyramid=normal"}
 OPEN = {"bf": "3", "b_strategy": "0", "g": "12", "x264-params": "open-gop=1:scenecut=0"}
@@ -51,9 +51,9 @@ TURNS = {
     (0, 1, 1, 0): "RBGW",
     (0, -1, -1, 0): "WGBR",
 }
-"""All display matrices that turn by quarters or mirror, and what they make of four colours, row by row."""
+"""Display matrices of all rotations by 90 degrees and mirrorings -> the resulting colours of the quarters."""
 UNEVEN = np.cumsum([0] + [0.05, 0.3, 0.1, 1.2, 0.05, 0.15, 0.8] * 4).round(2).tolist()
-"""Appearance of frames, in twentieths of a second."""
+"""Presentation times of frames in seconds, multiples of 0.05."""
 COLOURS = {"R": (255, 0, 0), "G": (0, 255, 0), "B": (0, 0, 255), "W": (255, 255, 255)}
 
 
@@ -69,7 +69,7 @@ def write_video(
     container: str | None = None,
     **options: str,
 ) -> str:
-    """Frame i appears at `seconds[i]`; `options` are the encoder's and, for those of `MUXER`, the container's."""
+    """Write a video with frame i presented at `seconds[i]`; those of `options` in `MUXER` are the muxer's."""
     container_options = {key: options.pop(key) for key in MUXER if key in options}
     with av.open(str(path), "w", container, options=container_options) as output:
         stream = output.add_stream(codec, rate=fps, options=options)
@@ -87,15 +87,14 @@ def write_video(
 
 
 def write_streams(path: Path, *streams: tuple[str, int, int, Disposition], sound_s: float = 0.0, late: int = 0) -> str:
-    """Streams of (codec, first number, how many frames at ten a second, disposition), and silence `late` frames before
-    them."""
+    """Write streams (codec, first number, frames at 10 fps, disposition), and silence from `late` frames earlier on."""
     with av.open(str(path), "w") as container:
-        made = [container.add_stream(codec, rate=10) for codec, *_ in streams]
+        outputs = [container.add_stream(codec, rate=10) for codec, *_ in streams]
         sound = container.add_stream("aac", rate=16_000) if sound_s else None
-        for stream, (codec, _, _, disposition) in zip(made, streams, strict=True):
+        for stream, (codec, _, _, disposition) in zip(outputs, streams, strict=True):
             stream.height, stream.width, stream.pix_fmt = 32, 128, "yuvj420p" if codec == "mjpeg" else "yuv420p"
             stream.disposition = disposition
-        for stream, (_, first, count, _) in zip(made, streams, strict=True):
+        for stream, (_, first, count, _) in zip(outputs, streams, strict=True):
             for number in range(count):
                 frame = av.VideoFrame.from_ndarray(numbered(first + number, 32, 128), "rgb24")
                 frame.pts, frame.time_base = late + number, Fraction(1, 10)
@@ -117,7 +116,7 @@ def write_interlaced(
     pix_fmt: str = "yuv420p",
     **options: str,
 ) -> str:
-    """A white bar that moves right by `step` pixels a field, 50 fields a second; `order`: which field is the first."""
+    """Write a white bar that moves right by `step` pixels per field at 50 fields/s; `order`: tff or bff."""
     fields = Graph()
     source = fields.add_buffer(width=size[1], height=size[0], format=VideoFormat(pix_fmt), time_base=Fraction(1, 25))
     fields.link_nodes(source, fields.add("setfield", order), fields.add("buffersink")).configure()
@@ -141,7 +140,7 @@ def write_interlaced(
 
 
 def write_turned(path: Path, matrix: tuple[int, int, int, int]) -> str:
-    """One frame of four colours, to be shown by this display matrix: x' = a x + c y, y' = b x + d y."""
+    """Write one frame of four colours with this display matrix: x' = a x + c y, y' = b x + d y."""
     quarters = np.array(list(COLOURS.values()), np.uint8).reshape(2, 2, 3)
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=10, options={"crf": "1"})
@@ -157,7 +156,7 @@ def write_turned(path: Path, matrix: tuple[int, int, int, int]) -> str:
 
 
 def write_packed(path: Path, frames: int) -> str:
-    """MPEG-4 in AVI as DivX wrote it: each B-frame in one chunk with the frame before it, then a chunk without any."""
+    """Write MPEG-4 in AVI as DivX did: a B-frame is in the chunk of the previous frame, and an empty chunk follows."""
     plain = write_video(path, steady(frames), codec="mpeg4", bf="1", b_strategy="0", g="12", sc_threshold="1000000000")
     start = b"\0\0\1\xb6"
     with av.open(plain) as container:
@@ -182,7 +181,7 @@ def write_packed(path: Path, frames: int) -> str:
 
 
 def write_packets(path: Path, *sources: str, first: int = 0) -> str:
-    """The packets of files of one codec, each behind those of the one before, but for so many at the start."""
+    """Concatenate the packets of files of one codec, without the first `first` packets."""
     with ExitStack() as stack:
         opened = [stack.enter_context(av.open(source)).streams.video[0] for source in sources]
         output = stack.enter_context(av.open(str(path), "w"))
@@ -198,7 +197,7 @@ def write_packets(path: Path, *sources: str, first: int = 0) -> str:
 
 
 def write_edited(path: Path, whole: str, parts: Sequence[tuple[float | None, float]]) -> str:
-    """An MP4 with other edits: parts of it from a time on, or of nothing, each for so many seconds."""
+    """Write an MP4 with this edit list: parts of (start in seconds or None for an empty edit, duration in seconds)."""
     data = bytearray(Path(whole).read_bytes())
     with av.open(whole) as container:
         ticks = container.streams.video[0].time_base.denominator
@@ -218,7 +217,7 @@ def write_edited(path: Path, whole: str, parts: Sequence[tuple[float | None, flo
 
 
 def write_blank(path: Path, size: tuple[int, int], aspect: int = 1) -> str:
-    """One black frame, of pixels that are `aspect` times as wide as high."""
+    """Write one black frame with this pixel aspect ratio."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=10, options={"preset": "ultrafast"})
         stream.height, stream.width, stream.pix_fmt = *size, "yuv420p"
@@ -229,7 +228,7 @@ def write_blank(path: Path, size: tuple[int, int], aspect: int = 1) -> str:
 
 
 def write_sound(path: Path) -> str:
-    """A second of silence, and no picture."""
+    """Write one second of silence without video."""
     with av.open(str(path), "w") as container:
         _mux_silence(container, container.add_stream("aac", rate=16_000), 1.0)
     return str(path)
@@ -244,31 +243,31 @@ def _mux_silence(container: av.container.OutputContainer, stream: av.AudioStream
 
 
 def steady(frames: int, fps: int = 10) -> list[float]:
-    """Appearance of every frame at a constant rate."""
+    """Return the presentation times of frames at a constant rate, in seconds."""
     return [number / fps for number in range(frames)]
 
 
 def numbered(number: int, height: int, width: int) -> np.ndarray:
-    """uint8 [height, width, 3]: the number's bits from left to right, lowest first."""
+    """Return uint8 [height, width, 3] that shows the number's bits from left to right, lowest first."""
     bits = np.array([number >> bit & 1 for bit in range(BARS)], np.uint8) * 255
     row = np.pad(bits.repeat(width // BARS), (0, width % BARS), "edge")
     return np.broadcast_to(row[None, :, None], (height, width, 3))
 
 
 def numbers(pixels: np.ndarray) -> list[int]:
-    """What is shown in uint8 [frames, height, width, 3]."""
+    """Return the numbers shown in uint8 [frames, height, width, 3]."""
     bars = pixels.mean(axis=(1, 3)).reshape(len(pixels), BARS, -1).mean(axis=2) > 128
     return (bars * (1 << np.arange(BARS))).sum(axis=1).tolist()
 
 
 def plan_of(times: Sequence[float]) -> VideoPlan:
-    """A plan of frames that are large enough to be read by `numbers`."""
+    """Return a plan with frames large enough to be read by `numbers`."""
     return VideoPlan(tuple(times), 28, 28 * BARS, 1.0, BARS)
 
 
 def assert_shows(path: str, appearances: list[float]) -> None:
-    """All frames at the instants at which they appear, and just before them: each shows its number; then few, far
-    apart, in any keyframe interval: the same to the bit."""
+    """Check the numbers of frames at and just before their presentation times, and that few frames decode bitwise equal
+    to those of the whole clip."""
     facts = probe(path)
     assert facts.frames == len(appearances)
     assert facts.duration_s == pytest.approx(appearances[-1], abs=1.3) and facts.duration_s > appearances[-1]

@@ -1,4 +1,4 @@
-"""Shared by all unit tests."""
+"""Fixtures of all unit tests, and the order of test files."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, settings
 
-# No deadline: durations depend on the load of the machine.
+# No deadline: durations depend on the machine's load.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
@@ -39,29 +39,29 @@ trainer:
 LONGEST = ("vllm", "test_site", "ranks", "test_plan_search_command", "test_plan_search", "test_activation_offloading")
 LONGEST += ("test_moves", "test_fusion_simulated", "test_plan_search_properties", "test_plan", "test_hostile_corpus")
 LONGEST += ("test_images", "test_health_agent", "test_types", "test_api", "test_decode_pool")
-"""Files and groups that start first, lest one of them runs alone at the end."""
+"""Files and groups that start first, so that none of them runs alone at the end."""
 
 
 def pytest_collection_modifyitems(items):
-    """Sort by `LONGEST`, after `tests/conftest.py` has grouped all tests."""
+    """Sort tests by `LONGEST`, after `tests/conftest.py` has grouped them."""
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.get_closest_marker("xdist_group").args[0], len(order)))
 
 
 @pytest.fixture(autouse=True)
-def weights_may_be_unpickled(monkeypatch):
-    """Undo what a rank forbids to the test process."""
+def allow_unpickling(monkeypatch):
+    """Allow unpickling again after a rank in the test process has forbidden it."""
     monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0")
 
 
 @pytest.fixture(autouse=True)
-def hangups_are_received():
-    """`rlfuse train` blocks SIGHUP in its thread. In a test this thread also runs all later tests."""
+def unblock_hangups():
+    """Unblock SIGHUP, which `rlfuse train` blocks in its thread; in tests, this thread also runs all later tests."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
 
 
 @pytest.fixture(autouse=True)
-def logging_stays():
+def restore_logging():
     """Remove Hydra's root log handler, which would write to the stream of a finished test."""
     root = logging.getLogger()
     level, before = root.level, list(root.handlers)
@@ -73,7 +73,7 @@ def logging_stays():
 
 @pytest.fixture(scope="module")
 def one_decode_pool():
-    """Share decoders between all readers of clips and images in a module: starting them takes longer than a test."""
+    """Share one decode pool between all readers in a module, since starting it takes longer than a test."""
     from rlfuse.data import clips
     from rlfuse.video.decode_pool import DecodePool
 
@@ -102,7 +102,7 @@ SUMMARY = {"reward_first": 0.1, "reward_last": 0.2, "seconds": 7.0, "median_step
 
 
 class Ran(list):
-    """Collect the configurations that were run, each with the group of its sweep."""
+    """List of the configurations that were run, with the sweep group of each in `groups`."""
 
     def __init__(self):
         super().__init__()

@@ -1,8 +1,8 @@
-"""Calls of libraries in our sources, found by reading those, and bound to the signatures that are installed.
+"""Find calls of libraries in the sources of rlfuse and bind them to the installed signatures.
 
-Nothing is called. A name is followed from its import; what a variable holds is known from its annotation, from the
-call that made it, or from the table that whoever reads sources passes. A call that can't be followed is an error when
-it can only be a library's: of a name imported from one, or by a name that a class of the table has and nobody else.
+No function is executed. Names are resolved from imports; the class of a variable is inferred from its annotation, from
+the call that created it, or from the table that the caller passes. An unresolved call is an error if it can only belong
+to a library: its name is imported from one, or is a method that only a class of the table has.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ LIBRARIES = (
     "torch.use_deterministic_algorithms",
 )
 STUBS = ("_C/_distributed_c10d.pyi",)
-"""Below torch's folder: what is compiled has its signatures there, also what only CUDA builds have."""
+"""Stubs in torch's folder, with the signatures of compiled functions, including those of CUDA builds."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A call that binds."""
+    """Call whose arguments match the signature."""
 
     target: str
     at: str
@@ -50,7 +50,7 @@ class Bound:
 
 @dataclass
 class Reading:
-    """What was found in sources."""
+    """Result of reading sources."""
 
     bound: list[Bound] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -64,21 +64,23 @@ def read(
 ) -> Reading:
     """Bind every call in `sources` (name -> text), and every method that overrides a library's.
 
-    `receivers`: "file.py: expression" -> the dotted class of which it holds an instance. `passed`: "file.py: name" ->
-    the functions that it may be.
+    `receivers`: "file.py: expression" -> the dotted name of its class. `passed`: "file.py: name" -> the functions that
+    may be passed as this name.
     """
     reading = Reading()
     trees = {name: ast.parse(text) for name, text in sources.items()}
     functions = ast.FunctionDef | ast.AsyncFunctionDef
-    own = {node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, functions)} | common()
-    telling = {method: name for name in set(receivers.values()) for method in methods(resolve(name)) - own}
+    own_names = {
+        node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, functions)
+    } | common()
+    method_owners = {method: name for name in set(receivers.values()) for method in methods(resolve(name)) - own_names}
     for name, tree in trees.items():
-        _File(name, tree, receivers, passed or {}, telling, reading).visit(tree)
+        _File(name, tree, receivers, passed or {}, method_owners, reading).visit(tree)
     return reading
 
 
 class _File(ast.NodeVisitor):
-    """One source: names in scope, and what they stand for."""
+    """One source file: names in scope, and the objects they refer to."""
 
     def __init__(
         self,
@@ -86,13 +88,13 @@ class _File(ast.NodeVisitor):
         tree: ast.AST,
         receivers: Mapping[str, str],
         passed: Mapping[str, Sequence[str]],
-        telling: Mapping[str, str],
+        method_owners: Mapping[str, str],
         reading: Reading,
     ):
-        self.name, self.telling, self.reading = name, telling, reading
+        self.name, self.method_owners, self.reading = name, method_owners, reading
         self.imported, self.passed = dict(_imports(tree)), self._mine(passed)
         self.scopes: list[dict[str, str]] = [self._mine(receivers)]
-        """Expression -> dotted class of the instance that it holds."""
+        """Expression -> dotted name of its class."""
 
     def _mine(self, table: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -107,12 +109,12 @@ class _File(ast.NodeVisitor):
         self.generic_visit(node)
 
     def overrides(self, method: ast.FunctionDef | ast.AsyncFunctionDef, bases: Sequence[type]) -> None:
-        """A public method of a class that a library calls: the library has it, and it takes what that one takes."""
+        """Check that an overriding method exists in the library's base class and accepts the same arguments."""
         at = f"{self.name}:{method.lineno}"
         base = next((base for base in bases if hasattr(base, method.name)), None)
         if base is None:
             names = " or ".join(base.__name__ for base in bases)
-            return self.reading.problems.append(f"{at}: {names} has no {method.name}, so nobody calls it")
+            return self.reading.problems.append(f"{at}: {names} has no {method.name}, so the override is never called")
         theirs, ours = getattr(base, method.name), _signature(method.args)
         if callable(theirs):
             takes = list(inspect.signature(theirs).parameters.values())
@@ -120,7 +122,7 @@ class _File(ast.NodeVisitor):
                 _offer(ours, takes)
             except TypeError as error:
                 return self.reading.problems.append(
-                    f"{at}: {method.name}() of {base.__name__} is called otherwise: {error}"
+                    f"{at}: {method.name}() of {base.__name__} has another signature: {error}"
                 )
         self.reading.bound.append(Bound(f"{base.__module__}.{base.__qualname__}.{method.name}", at))
 
@@ -140,7 +142,7 @@ class _File(ast.NodeVisitor):
         self.generic_visit(node)
         for target in node.targets:
             pairs = [(target, node.value)]
-            if isinstance(target, ast.Tuple):  # of what a call returns, the first is known
+            if isinstance(target, ast.Tuple):  # only the first element of a returned tuple is known
                 values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
                 pairs = zip(target.elts, values, strict=False)
             self.scopes[-1] |= {ast.unparse(name): held for name, value in pairs if (held := self.held(value))}
@@ -152,20 +154,22 @@ class _File(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         self.generic_visit(node)
-        at, said = f"{self.name}:{node.lineno}", ast.unparse(node.func)
+        at, call_text = f"{self.name}:{node.lineno}", ast.unparse(node.func)
         try:
             if targets := self.targets(node.func):
                 for target in targets:
                     bind(target, node)
                     self.reading.bound.append(Bound(target, at))
-            elif isinstance(node.func, ast.Attribute) and node.func.attr in self.telling:
-                known, holder = self.telling[node.func.attr], ast.unparse(node.func.value)
-                self.reading.problems.append(f"{at}: {said}() may be {known}'s: say in the table what {holder} is")
+            elif isinstance(node.func, ast.Attribute) and node.func.attr in self.method_owners:
+                known, holder = self.method_owners[node.func.attr], ast.unparse(node.func.value)
+                self.reading.problems.append(
+                    f"{at}: {call_text}() may be a method of {known}: add {holder} to the receivers"
+                )
         except (AttributeError, ImportError, TypeError) as error:
-            self.reading.problems.append(f"{at}: {said}(): {error}")
+            self.reading.problems.append(f"{at}: {call_text}(): {error}")
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        """A name of a library's is there, and what is read from an instance or set on it."""
+        """Check that an attribute of a library, or of an instance of its class, exists."""
         self.generic_visit(node)
         try:
             held, name = self.held(node.value), self.dotted(node)
@@ -189,36 +193,36 @@ class _File(ast.NodeVisitor):
         return [target] if target else self.passed.get(ast.unparse(called), ())
 
     def target(self, called: ast.expr) -> str | None:
-        """The dotted name of what is called, if that is a library's. Methods are named by their class."""
+        """Return the dotted name of the called function of a library, or None. Methods are named by their class."""
         if isinstance(called, ast.Attribute) and (held := self.held(called.value)):
             return f"{held}.{called.attr}"
         return self.dotted(called)
 
     def held(self, value: ast.expr) -> str | None:
-        """The class of the instance that an expression holds."""
-        said = ast.unparse(value)
+        """Return the dotted name of an expression's class."""
+        expression = ast.unparse(value)
         for scope in reversed(self.scopes):
-            if said in scope:
-                return scope[said]
+            if expression in scope:
+                return scope[expression]
         return self.made_by(value)
 
     def made_by(self, value: ast.expr) -> str | None:
-        """The class of what a call returns: its own, or what its function is annotated with."""
+        """Return the class of a call's result: the class that is called, or the function's return annotation."""
         value = value.value if isinstance(value, ast.Await) else value
         if not isinstance(value, ast.Call) or not (target := self.target(value.func)):
             return None
         try:
-            made = resolve(target)
+            resolved = resolve(target)
         except (AttributeError, ImportError):
-            return None  # told where the call is bound
-        return target if inspect.isclass(made) or isinstance(made, ast.ClassDef) else RETURNS.get(target)
+            return None  # reported where the call is bound
+        return target if inspect.isclass(resolved) or isinstance(resolved, ast.ClassDef) else RETURNS.get(target)
 
     def annotation(self, node: ast.expr) -> str | None:
         name = self.dotted(node)
         return name if name and name not in OURS_BEHIND and inspect.isclass(resolve(name)) else None
 
     def dotted(self, node: ast.expr) -> str | None:
-        """A library's name spelled out; None for what is not a name, or not a library's."""
+        """Return the full dotted name of a library's object; None for other expressions."""
         parts: list[str] = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
@@ -234,11 +238,11 @@ RETURNS = {
     "vllm.v1.engine.async_llm.AsyncLLM.from_engine_args": "vllm.v1.engine.async_llm.AsyncLLM",
     "vllm.v1.engine.llm_engine.LLMEngine.from_engine_args": "vllm.v1.engine.llm_engine.LLMEngine",
 }
-"""What functions return that no annotation tells; of a tuple the first."""
+"""Return classes of functions without an annotation; the first element of a tuple."""
 UNSIGNED = ("ray._raylet.GcsClient",)
-"""Compiled classes without a signature; tests of real nodes make them."""
+"""Compiled classes without a signature; end-to-end tests on several nodes construct them."""
 OURS_BEHIND = ("ray.actor.ActorHandle",)
-"""Classes whose instances have the methods of a class of ours."""
+"""Classes whose instances delegate to a class of rlfuse."""
 
 
 def _imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
@@ -256,7 +260,7 @@ def _imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 @cache
 def resolve(dotted: str) -> Any:
-    """The object of this name: imported, or of a stub (then an `ast` node). AttributeError where there is none."""
+    """Return the imported object of this name, or its `ast` node in a stub. Raises AttributeError if neither exists."""
     parts = dotted.split(".")
     for count in range(len(parts), 0, -1):
         module = ".".join(parts[:count])
@@ -281,7 +285,7 @@ def _of_stub(parts: list[str], dotted: str) -> ast.AST:
             node = next((each for each in getattr(node, "body", []) if getattr(each, "name", None) == part), None)
         if node is not None:
             return node
-    raise AttributeError(f"nothing installed is called {dotted}")
+    raise AttributeError(f"{dotted} is not in the installed version")
 
 
 @cache
@@ -291,7 +295,7 @@ def _stub(file: str) -> ast.Module:
 
 
 def bind(target: str, call: ast.Call) -> None:
-    """TypeError where the call's arguments do not fit what is installed under this name."""
+    """Raise TypeError if the arguments do not match the installed signature of this name."""
     signature, bound_method = signature_of(target)
     given = [None] * sum(not isinstance(argument, ast.Starred) for argument in call.args)
     named = {keyword.arg: None for keyword in call.keywords if keyword.arg}
@@ -302,7 +306,7 @@ def bind(target: str, call: ast.Call) -> None:
 
 @cache
 def signature_of(target: str) -> tuple[inspect.Signature, bool]:
-    """(signature, whether an instance comes first)."""
+    """Return (signature, whether its first parameter is an instance)."""
     found = resolve(target)
     if isinstance(found, ast.AST):
         return _signature_of_node(found)
@@ -321,7 +325,7 @@ def signature_of(target: str) -> tuple[inspect.Signature, bool]:
 
 
 def _offer(ours: inspect.Signature, takes: Sequence[inspect.Parameter]) -> None:
-    """Call `ours` as a method that takes these may be called: with all, with the required alone, by name."""
+    """Bind `ours` to the calls that `takes` permits: all arguments, only required ones, and by keyword."""
     kinds = inspect.Parameter
     named = [each for each in takes[1:] if each.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
     placed = [each for each in named if each.kind == kinds.POSITIONAL_OR_KEYWORD]
@@ -332,7 +336,7 @@ def _offer(ours: inspect.Signature, takes: Sequence[inspect.Parameter]) -> None:
 
 
 def _signature_of_node(node: ast.AST) -> tuple[inspect.Signature, bool]:
-    """Of a class or function in a stub, by its first definition that is not a way to read it (`overload`)."""
+    """Return the signature of a class or function in a stub, from its first definition without `overload`."""
     if isinstance(node, ast.ClassDef):
         makers = [each for each in node.body if getattr(each, "name", None) == "__init__"]
         if not makers:
@@ -359,13 +363,13 @@ def _signature(arguments: ast.arguments) -> inspect.Signature:
 
 
 def methods(owner: Any) -> set[str]:
-    """Public methods that a class defines itself."""
+    """Return the public methods that a class defines, without inherited ones."""
     return {name for name, value in vars(owner).items() if callable(value) and not name.startswith("_")}
 
 
 @cache
 def attributes(dotted: str) -> frozenset[str]:
-    """What methods of the class, or of one that it derives from, set on an instance."""
+    """Return the attributes that methods of the class or its bases set on an instance."""
     found, whole = set(), resolve(dotted)
     if isinstance(whole, ast.ClassDef):
         return _declared(whole)
@@ -389,7 +393,7 @@ def _declared(node: ast.ClassDef) -> frozenset[str]:
 
 @cache
 def common() -> frozenset[str]:
-    """Names of methods that Python's own types and torch's tensors and modules have."""
+    """Return the names of methods of Python's builtin types and of torch's tensors and modules."""
     owners = [getattr(builtins, name) for name in dir(builtins) if inspect.isclass(getattr(builtins, name))]
     owners += [Path, collections.deque, io.TextIOWrapper, io.BytesIO, asyncio.Task, asyncio.Event, asyncio.Queue]
     owners += [torch.Tensor, torch.nn.Module, torch, torch.cuda, torch.cuda.Event]

@@ -1,4 +1,4 @@
-"""Ten job files and ten run folders that attack what reads them."""
+"""Ten malicious job files and ten malicious run folders."""
 
 import json
 import os
@@ -86,7 +86,7 @@ def _all(*changes):
 
 
 def _edited(file: str, number: int, **values):
-    """One row of a file with other values."""
+    """Return a change of values in one row of a file."""
 
     def change(folder: Path) -> None:
         lines = (folder / file).read_text().splitlines()
@@ -98,10 +98,10 @@ def _edited(file: str, number: int, **values):
 
 def _checkpoints(folder: Path) -> None:
     for name, state in {"7": "[]", "8": '{"step": "eight"}', DIGITS[:80]: "{}", "-1": DEEP, "9": DIGITS}.items():
-        kept = folder / f"global_step_{name}"
-        kept.mkdir()
-        (kept / "run.json").write_text(state)
-        (kept / "COMPLETE").touch()
+        checkpoint = folder / f"global_step_{name}"
+        checkpoint.mkdir()
+        (checkpoint / "run.json").write_text(state)
+        (checkpoint / "COMPLETE").touch()
     (folder / "global_step_99").symlink_to(folder.parent / "outside")
     (folder / "latest_checkpointed_iteration.txt").write_text(DIGITS)
 
@@ -156,10 +156,10 @@ FOLDERS = {
 def run_folder(parent: Path, name: str) -> Path:
     folder = parent / "run"
     folder.mkdir()
-    for file in RUN.iterdir():  # the first step, which is read soon
+    for file in RUN.iterdir():  # only the first step, to keep reading fast
         lines = file.read_text().splitlines(keepends=True)
         (folder / file.name).write_text("".join(lines[: STARTS.get(file.name)]))
     FOLDERS[name](folder)
-    for file in folder.glob("*.json*"):  # written long ago, so that no run is under way
+    for file in folder.glob("*.json*"):  # old modification times, so that the run does not count as running
         os.utime(file, (1e9, 1e9), follow_symlinks=False)
     return folder

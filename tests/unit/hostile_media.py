@@ -1,4 +1,4 @@
-"""Twenty clips and images that attack their decoders, each written to a folder by `write`."""
+"""Twenty malicious clips and images, each written to a folder by `write`."""
 
 import io
 import os
@@ -37,7 +37,7 @@ def _clip(folder: Path, kind: str, **options) -> bytes:
 
 
 def _box(data: bytes, name: bytes, offset: int, value: bytes) -> bytes:
-    """The first box of this name with other bytes behind its name."""
+    """Replace bytes at this offset in the first box of this name."""
     at = data.index(name) + 4 + offset
     return data[:at] + value + data[at + len(value) :]
 
@@ -114,7 +114,7 @@ MEDIA = {
 
 
 def write(folder: Path, name: str) -> None:
-    """Write one, whose files refer to `../outside/secret`."""
+    """Write one of them; references to other files point to `../outside/secret`."""
     make = MEDIA[name][1]
     (folder / name).write_bytes(make(folder) or _image("PNG"))
     if "%d" in name:

@@ -111,7 +111,7 @@ WAYS += VALUES
 WAYS += [from_method(method, error) for method in ("__class__", "item", "__repr__") for error in ERRORS]
 WAYS += [as_extra(from_method(method, error)) for method in ("__class__", "item", "__repr__") for error in ERRORS]
 LATE = ERRORS
-"""What an async reward raises in a task of its own."""
+"""Errors that an async reward raises in a separate task."""
 
 
 def act(response):

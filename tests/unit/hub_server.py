@@ -1,4 +1,4 @@
-"""A hub of models on this machine: the few calls of its protocol that an upload makes, answered from memory."""
+"""In-memory model hub on this machine that serves the calls of an upload."""
 
 import base64
 import json
@@ -8,11 +8,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Hub(ThreadingHTTPServer):
-    """`repos`: name -> branch -> path -> bytes; `asked`: method and path of every call."""
+    """HTTP server; `repos`: name -> branch -> path -> bytes, `requests`: method and path of every call."""
 
     def __init__(self, token="hf_valid"):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.token, self.asked, self.repos, self.private = token, [], {}, {}
+        self.token, self.requests, self.repos, self.private = token, [], {}, {}
 
     @property
     def address(self):
@@ -33,20 +33,20 @@ class Handler(BaseHTTPRequestHandler):
 
     def handle_call(self):
         path, body = self.path.partition("?")[0], self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        self.server.asked.append(f"{self.command} {path}")
+        self.server.requests.append(f"{self.command} {path}")
         if self.headers.get("Authorization") != f"Bearer {self.server.token}":
             return self.answer(401, {"error": "Invalid credentials"}, **{"X-Error-Message": "Invalid credentials"})
         if path == "/api/repos/create":
-            asked = json.loads(body)
-            name = f"{asked['organization']}/{asked['name']}"
+            created = json.loads(body)
+            name = f"{created['organization']}/{created['name']}"
             known = name in self.server.repos
             self.server.repos.setdefault(name, {"main": {}})
-            self.server.private.setdefault(name, asked.get("visibility") == "private")
+            self.server.private.setdefault(name, created.get("visibility") == "private")
             return self.answer(409 if known else 200, {"url": f"{self.server.address}/{name}"})
         if path.startswith("/api/models/"):
             _, _, _, user, repo, call, *rest = path.split("/")
             return self.of_repo(f"{user}/{repo}", call, rest, body)
-        if path.startswith("/api/"):  # what the client asks for its own sake; that a card's header is valid
+        if path.startswith("/api/"):  # other calls of the client, such as the validation of a card's header
             return self.answer(200, {"errors": [], "warnings": []})
         _, user, repo, _, branch, *file = path.split("/")  # /user/repo/resolve/branch/file
         found = self.server.repos[f"{user}/{repo}"].get(branch, {}).get("/".join(file))
@@ -82,7 +82,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(**settings):
-    """A hub that listens until the block ends."""
+    """Yield a hub that listens until the block ends."""
     hub = Hub(**settings)
     thread = threading.Thread(target=hub.serve_forever, args=(0.02,), daemon=True)
     thread.start()

@@ -1,4 +1,4 @@
-"""The twelve instances published by RLHFuse (arXiv 2409.13221), with their results. Backward takes 2x forward."""
+"""The twelve schedule problems published by RLHFuse (arXiv 2409.13221) and their results; backward takes 2x forward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rlfuse.fusion.schedules.problem import Model, Problem
 
 
 class Instance(NamedTuple):
-    """Actor / critic: stages, micro-batches and forward times; makespans; peak memory over serial 1F1B's."""
+    """(actor, critic) stages, micro-batches and forward times; makespans; peak memory relative to serial 1F1B."""
 
     stages: tuple[int, int]
     micro_batches: tuple[int, int]
@@ -36,7 +36,7 @@ INSTANCES = [
 
 
 def problem(number: int, **fields: Any) -> Problem:
-    """An instance; `fields` of the problem, as in its JSON."""
+    """Return the problem of an instance; `fields` override fields of its JSON."""
     each = INSTANCES[number]
     devices = each.stages[0]
     actor = {"name": "actor", "activation": 1.95 if number < 6 else 1.64, "direction": "down"}
@@ -58,7 +58,7 @@ def problem(number: int, **fields: Any) -> Problem:
 
 
 def parse(data: dict[str, Any]) -> Problem:
-    """A problem from plain data."""
+    """Return a problem from plain data."""
 
     def tuples(fields: dict[str, Any]) -> dict[str, Any]:
         return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}

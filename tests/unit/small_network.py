@@ -1,4 +1,4 @@
-"""A small network, the same every time, and a loss of it."""
+"""A small network with fixed weights, and a loss function for it."""
 
 import torch
 

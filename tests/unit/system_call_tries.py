@@ -1,4 +1,4 @@
-"""Programs for each family of system calls, which `test_calls` runs in a confined process."""
+"""Test programs for each family of system calls, which `test_calls` runs in a confined process."""
 
 TRIES = {
     "its open descriptors": """
@@ -170,11 +170,11 @@ def raw(number, *given):
 def f(numbers, tries, denied):
     def tried(name, *given):
         return raw(numbers[name], *given) if name in numbers else errno.EPERM
-    said = {}
+    failures = {}
     for name, source in tries.items():
         try:
             exec(textwrap.dedent(source), globals() | {"tried": tried})
         except BaseException:
-            said[name] = traceback.format_exc()[-300:]
-    return said, {name: tried(name, 0, 0, 0, 0, 0, 0) for name in denied}, raw(0x40000000 | 39), raw(500)
+            failures[name] = traceback.format_exc()[-300:]
+    return failures, {name: tried(name, 0, 0, 0, 0, 0, 0) for name in denied}, raw(0x40000000 | 39), raw(500)
 """

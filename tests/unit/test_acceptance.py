@@ -1,4 +1,4 @@
-"""Whether a job may begin: finished runs, other settings, names, and folders of runs that go on elsewhere."""
+"""Acceptance of a job at startup: finished runs, changed settings, run names, and folders in use by other jobs."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ def config(tmp_path):
 
 
 def changed(config, **settings):
-    """A copy with other settings: `actor__optim__lr=1`."""
+    """Return a copy of the configuration with other settings, such as `actor__optim__lr=1`."""
     config = dataclasses.replace(
         config, **{field.name: dataclasses.replace(getattr(config, field.name)) for field in dataclasses.fields(config)}
     )
@@ -48,7 +48,7 @@ def changed(config, **settings):
 
 
 def leave(config, step, state="finished", rows=True):
-    """The folder of a run that came to this step and ended so."""
+    """Write the folder of a run that ended at this step in this state, and return it."""
     folder = config.run_folder
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(config)))
@@ -68,14 +68,14 @@ def leave(config, step, state="finished", rows=True):
 
 
 def begin_and_end(job, total_steps):
-    """As a run that came to no step does."""
+    """Begin a run and end it before its first step."""
     job.begin(total_steps).close()
     job.lock.release()
 
 
 @pytest.fixture
 def untouched(tmp_path):
-    """Nothing may be written, renamed or removed during the test once it has called this."""
+    """Return a function after whose call the test may not write, rename or remove a file."""
     before = []
 
     def look():
@@ -85,21 +85,21 @@ def untouched(tmp_path):
     assert before in ([], [look()])
 
 
-def test_the_same_settings_of_a_finished_run_leave_nothing_to_do(config, untouched, capsys):
+def test_a_finished_run_with_the_same_settings_has_nothing_to_do(config, untouched, capsys):
     folder = leave(config, 4)
     untouched()
     with pytest.raises(NothingToDo) as end:
         accept(changed(config, trainer__logger=["wandb"], alerts__kl=1.0))
-    first, longer, another = str(end.value).splitlines()
+    first, with_more_steps, as_new_run = str(end.value).splitlines()
     assert first == f"{folder} finished after 4 steps on {time.strftime('%Y-%m-%d %H:%M')}: nothing to do."
-    assert longer.endswith("trainer.experiment_name=mine trainer.total_training_steps=8")
-    assert another.endswith("trainer.experiment_name=mine-2")
+    assert with_more_steps.endswith("trainer.experiment_name=mine trainer.total_training_steps=8")
+    assert as_new_run.endswith("trainer.experiment_name=mine-2")
     assert run_with_restarts(config, lambda job: pytest.fail("begun")) == folder and first in capsys.readouterr().out
     with pytest.raises(NothingToDo, match=r"mine trainer\.total_training_steps=8 trainer\.total_epochs=null\n"):
         accept(changed(config, trainer__total_epochs=1))
 
 
-def test_a_finished_run_goes_on_when_it_is_to_be_longer_and_only_then(config):
+def test_a_finished_run_resumes_only_with_more_steps(config):
     folder = leave(config, 4)
     accepted = accept(changed(config, trainer__total_training_steps=6, actor__optim__lr=1e-3))
     assert accepted.checkpoint == folder / "global_step_4"
@@ -114,7 +114,7 @@ def test_a_finished_run_goes_on_when_it_is_to_be_longer_and_only_then(config):
         accept(changed(config, trainer__total_training_steps=6, model__path="elsewhere"))
 
 
-def test_epochs_are_judged_once_the_data_is_there(config):
+def test_epochs_are_compared_once_the_data_is_loaded(config):
     by_epochs = changed(config, trainer__total_training_steps=None)
     leave(by_epochs, 4)
     with pytest.raises(NothingToDo):
@@ -128,14 +128,14 @@ def test_epochs_are_judged_once_the_data_is_there(config):
     assert yaml.safe_load((job.folder / "config.yaml").read_text())["trainer"]["total_epochs"] == 2
 
 
-def test_a_run_that_died_at_its_end_is_closed_by_the_same_command(config):
+def test_a_run_that_failed_after_its_last_step_is_completed_by_the_same_command(config):
     leave(config, 4, state="failed")
     assert accept(config).checkpoint.name == "global_step_4"
     with pytest.raises(NothingToDo, match="has already completed 4 steps, and the job has 3"):
         accept(changed(config, trainer__total_training_steps=3))
 
 
-def test_what_may_not_change_is_refused_with_the_command_for_either(config, untouched, monkeypatch):
+def test_changes_of_fixed_settings_are_refused_with_both_commands(config, untouched, monkeypatch):
     folder = leave(config, 2, state="stopped")
     typed = "/venv/bin/python /venv/bin/rlfuse train my_job.yaml algorithm=ppo trainer.experiment_name=mine"
     monkeypatch.setattr(sys, "orig_argv", typed.split())
@@ -152,14 +152,16 @@ def test_what_may_not_change_is_refused_with_the_command_for_either(config, unto
         "data.seed 1 -> 3",
         "actor.optim.lr 1e-06 -> 1.0",
     ]
-    mine = "trainer.experiment_name=mine"
-    assert lines[-2].endswith(f"  rlfuse train my_job.yaml {mine} algorithm.adv_estimator=grpo"), "no preset has this"
-    assert lines[-1].endswith(f"  rlfuse train my_job.yaml algorithm=ppo {mine}-2")
+    name_setting = "trainer.experiment_name=mine"
+    assert lines[-2].endswith(f"  rlfuse train my_job.yaml {name_setting} algorithm.adv_estimator=grpo"), (
+        "no preset matches"
+    )
+    assert lines[-1].endswith(f"  rlfuse train my_job.yaml algorithm=ppo {name_setting}-2")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", sorted(path.stem for path in (conf_folder() / "algorithm").glob("*.yaml")))
-def test_a_command_to_go_on_with_has_the_run_s_preset_alone(preset, tmp_path, monkeypatch):
+def test_the_suggested_resume_command_has_only_the_preset_of_the_run(preset, tmp_path, monkeypatch):
     def job(*words):
         return OmegaConf.to_object(compose_job([*words]))
 
@@ -175,13 +177,13 @@ def test_a_command_to_go_on_with_has_the_run_s_preset_alone(preset, tmp_path, mo
     assert accept(job(*words)).changes == ()
 
 
-def test_accepted_changes_are_told_kept_and_recorded(config, capsys):
+def test_accepted_changes_are_reported_applied_and_recorded(config, capsys):
     folder = leave(config, 2, state="stopped")
     job = open_job(changed(config, actor__optim__lr=1e-3, data__train_batch_size=32))
-    said = capsys.readouterr().out
-    assert f"resumes from {folder}/global_step_2 with changed settings" in said
-    assert "  take effect, but results before and after are not comparable:\n    data.train_batch_size" in said
-    assert "start a new run: rlfuse train ... trainer.experiment_name=mine-2" in said
+    output = capsys.readouterr().out
+    assert f"resumes from {folder}/global_step_2 with changed settings" in output
+    assert "  take effect, but results before and after are not comparable:\n    data.train_batch_size" in output
+    assert "start a new run: rlfuse train ... trainer.experiment_name=mine-2" in output
     assert not (folder / "changes.jsonl").exists()
     begin_and_end(job, 4)
     rows = [json.loads(line) for line in (folder / "changes.jsonl").read_text().splitlines()]
@@ -194,47 +196,47 @@ def test_accepted_changes_are_told_kept_and_recorded(config, capsys):
 
 
 @pytest.mark.slow
-def test_who_goes_back_is_compared_with_the_settings_of_then_and_later_ones_are_dropped(config):
+def test_resuming_an_older_checkpoint_compares_its_settings_and_drops_later_changes(config):
     folder, faster = leave(config, 2, state="stopped"), changed(config, actor__optim__lr=1e-3)
     begin_and_end(open_job(faster), 8)
     leave(faster, 4, state="stopped")
     slow = changed(faster, actor__optim__lr=1e-9)
     begin_and_end(open_job(slow), 8)
 
-    def noted():
+    def recorded_changes():
         rows = [json.loads(line) for line in (folder / "changes.jsonl").read_text().splitlines()]
         return [(row["step"], row["was"], row["is"]) for row in rows]
 
-    assert noted() == [(2, 1e-6, 1e-3), (4, 1e-3, 1e-9)]
+    assert recorded_changes() == [(2, 1e-6, 1e-3), (4, 1e-3, 1e-9)]
     back = {"trainer__resume_mode": str(folder / "global_step_2")}
     assert accept(changed(faster, **back)).changes == ()
     [change] = accept(changed(slow, **back)).changes
-    assert (change.was, change.now) == (1e-3, 1e-9), "though config.yaml has it"
+    assert (change.was, change.now) == (1e-3, 1e-9), "although config.yaml already has the value"
     open_job(changed(faster, **back)).begin(8).close()
-    assert noted() == [(2, 1e-6, 1e-3)]
+    assert recorded_changes() == [(2, 1e-6, 1e-3)]
 
 
-def test_settings_that_could_not_be_compared_are_told_once(config, capsys):
+def test_a_missing_config_is_reported_once(config, capsys):
     folder = leave(config, 2, state="stopped")
     (folder / "config.yaml").unlink()
     job = open_job(config)
-    told = f"{folder} has no readable config.yaml"
-    assert capsys.readouterr().out.count(told) == 1
+    message = f"{folder} has no readable config.yaml"
+    assert capsys.readouterr().out.count(message) == 1
     begin_and_end(job, 4)
-    assert told not in accept(config).message
+    assert message not in accept(config).message
 
 
-def test_a_checkpoint_that_is_named_is_compared_too(config):
+def test_the_settings_of_a_named_checkpoint_are_compared(config):
     folder = leave(config, 2, state="stopped")
-    of = changed(config, trainer__resume_mode=str(folder / "global_step_2"), trainer__experiment_name="other")
-    accepted = accept(of)
+    resumed = changed(config, trainer__resume_mode=str(folder / "global_step_2"), trainer__experiment_name="other")
+    accepted = accept(resumed)
     assert accepted.changes == () and accepted.config.run_folder.name == "other"
     with pytest.raises(RunRefused, match=r"resume it .*model.dtype=bfloat16") as error:
-        accept(changed(of, model__dtype="float32"))
+        accept(changed(resumed, model__dtype="float32"))
     assert error.match("trainer.experiment_name=other-?2? trainer.resume_mode=auto")
 
 
-def test_a_checkpoint_of_another_run_does_not_write_over_the_run_of_a_folder(config, untouched):
+def test_resuming_a_checkpoint_of_another_run_does_not_overwrite_an_existing_run(config, untouched):
     source, other = leave(config, 2, state="stopped"), changed(config, trainer__experiment_name="other")
     folder = leave(changed(other, actor__optim__lr=1e-2), 4)
     untouched()
@@ -242,34 +244,34 @@ def test_a_checkpoint_of_another_run_does_not_write_over_the_run_of_a_folder(con
     with pytest.raises(RunRefused, match="global_step_2 names a checkpoint of another run") as error:
         accept(changed(other, trainer__resume_mode=str(path)))
     assert error.match(f"{folder} already has a run(.|\n)*=other trainer.resume_mode=auto(.|\n)*=other-2")
-    assert accept(changed(config, trainer__resume_mode=f"{source}/../mine/global_step_2")).checkpoint, "its own"
+    assert accept(changed(config, trainer__resume_mode=f"{source}/../mine/global_step_2")).checkpoint, "the same run"
 
 
 @pytest.mark.slow
-def test_commands_can_be_pasted_for_sweeps_and_verls_names(config, monkeypatch):
+def test_suggested_commands_work_for_sweeps_and_names_of_verl(config, monkeypatch):
     leave(changed(config, trainer__experiment_name="s-actor.lr=1e-6"), 4)
     python, swept = (
         "/venv/bin/python /venv/bin/rlfuse train",
         changed(config, trainer__experiment_name="s-actor.lr=1e-6"),
     )
 
-    def told(words, accepted):
+    def suggested(words, accepted):
         monkeypatch.setattr(sys, "orig_argv", f"{python} {words}".split())
         with pytest.raises((NothingToDo, RunRefused)) as end:
             accept(accepted)
         lines = [line for line in str(end.value).splitlines() if "rlfuse train" in line]
         return [shlex.split(line[line.index("rlfuse train") :])[2:] for line in lines]
 
-    longer, another = told("experiment=quickstart", swept)
-    assert compose_job(longer).trainer.experiment_name == "s-actor.lr=1e-6"
-    assert compose_job(another).trainer.experiment_name == "s-actor.lr=1e-6-2"
+    with_more_steps, as_new_run = suggested("experiment=quickstart", swept)
+    assert compose_job(with_more_steps).trainer.experiment_name == "s-actor.lr=1e-6"
+    assert compose_job(as_new_run).trainer.experiment_name == "s-actor.lr=1e-6-2"
     sweep = "-m experiment=quickstart actor.optim.lr=1e-6,1e-5"
-    assert told(sweep, swept)[0] == [*sweep.split(), "trainer.total_training_steps=8"], "the sweep names its runs"
-    go_on, _ = told(
+    assert suggested(sweep, swept)[0] == [*sweep.split(), "trainer.total_training_steps=8"], "the sweep names its runs"
+    resumed, _ = suggested(
         "experiment=quickstart actor_rollout_ref.model.path=b",
         changed(swept, model__path="b", trainer__total_training_steps=8),
     )
-    assert compose_job(go_on).model.path == "somewhere"
+    assert compose_job(resumed).model.path == "somewhere"
 
 
 def test_a_used_folder_without_a_checkpoint_is_refused(config, untouched):
@@ -279,7 +281,7 @@ def test_a_used_folder_without_a_checkpoint_is_refused(config, untouched):
         accept(changed(config, trainer__resume_mode="disable"))
 
 
-def test_a_run_that_goes_on_elsewhere_is_not_joined(config, monkeypatch):
+def test_a_run_in_use_by_another_process_is_refused(config, monkeypatch):
     monkeypatch.setattr(run_lock, "BEAT_S", 60.0)
     folder, lock = leave(config, 2, state="running"), RunLock()
     assert lock.acquire(folder)
@@ -288,33 +290,33 @@ def test_a_run_that_goes_on_elsewhere_is_not_joined(config, monkeypatch):
     with pytest.raises(RunRefused, match=f"in use by a running job: process {os.getpid()} on .*rlfuse watch .*mine"):
         accept(config)
     with pytest.raises(RunRefused):
-        dataclasses.replace(job, folder=folder).begin(4)  # accepted before the other began
-    assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}, "nothing was touched"
+        dataclasses.replace(job, folder=folder).begin(4)  # accepted before the other run began
+    assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}, "a file was changed"
     lock.release()
-    assert accept(config).checkpoint.name == "global_step_2", "crashed now"
+    assert accept(config).checkpoint.name == "global_step_2", "without the lock it counts as crashed"
 
 
-def test_of_two_that_begin_at_once_one_does(config):
-    jobs, both, told = [open_job(config) for _ in range(2)], multiprocessing.Barrier(2), multiprocessing.Queue()
+def test_of_two_jobs_that_begin_simultaneously_one_is_refused(config):
+    jobs, barrier, results = [open_job(config) for _ in range(2)], multiprocessing.Barrier(2), multiprocessing.Queue()
 
     def begin(job):
-        both.wait()
+        barrier.wait()
         try:
             job.begin(4)
-            told.put("begun")
+            results.put("begun")
         except RunRefused as error:
-            told.put("in use" if "a running job" in str(error) else str(error))
-        both.wait()  # neither has ended before
+            results.put("in use" if "a running job" in str(error) else str(error))
+        barrier.wait()  # so that both runs exist at the same time
 
     processes = [multiprocessing.get_context("fork").Process(target=begin, args=(job,)) for job in jobs]
     for process in processes:
         process.start()
-    assert sorted(told.get(timeout=30) for _ in processes) == ["begun", "in use"]
+    assert sorted(results.get(timeout=30) for _ in processes) == ["begun", "in use"]
     for process in processes:
         process.join()
 
 
-def test_checkpoints_of_one_that_began_and_ended_meanwhile_are_not_abandoned(config):
+def test_checkpoints_written_by_another_job_since_acceptance_are_kept(config):
     job, other = open_job(config), open_job(config)
     begin_and_end(other, 4)
     leave(config, 4)
@@ -324,7 +326,7 @@ def test_checkpoints_of_one_that_began_and_ended_meanwhile_are_not_abandoned(con
     assert status.read(job.folder) == before and not job.lock.is_held
 
 
-def test_a_run_without_a_name_gets_one_and_two_in_a_second_get_two(config):
+def test_runs_without_a_name_get_unique_names_within_a_second(config):
     unnamed = changed(config, trainer__experiment_name=None, trainer__job_name="my job")
     first, second = accept(unnamed).config, accept(unnamed).config
     assert first.run_folder != second.run_folder
@@ -334,7 +336,7 @@ def test_a_run_without_a_name_gets_one_and_two_in_a_second_get_two(config):
 
 
 @pytest.mark.slow
-def test_without_a_name_the_last_run_of_the_same_configuration_goes_on(config, capsys):
+def test_a_job_without_a_name_resumes_the_last_run_of_its_configuration(config, capsys):
     unnamed = changed(config, trainer__experiment_name=None)
     folder = leave(config, 2, state="stopped")
     other = leave(changed(config, trainer__experiment_name="later", actor__optim__lr=1e-3), 2, state="stopped")
@@ -348,26 +350,26 @@ def test_without_a_name_the_last_run_of_the_same_configuration_goes_on(config, c
     assert accept(changed(unnamed, trainer__resume_mode="disable")).checkpoint is None
     status.end(folder, "finished")
     with pytest.raises(NothingToDo) as end:
-        leave_at(folder, 4)
+        rename_checkpoint(folder, 4)
         accept(unnamed)
     assert str(end.value).splitlines()[-1].endswith("trainer.resume_mode=disable")
 
 
-def leave_at(folder, step):
+def rename_checkpoint(folder, step):
     (folder / "global_step_2").rename(folder / f"global_step_{step}")
     (folder / f"global_step_{step}" / "run.json").write_text(json.dumps({"step": step}))
 
 
-def test_without_a_name_a_run_that_can_not_go_on_is_left_alone(config):
+def test_a_job_without_a_name_skips_a_run_that_cannot_be_resumed(config):
     unnamed = changed(config, trainer__experiment_name=None)
     folder = leave(config, 0, state="failed", rows=False)
-    assert accept(unnamed).config.run_folder == folder, "it never began"
+    assert accept(unnamed).config.run_folder == folder, "it completed no step"
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     assert accept(unnamed).config.run_folder != folder
 
 
 @pytest.mark.slow
-def test_a_name_that_nothing_came_of_is_given_back(tmp_path):
+def test_a_generated_name_is_released_if_the_run_never_starts(tmp_path):
     program = f"""
 from rlfuse.run.resume.acceptance import accept
 from rlfuse.config.schema import Config
@@ -375,11 +377,11 @@ config = Config()
 config.model.path, config.trainer.default_local_dir = "somewhere", {str(tmp_path)!r}
 print(accept(config).config.run_folder.exists())
 """
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert told.stdout == "True\n" and list((tmp_path / "rlfuse").iterdir()) == []
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n" and list((tmp_path / "rlfuse").iterdir()) == []
 
 
-def test_a_folder_that_can_not_be_made_names_its_key(config, tmp_path):
+def test_a_folder_that_cannot_be_created_is_reported_with_its_key(config, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"trainer.default_local_dir: .*/file/.* can't be created"):
         accept(changed(config, trainer__experiment_name=None, trainer__default_local_dir=str(tmp_path / "file")))

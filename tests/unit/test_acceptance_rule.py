@@ -1,4 +1,4 @@
-"""Drafts change no token and no log-prob: the rule of V1 against vLLM's sampler, that of V2 in Triton's interpreter."""
+"""Draft verification changes no token and no log-prob in vLLM's V1 model runner, nor in V2 in Triton's interpreter."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # importing it takes long: by one process
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # one process: importing vLLM is slow
 
 VOCABULARY, DRAFTS = 60, 5
 SAMPLING = [
@@ -24,7 +24,7 @@ SAMPLING = [
 
 
 def input_batch(drawn):
-    """A batch of V1's model runner with one request per entry of `SAMPLING`, after `drawn` tokens of each response."""
+    """Return a V1 `InputBatch` with one request per entry of `SAMPLING`, each with `drawn` response tokens."""
     import torch
     from vllm import SamplingParams
     from vllm.config import DeviceConfig, VllmConfig
@@ -55,7 +55,7 @@ def input_batch(drawn):
 
 
 def verify(logits, drafts, drawn):
-    """(tokens, log-probs) of each request by the rule of V1, for `logits` [requests, DRAFTS + 1, vocabulary]."""
+    """Return (tokens, log-probs) of each request by the rule of V1, for `logits` [requests, DRAFTS + 1, vocabulary]."""
     import torch
     from vllm.v1.sample.sampler import Sampler
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
@@ -79,7 +79,7 @@ def verify(logits, drafts, drawn):
 
 
 @pytest.mark.parametrize("rows", [None, 5], ids=["all rows at once", "5 rows at once"])
-def test_the_rule_of_v1_changes_no_token_and_no_log_prob(rows, monkeypatch):
+def test_the_v1_rule_changes_no_token_and_no_log_prob(rows, monkeypatch):
     import torch
 
     from rlfuse.engines.vllm import acceptance
@@ -112,7 +112,7 @@ def test_the_rule_of_v1_changes_no_token_and_no_log_prob(rows, monkeypatch):
 
 
 def test_custom_logits_processors_are_refused_with_drafts():
-    """They may depend on earlier tokens, which V1 does not update between the tokens of a draft."""
+    """Refuse them since V1 does not update earlier tokens between the tokens of a draft."""
     import torch
     from vllm.config import DeviceConfig, VllmConfig
     from vllm.v1.sample.logits_processor import STR_SPEC_DEC_REJECTS_LOGITSPROCS
@@ -127,7 +127,7 @@ def test_custom_logits_processors_are_refused_with_drafts():
 
 
 @pytest.mark.parametrize("mode", ["processed_logprobs", "processed_logits"])
-def test_rows_with_one_generator_draw_what_vllm_draws(mode):
+def test_rows_with_one_generator_sample_the_same_tokens_as_vllm(mode):
     import torch
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
@@ -138,18 +138,18 @@ def test_rows_with_one_generator_draw_what_vllm_draws(mode):
     found = []
     for draw in (_forward_cpu, sample_on_cpu):
         torch.manual_seed(0)
-        made = {owner: torch.Generator().manual_seed(owner) for owner in {*owners} - {None}}
-        generators = {row: made[owner] for row, owner in enumerate(owners) if owner is not None}
+        by_owner = {owner: torch.Generator().manual_seed(owner) for owner in {*owners} - {None}}
+        generators = {row: by_owner[owner] for row, owner in enumerate(owners) if owner is not None}
         tokens, scores = draw(sampler, logits.clone(), generators, None, torch.full((40,), 0.9))
-        found.append((tokens, scores, *(made[owner].get_state() for owner in sorted(made))))
+        found.append((tokens, scores, *(by_owner[owner].get_state() for owner in sorted(by_owner))))
     assert all(torch.equal(left, right) for left, right in zip(*found, strict=True))
     tokens, _ = sample_on_cpu(sampler, logits.clone(), {}, None, None)
     assert tokens.shape == (40,)
 
 
 @pytest.mark.parametrize("name", ["test_11_drafts.py", "test_12_draft_engines.py"])
-def test_the_rule_of_v2_in_the_interpreter(name):
-    """In a separate process: what Triton's interpreter can run is decided when Triton is imported."""
+def test_the_v2_rule_under_triton_interpreter(name):
+    """Run in a separate process, since TRITON_INTERPRET is read when Triton is imported."""
     file = Path(__file__).parent.parent / "gpu" / name
     command = sys.executable, "-m", "pytest", file, "-q", "-n0", "-p", "no:cacheprovider"
     variables = {"TRITON_INTERPRET": "1", "RLFUSE_TEST_DEVICE": "cpu", "TORCHDYNAMO_DISABLE": "1"}

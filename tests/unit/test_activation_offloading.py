@@ -1,4 +1,4 @@
-"""Offloaded and recomputed activations: placement, and unchanged gradients."""
+"""Activation offloading and recomputation: placement per layer, and gradients identical to plain training."""
 
 import gc
 import math
@@ -62,7 +62,7 @@ def layer(activations=10.0, inputs=1.0, seconds=1.0):
     return Layer(activations, inputs, seconds)
 
 
-def test_short_rows_are_left_alone_and_of_long_ones_the_last_layers_stay():
+def test_short_rows_stay_on_the_device_and_long_rows_offload_the_first_layers():
     tiers = {DISK: TierCapacity(100, FAST)}
     assert place_activations(4, layer(), 40, tiers).layers == (DEVICE,) * 4
     assert place_activations(4, layer(), 39, tiers).layers == (DISK, DEVICE, DEVICE, DEVICE)
@@ -72,7 +72,7 @@ def test_short_rows_are_left_alone_and_of_long_ones_the_last_layers_stay():
     assert place_activations(4, layer(math.inf), 1e30, tiers).layers == (RECOMPUTE, RECOMPUTE, RECOMPUTE, DEVICE)
 
 
-def test_as_many_layers_are_copied_as_computing_hides():
+def test_layers_are_copied_as_far_as_compute_hides_the_copy():
     slow = layer(activations=100.0, seconds=1.0)
     assert place_activations(9, slow, 100, {HOST: TierCapacity(1e9, 25.0)}).layers == (
         RECOMPUTE,
@@ -86,21 +86,21 @@ def test_as_many_layers_are_copied_as_computing_hides():
         HOST,
         HOST,
         DEVICE,
-    )  # late by less than a layer
-    # Four times the tokens: four times the bytes, and as attention goes more than that to compute.
+    )  # the copy finishes less than one layer late
+    # 4x the tokens: 4x the bytes, and more than 4x the compute because of attention.
     assert place_activations(9, layer(400.0, 4.0, 16.0), 400, {HOST: TierCapacity(1e9, 25.0)}).layers == (HOST,) * 8 + (
         DEVICE,
     )
 
 
-def test_inputs_of_layers_that_are_run_again_leave_where_many_would_not_fit():
+def test_inputs_of_recomputed_layers_are_offloaded_if_they_do_not_fit():
     assert place_activations(5, layer(), 14, {}).inputs is DEVICE
     assert place_activations(5, layer(), 13, {HOST: TierCapacity(4, FAST)}).inputs is HOST
     assert place_activations(5, layer(), 13, {HOST: TierCapacity(3, FAST), DISK: TierCapacity(4, FAST)}).inputs is DISK
     assert place_activations(5, layer(), 5, {HOST: TierCapacity(9, FAST)}, recompute_all=True).inputs is DEVICE
 
 
-def test_no_tier_is_ever_given_more_than_it_has_room_for():
+def test_no_tier_exceeds_its_capacity():
     draw = np.random.default_rng(0)
     for _ in range(300):
         size, count = float(draw.integers(1, 50)), int(draw.integers(1, 20))
@@ -129,7 +129,7 @@ def batch_of(model, *lengths, seed=0):
 
 
 def gradients(model, batch, offloading=None):
-    """Of each parameter, and where the layers' activations were."""
+    """Return the gradient of each parameter."""
     model.zero_grad()
     if offloading is None:
         response_logits(model, batch).logsumexp(-1).sum().backward()
@@ -141,7 +141,7 @@ def gradients(model, batch, offloading=None):
 
 
 def offloaded(model, tmp_path, device=0.0, host=0, disk=0, recompute_all=False):
-    """`model`'s, and its stores; rooms in bytes."""
+    """Return (offloading of `model`, its stores); capacities are in bytes."""
     stores = {HOST: HostMemory(host, False)} if host else {}
     stores |= {DISK: Disk(disk, False, tmp_path)} if disk else {}
     tiers = {HOST: TierCapacity(host, FAST), DISK: TierCapacity(disk, FAST)}
@@ -154,7 +154,7 @@ def same(ours, theirs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_are_those_of_activations_that_stay_to_the_last_bit(tmp_path, family):
+def test_gradients_are_bitwise_equal_to_those_without_offloading(tmp_path, family):
     model = model_of(family)
     batches = [batch_of(model, 20, 30, seed=0), batch_of(model, 60, 50, 9, seed=1)]
     plain = [gradients(model, each) for each in batches]
@@ -171,21 +171,21 @@ def test_gradients_are_those_of_activations_that_stay_to_the_last_bit(tmp_path, 
         gc.collect()
         assert all(store.has_room(rooms[place]) for place, store in stores.items())
         assert DISK not in stores or stores[DISK].written > 0 == os.fstat(stores[DISK]._file.fileno()).st_size
-    assert same(gradients(model, batches[0]), plain[0])  # and nothing is left behind in the model
+    assert same(gradients(model, batches[0]), plain[0])  # the model has no hooks left
 
 
-def test_one_storage_leaves_once_whoever_saves_which_view_of_it(tmp_path):
-    """Neighbours have some in common, as rotations."""
+def test_each_storage_is_offloaded_once_however_many_views_are_saved(tmp_path):
+    """Count shared storages once, such as the rotary embeddings of neighbouring layers."""
     model = model_of("qwen2")
     batch, (offloading, stores) = batch_of(model, 60, 50), offloaded(model, tmp_path, disk=ROOM)
-    gradients(model, batch, offloading)  # measures the activations of a layer
+    gradients(model, batch, offloading)  # measures the activations of one layer
     before = stores[DISK].written
     gradients(model, batch, offloading)
-    told = offloading._activations * batch.inputs["input_ids"].numel()
-    assert 2.5 * told < stores[DISK].written - before <= 3 * told
+    measured = offloading._activations * batch.inputs["input_ids"].numel()
+    assert 2.5 * measured < stores[DISK].written - before <= 3 * measured
 
 
-def test_short_rows_see_no_hook(tmp_path, monkeypatch):
+def test_short_rows_run_without_hooks(tmp_path, monkeypatch):
     model = model_of("qwen2")
     offloading, _ = offloaded(model, tmp_path, device=ROOM, disk=ROOM)
     gradients(model, batch_of(model, 60), offloading)
@@ -196,7 +196,7 @@ def test_short_rows_see_no_hook(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_pass_that_is_given_up_leaves_nothing_behind(tmp_path):
+def test_an_aborted_pass_frees_its_memory(tmp_path):
     model = model_of("qwen2")
     batch = batch_of(model, 60)
     offloading, stores = offloaded(model, tmp_path, host=64 * PIECE_BYTES, disk=ROOM)
@@ -214,7 +214,7 @@ def test_a_pass_that_is_given_up_leaves_nothing_behind(tmp_path):
     assert same(gradients(model, batch, offloading), expected)
 
 
-def test_a_full_disk_is_told_with_bytes_and_what_to_change(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_with_bytes_and_the_setting_to_change(tmp_path, monkeypatch):
     model = model_of("qwen2")
     offloading, _ = offloaded(model, tmp_path, disk=ROOM)
     gradients(model, batch_of(model, 60), offloading)
@@ -227,7 +227,7 @@ def test_a_full_disk_is_told_with_bytes_and_what_to_change(tmp_path, monkeypatch
         gradients(model, batch_of(model, 60), offloading)
 
 
-def test_pinned_memory_is_made_within_its_room_and_used_again():
+def test_pinned_memory_stays_within_its_limit_and_is_reused():
     store, data = HostMemory(5 * PIECE_BYTES, False), torch.arange(3 * PIECE_BYTES, dtype=torch.int64).to(torch.uint8)
     for _ in range(3):
         pieces, back = store.write(data), torch.empty_like(data)
@@ -238,7 +238,7 @@ def test_pinned_memory_is_made_within_its_room_and_used_again():
     assert 0 < free_bytes() <= psutil.virtual_memory().total
 
 
-def test_the_file_has_no_name(tmp_path):
+def test_the_disk_store_uses_an_unlinked_file(tmp_path):
     disk = Disk(ROOM, False, tmp_path / "runs")
     key = disk.write(torch.arange(100, dtype=torch.uint8))
     disk.settle()
@@ -247,7 +247,7 @@ def test_the_file_has_no_name(tmp_path):
     assert torch.equal(back, torch.arange(100, dtype=torch.uint8)) and not list((tmp_path / "runs").iterdir())
 
 
-def test_what_can_not_be_is_told_before_a_job_starts():
+def test_invalid_combinations_are_reported_at_startup():
     config = Config()
     config.model.activation_host_mb, config.training.pipeline_parallel_size = 4, 2
     assert not [each for each in check(config, Facts(cuda=False)) if "activation" in each]
@@ -288,8 +288,8 @@ def micro_batch(*lengths):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_updates_are_the_same_under_every_stage(tmp_path, monkeypatch, stage):
-    """The log reports the places of activations; layers this small are computed before a disk write starts."""
+def test_updates_are_the_same_for_every_zero_stage(tmp_path, monkeypatch, stage):
+    """Treat the disk as faster than it is: layers this small are computed before a disk write starts."""
     monkeypatch.setattr(activation_offloading, "measure_speed", lambda *store: FAST * measure_speed(*store))
     away = {"enable_activation_offload": True, "activation_device_mb": 0, "activation_disk_mb": 64}
     for dtype in {1: ["bfloat16"], 2: ["float32"]}.get(stage, ["float32", "bfloat16"]):
@@ -301,14 +301,14 @@ def test_updates_are_the_same_under_every_stage(tmp_path, monkeypatch, stage):
             norms.append(take_step(rank.engines["actor"].engine, 4.0, 1))
             assert (rank.activations is None) == (not settings)
             spans = rank.recorder.drain()
-            told = [span.attributes for span in spans if span.kind == "forward"]
+            passes = [span.attributes for span in spans if span.kind == "forward"]
             metrics = memory_metrics(spans)
             assert bool(metrics) == bool(settings)
             if settings:
                 shares = {place: metrics[f"perf/activation_offload/{place}"] for place in Place}
                 assert sum(shares.values()) == pytest.approx(1) and shares["again"] > 0 == shares["host"]
-                assert metrics["perf/activation_offload/disk_gb"] == sum(each["disk_bytes"] for each in told) / 2**30
-                first, *later = ["layers_disk" in each for each in told]
+                assert metrics["perf/activation_offload/disk_gb"] == sum(each["disk_bytes"] for each in passes) / 2**30
+                first, *later = ["layers_disk" in each for each in passes]
                 assert not first and later == ["enable_gradient_checkpointing" not in settings] * 2
-                assert told[-1]["disk_bytes"] > 0
+                assert passes[-1]["disk_bytes"] > 0
         assert norms[0] == norms[1] == norms[2] > 0

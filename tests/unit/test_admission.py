@@ -1,4 +1,4 @@
-"""Requests as vLLM's engine core gets them: those of vLLM's own way from a raw prompt, at less cost."""
+"""Requests to vLLM's engine core equal those that vLLM builds from a raw prompt, with fewer validations."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from rlfuse.engines.rollout.engine_actor import EMPTY_PARTIAL, Request
 from rlfuse.engines.vllm.setup import sampling_params
 from rlfuse.protocols import Sampling
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # importing it takes long: by one process
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # one process: importing vLLM is slow
 
 EOS, OTHER_END, ROOM = 1, 5, 12
 
@@ -28,9 +28,9 @@ def processor(tmp_path_factory):
     GenerationConfig(eos_token_id=[EOS, OTHER_END]).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     arguments = EngineArgs(model=str(folder), dtype="float32", max_model_len=256, kv_cache_memory_bytes=1 << 20)
-    made = InputProcessor(arguments.create_engine_config())
-    yield made
-    made.renderer.shutdown()
+    input_processor = InputProcessor(arguments.create_engine_config())
+    yield input_processor
+    input_processor.renderer.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -42,9 +42,7 @@ def processor(tmp_path_factory):
     ],
 )
 @pytest.mark.parametrize("logit_bias", [None, {7: -100.0}])
-def test_the_core_s_requests_are_those_of_vllm_s_own_way_and_are_checked_once(
-    processor, monkeypatch, sampling, logit_bias
-):
+def test_requests_equal_those_of_vllm_and_are_validated_once(processor, monkeypatch, sampling, logit_bias):
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -64,7 +62,7 @@ def test_the_core_s_requests_are_those_of_vllm_s_own_way_and_are_checked_once(
         found.append(processor.process_inputs(request.id, shown, parameters, ("generate",), arrival_time=1.0))
     assert len(checked) <= 1
     for number, prompt in enumerate(ids):
-        own = SamplingParams(
+        expected_parameters = SamplingParams(
             temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p,
             stop=list(sampling.stop), include_stop_str_in_output=True, max_tokens=ROOM - number,
             seed=100 + number if sampling.temperature else None, logit_bias=logit_bias, logprobs=0,
@@ -72,7 +70,7 @@ def test_the_core_s_requests_are_those_of_vllm_s_own_way_and_are_checked_once(
             extra_args={DRAWN: 0, "kv_transfer_params": {"save": f"/{number}"}},
         )  # fmt: skip
         raw = {"prompt_token_ids": prompt.tolist()}
-        expected = processor.process_inputs(f"s{number}", raw, own, ("generate",), arrival_time=1.0)
+        expected = processor.process_inputs(f"s{number}", raw, expected_parameters, ("generate",), arrival_time=1.0)
         assert expected.sampling_params.stop_token_ids == [OTHER_END]
         expected.sampling_params.skip_clone = True
         assert found[number] == expected

@@ -1,4 +1,4 @@
-"""Advantage estimators against numbers worked out by hand and against loops over single tokens."""
+"""Advantage estimators against manually computed values and per-token loops."""
 
 import math
 import statistics
@@ -13,7 +13,7 @@ GROUPS = torch.tensor([7, 2, 7, 2, 7, 9])
 
 
 def batch(seed: int = 0, width: int = 5, junk: float = 0.0):
-    """(token rewards, values, mask) with `junk` at every padded position."""
+    """Return (token rewards, values, mask) with `junk` at every padded position."""
     generator = torch.Generator().manual_seed(seed)
     rewards, values = (torch.randn(len(LENGTHS), 5, generator=generator) for _ in range(2))
     mask = torch.zeros(len(LENGTHS), width)
@@ -24,7 +24,7 @@ def batch(seed: int = 0, width: int = 5, junk: float = 0.0):
     return out[0], out[1], mask
 
 
-def whitened_by_hand(rows: list[list[float]]) -> list[list[float]]:
+def whitened_reference(rows: list[list[float]]) -> list[list[float]]:
     tokens = [x for row in rows for x in row]
     mean, variance = statistics.fmean(tokens), statistics.variance(tokens)
     return [[(x - mean) / math.sqrt(variance + 1e-8) for x in row] for row in rows]
@@ -36,7 +36,7 @@ def assert_rows(result: torch.Tensor, expected: list[list[float]], atol: float =
         torch.testing.assert_close(row, torch.tensor(padded), atol=atol, rtol=1e-5)
 
 
-def test_gae_by_hand():
+def test_gae_against_manual_values():
     # gamma 0.5, lam 0.5, rewards 0 0 1, values 1 2 3:
     # deltas 0+1-1=0, 0+1.5-2=-0.5, 1+0-3=-2; advantages -2, -0.5-0.5=-1, 0-0.25=-0.25
     advantages, returns = adv.gae(
@@ -50,7 +50,7 @@ def test_gae_by_hand():
     assert returns.tolist() == [[0.75, 1.0, 1.0, 0.0]]
 
 
-def test_gae_equals_the_sum_of_discounted_errors_of_the_paper():
+def test_gae_equals_the_discounted_sum_of_td_errors_of_the_paper():
     rewards, values, mask = batch(1)
     gamma, lam = 0.9, 0.7
     expected = []
@@ -82,10 +82,10 @@ def test_gae_skips_a_gap_between_response_tokens():
         assert b[0, 1] == b[0, 3] == 0
 
 
-def test_whiten_against_statistics_module():
+def test_whitening_against_the_statistics_module():
     rewards, _, mask = batch(3, junk=math.nan)
     rows = [rewards[i, :n].tolist() for i, n in enumerate(LENGTHS)]
-    assert_rows(adv.whiten(rewards, mask), whitened_by_hand(rows))
+    assert_rows(adv.whiten(rewards, mask), whitened_reference(rows))
 
 
 # Scores of three groups: 7 with 1, 2, 6 (3, 5, 2 tokens), 2 with 5, 5 (1, 4 tokens), 9 with 4 (5 tokens).
@@ -99,13 +99,13 @@ BASELINES = {
 
 @pytest.mark.parametrize("name", BASELINES)
 @pytest.mark.parametrize("n", [1, 3])
-def test_group_baselines_by_hand(name, n):
+def test_group_baselines_against_manual_values(name, n):
     scores = torch.tensor([1.0, 5.0, 2.0, 5.0, 6.0, 4.0])
     _, _, mask = batch()
     rewards = adv.place_at_end(scores, mask)
     advantages, returns = adv.advantages_and_returns(name, rewards, None, GROUPS, mask, n=n)
     first, second, alone = BASELINES[name]
-    alone = 0.0 if n == 1 else alone  # a group of one keeps its score if the others were not lost
+    alone = 0.0 if n == 1 else alone  # a group of size one keeps its score unless its other responses were lost
     expected = [1 - first, 5 - second, 2 - first, 5 - second, 6 - first, 4 - alone]
     factor = 6 / (6 - ALL_EQUAL_OR_ALONE) if name == "gpg" else 1.0
     assert_rows(advantages, [[factor * a] * length for a, length in zip(expected, LENGTHS, strict=True)])
@@ -123,13 +123,13 @@ def test_remax_subtracts_the_greedy_score_from_every_return():
         adv.advantages_and_returns("remax", rewards, None, None, mask)
 
 
-def test_gpg_without_any_difference_has_no_gradient():
+def test_gpg_with_equal_rewards_has_no_gradient():
     scores, mask = torch.full((6,), 0.1), batch()[2]
     assert not adv.gpg(scores, GROUPS, mask, n=3).any()
 
 
-def test_grpo_by_hand():
-    # group 7: 1, 2, 6 -> mean 3, sample deviation sqrt((4+1+9)/2) = sqrt 7; group 2: 5, 5 -> no spread; group 9: alone
+def test_grpo_against_manual_values():
+    # group 7: 1, 2, 6 -> mean 3, sample deviation sqrt((4+1+9)/2) = sqrt 7; group 2: 5, 5 -> std 0; group 9: one score
     scores = torch.tensor([1.0, 5.0, 2.0, 5.0, 6.0, 4.0])
     _, _, mask = batch()
     s = math.sqrt(7) + 1e-6
@@ -140,7 +140,7 @@ def test_grpo_by_hand():
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "gdpo", "rloo"])
-def test_a_response_whose_siblings_have_no_reward_learns_nothing(estimator):
+def test_a_response_without_scored_siblings_has_zero_advantage(estimator):
     scores, mask, groups = torch.tensor([[20.0], [1.0], [3.0]]), torch.ones(3, 1), torch.tensor([0, 1, 1])
     alone, *pair = adv.advantages_and_returns(estimator, scores, None, groups, mask, n=2)[0].flatten().tolist()
     assert alone == 0 and pair[1] == -pair[0] > 0.5
@@ -148,13 +148,13 @@ def test_a_response_whose_siblings_have_no_reward_learns_nothing(estimator):
     assert single == pytest.approx(20.0, rel=1e-5)
 
 
-def test_gdpo_takes_no_raw_value_of_a_reward_that_one_sibling_has():
+def test_gdpo_ignores_a_reward_that_only_one_sibling_has():
     columns = torch.tensor([[20.0, 1.0], [math.nan, 1.0]])
     found = adv.gdpo(columns, torch.ones(2), torch.zeros(2, dtype=torch.int64), torch.ones(2, 1), True, n=2)
     assert found.abs().max() == 0
 
 
-def test_grpo_group_without_spread_has_no_rounding_noise():
+def test_grpo_group_with_zero_std_has_no_rounding_noise():
     scores, mask = torch.full((3,), 0.1), torch.ones(3, 2)
     assert adv.grpo(scores, torch.zeros(3, dtype=torch.long), mask, True).abs().max() < 1e-9
 
@@ -170,12 +170,14 @@ def test_rloo_against_leave_one_out_loops():
     assert_rows(adv.rloo(scores, GROUPS, mask), expected)
 
 
-def test_group_estimates_do_not_depend_on_the_rest_of_the_batch():
+def test_group_estimates_are_independent_of_the_rest_of_the_batch():
     scores = torch.tensor([0.3, 1.7, 2.9, -3.0, 0.4, 4.0])
     _, _, mask = batch()
-    own = GROUPS == 7
+    in_group = GROUPS == 7
     for estimate in (adv.rloo, lambda s, g, m: adv.grpo(s, g, m, True)):
-        assert torch.equal(estimate(scores, GROUPS, mask)[own], estimate(scores[own], GROUPS[own], mask[own]))
+        assert torch.equal(
+            estimate(scores, GROUPS, mask)[in_group], estimate(scores[in_group], GROUPS[in_group], mask[in_group])
+        )
 
 
 def test_reinforce_plus_plus_against_loops():
@@ -188,23 +190,23 @@ def test_reinforce_plus_plus_against_loops():
     got_advantages, got_returns = adv.reinforce_plus_plus(rewards, mask, gamma)
     assert_rows(got_returns, returns)
     assert torch.equal(got_advantages, got_returns)
-    assert_rows(adv.whiten(got_advantages, mask), whitened_by_hand(returns))
+    assert_rows(adv.whiten(got_advantages, mask), whitened_reference(returns))
 
 
-def test_place_at_end():
+def test_rewards_are_placed_at_the_last_token():
     mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 0, 1]])
     placed = adv.place_at_end(torch.tensor([2.0, -1.0, 3.0]), mask)
     assert placed.tolist() == [[0, 2, 0], [-1, 0, 0], [0, 0, 3]]
     assert placed.dtype == torch.float32
 
 
-def test_place_at_end_refuses_empty_responses():
+def test_empty_responses_are_refused():
     with pytest.raises(ValueError, match=r"Rows \[1\]"):
         adv.place_at_end(torch.ones(2), torch.tensor([[1, 0], [0, 0]]))
 
 
 @pytest.mark.parametrize("estimator", adv.ESTIMATORS)
-def test_padding_changes_nothing(estimator):
+def test_padding_does_not_change_the_result(estimator):
     def estimate(width: int, junk: float):
         rewards, values, mask = batch(5, width, junk)
         more = {"baselines": torch.linspace(-1, 1, 6), "old_log_probs": values, "ref_log_probs": rewards}
@@ -216,7 +218,7 @@ def test_padding_changes_nothing(estimator):
         assert narrow.dtype == torch.float32
 
 
-def test_dispatcher_gives_what_the_parts_give():
+def test_the_dispatcher_equals_its_estimators():
     rewards, values, mask = batch(6)
     scores = rewards.double().sum(-1)
 
@@ -232,7 +234,7 @@ def test_dispatcher_gives_what_the_parts_give():
     assert torch.equal(run("reinforce_plus_plus")[0], adv.reinforce_plus_plus(rewards, mask, 0.9)[0])
 
 
-def test_wrong_calls_say_what_to_change():
+def test_invalid_calls_are_reported_with_a_remedy():
     rewards, values, mask = batch()
     with pytest.raises(ValueError, match=r"algorithm\.adv_estimator='ppo'.*gae, grpo, gdpo, rloo, remax, opo, gpg, "):
         adv.advantages_and_returns("ppo", rewards, values, GROUPS, mask)

@@ -1,4 +1,4 @@
-"""Engines and trainer score the same tokens: what is compared, and what becomes of a run whose engines disagree."""
+"""Engine/trainer consistency check: the tokens compared, and the outcome for a run whose log-probs differ."""
 
 import json
 from contextlib import closing
@@ -20,7 +20,7 @@ SAMPLING = Sampling(1.0, 1.0, -1, 5)
 
 
 class Engine:
-    """Draws tokens whose log-probs are `shift` apart from the trainer's."""
+    """Rollout engine whose log-probs differ by `shift` from the trainer's, or that is lost if `shift` is None."""
 
     def __init__(self, shift, calls):
         self.shift, self.calls = shift, calls
@@ -64,7 +64,7 @@ async def agreement(*shifts):
     return await compare(engines, group, SAMPLING), calls
 
 
-async def test_every_engine_is_held_against_the_trainer_and_has_its_device_again():
+async def test_every_engine_is_compared_with_the_trainer_and_gets_its_device_back():
     found, calls = await agreement(0.0, -0.25)
     assert found.metrics["training/rollout_log_probs_diff_max"] == 0.25
     assert found.metrics["training/rollout_log_probs_diff_mean"] == pytest.approx(0.25 * 2 / 20)
@@ -72,45 +72,47 @@ async def test_every_engine_is_held_against_the_trainer_and_has_its_device_again
     assert calls == [*["sleep", "take"] * 2, "actor 4", *["leave", "wake"] * 2]
 
 
-async def test_a_lost_engine_is_left_out():
+async def test_a_lost_engine_is_skipped():
     found, calls = await agreement(None, 0.0)
     assert found.metrics["training/rollout_log_probs_diff_max"] == 0 and "actor 2" in calls
     assert (await agreement(None))[0] is None
 
 
 class Clips:
-    """Of the clips that it is shown, those of these prompts can't be read."""
+    """Encoder that fails for the clips of the prompts in `broken`."""
 
     def __init__(self, broken):
         self.broken, self.seen = broken, []
 
     async def encode(self, groups, holder, check_failures=True):
-        assert not check_failures, "one bad clip of one would end the run"
+        assert not check_failures, "one bad clip in a batch of one would end the run"
         self.seen += [group.prompt.index for group in groups]
         return [group for group in groups if group.prompt.index not in self.broken]
 
 
-def groups_of(prompts, clips, said):
+def groups_of(prompts, clips, output):
     engines, source = Engines([None, None], None, None, None, clips), SimpleNamespace(prompts=prompts)
-    return GroupSource(config=Config(), engines=engines, prompts=source, selection=None, recorder=None, say=said.append)
+    return GroupSource(
+        config=Config(), engines=engines, prompts=source, selection=None, recorder=None, say=output.append
+    )
 
 
-async def test_the_prompt_that_tells_most_is_compared():
+async def test_the_prompt_with_most_features_is_compared():
     def prompt(index, tokens, clip):
         return Prompt(index, np.zeros(tokens), "p", (), "s", None, visual=(object(),) if clip else ())
 
     prompts = [prompt(0, 10, False), prompt(1, 2000, False), prompt(2, 9000, True), prompt(3, 80, True)]
-    clips, said = Clips({3}), []
-    group = await groups_of(prompts, clips, said).comparison_group(0)
+    clips, output = Clips({3}), []
+    group = await groups_of(prompts, clips, output).comparison_group(0)
     assert clips.seen == [3, 2] and group.prompt.index == 2 and len(group.samples) == 2 * SAMPLES_PER_ENGINE
-    assert await groups_of(prompts[2:], Clips({2, 3}), said).comparison_group(0) is None
-    assert "Skipping the engine/trainer consistency check" in said[0]
-    assert (await groups_of(prompts[:2], NoClips(), said).comparison_group(0)).prompt.index == 1, (
-        "windows slide within it"
+    assert await groups_of(prompts[2:], Clips({2, 3}), output).comparison_group(0) is None
+    assert "Skipping the engine/trainer consistency check" in output[0]
+    assert (await groups_of(prompts[:2], NoClips(), output).comparison_group(0)).prompt.index == 1, (
+        "the prompt is longer than sliding windows"
     )
 
 
-async def test_a_run_whose_engines_disagree_stops_or_is_labelled(tmp_path, capsys):
+async def test_a_mismatched_run_stops_or_is_labelled(tmp_path, capsys):
     config = Config()
     config.model.dtype, config.trainer.logger = "float32", ["console"]
     found, _ = await agreement(0.0, -0.25)
@@ -125,7 +127,7 @@ async def test_a_run_whose_engines_disagree_stops_or_is_labelled(tmp_path, capsy
         assert log.metrics.label({}) == "mismatched"
     with closing(RunLog(config, {}, tmp_path, 1, 0)) as log:
         assert log.metrics.label({}) == "exact"
-        assert log.metrics.label(found.metrics) == "mismatched", "a step that shows it"
+        assert log.metrics.label(found.metrics) == "mismatched", "a later step has the mismatch"
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "fusion/mismatched": 1.0}) + "\n")
     assert summarise(tmp_path, config, 1.0)["label"] == "mismatched"
     assert "exact" not in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The Python API: arguments as the words of a command, objects as files, errors of a job, public names."""
+"""The Python API: arguments become command-line overrides, objects become files; job errors and public names."""
 
 import ast
 import dataclasses
@@ -40,7 +40,7 @@ ROWS = [{"prompt": "What is 1 + 1?", "answer": "2"}, {"prompt": "ü\n", "answer"
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """An empty working folder with a model."""
+    """Return an empty working folder with a model."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
@@ -72,7 +72,7 @@ def folder(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_settings_become_words(settings, words):
+def test_settings_become_command_line_overrides(settings, words):
     assert setting_words(settings) == words
 
 
@@ -80,7 +80,7 @@ def test_settings_become_words(settings, words):
     "value",
     ["", "it's", "a\\'b\\", "x,y=[1]{z}: ${", "null", "1", "~/a b", "tab\t", "ü", ["a", ["b"]], {"a b": {"c,d:=": 1}}],
 )
-def test_texts_reach_the_job_unchanged(value):
+def test_strings_reach_the_job_unchanged(value):
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     word = f"key={as_hydra(value, 'key')}"
@@ -89,7 +89,7 @@ def test_texts_reach_the_job_unchanged(value):
     assert plain == value
 
 
-def test_a_call_composes_the_job_of_its_words():
+def test_a_call_composes_the_same_job_as_its_command():
     (Path() / "my_job.yaml").write_text("rollout: {n: 4}\nalgorithm: grpo\ndata: {train_batch_size: 8}\n")
     rows = [{"path": "my.py:f", "weight": 0.5, "sources": ["a b", "c:*"], "kwargs": {"k": "v,'w'"}}, "other.py:g"]
     Path("my.py").write_text("def f(solution_str, k): return 0\n")
@@ -112,7 +112,7 @@ def test_a_call_composes_the_job_of_its_words():
     assert load(["my_job.yaml"]) == config
 
 
-def test_a_config_object_takes_the_place_of_a_file_and_is_overridden():
+def test_a_config_object_replaces_a_job_file_and_can_be_overridden():
     config = Config()
     config.model.path, config.rollout.n, config.actor.optim.lr = "model", 3, 1e-5
     config.trainer.project_name = "1e-5"
@@ -135,7 +135,7 @@ def test_a_config_object_takes_the_place_of_a_file_and_is_overridden():
         (["algorithm='grpo'", "experiment=null", "algorithm={lam: 0.9}"], {}),
     ],
 )
-def test_fields_of_a_config_win_over_presets(overrides, settings, capsys):
+def test_fields_of_a_config_override_presets(overrides, settings, capsys):
     config = Config()
     config.model.path, config.rollout.n = "model", 4
     config.actor.loss_agg_mode = default = Config().actor.loss_agg_mode
@@ -144,17 +144,17 @@ def test_fields_of_a_config_win_over_presets(overrides, settings, capsys):
     given = load(commands._words(config, overrides, None, None, {}, settings | {"actor": {"ppo_epochs": 2}}))
     assert (given.rollout.n, given.algorithm.adv_estimator, given.actor.ppo_epochs) == (4, "grpo", 2)
     assert given.actor.use_kl_loss, "set by the preset"
-    assert given.actor.loss_agg_mode == default, "assigned, although the preset sets another value"
+    assert given.actor.loss_agg_mode == default, "an assigned default overrides the preset"
     assert "overridden" not in "".join(capsys.readouterr())
 
 
-def test_an_experiment_names_the_run_of_a_config():
+def test_the_run_of_a_config_is_named_after_its_experiment():
     data = {"val_files": []}
     words = commands._words(Config(), ["experiment=judge"], "model", "math:sqrt", {"train": ROWS}, {"data": data})
     assert load(words).trainer.job_name == "judge"
 
 
-def test_secrets_of_the_environment_are_not_written(monkeypatch):
+def test_environment_secrets_are_not_written(monkeypatch):
     monkeypatch.setenv("SERVICE_API_KEY", "abcdefgh12345678")
     config = Config()
     config.reward.functions = [{"path": "a.py:f", "kwargs": {"api_key": "abcdefgh12345678"}}]
@@ -239,13 +239,13 @@ def test_invalid_arguments_are_refused_before_a_process_starts(arguments, error,
     ("function", "argument", "meant"),
     [(rlfuse.evaluate, "eval_dataset", "dataset"), (rlfuse.generate, "dataset", "prompts")],
 )
-def test_an_argument_of_another_function_names_its_counterpart(function, argument, meant):
+def test_an_argument_of_another_function_is_reported_with_its_counterpart(function, argument, meant):
     with pytest.raises(ConfigError, match=f"{argument}: is not an argument .* did you mean {meant}"):
         function("algorithm=grpo", model="model", **{argument: ROWS})
 
 
-def test_a_call_leaves_the_program_as_it_was(monkeypatch, capsys):
-    """Its environment, its Hydra, and its output: the process of the job prints the notes."""
+def test_a_call_does_not_change_the_state_of_the_program(monkeypatch, capsys):
+    """Check the environment, Hydra, and the output; notes are printed by the job's process."""
     monkeypatch.setattr(commands, "Job", lambda folder, command, result: command)
     Path("my_job.yaml").write_text("rollout: {n: 4}\n")
     reward = "rlfuse.tasks.remainder:compute_score"
@@ -271,7 +271,7 @@ def test_a_call_leaves_the_program_as_it_was(monkeypatch, capsys):
     ],
     ids=["rows", "numpy", "texts", "messages", "pandas", "datasets"],
 )
-def test_rows_are_written_once_by_content(rows, expected):
+def test_rows_are_deduplicated_by_content(rows, expected):
     path = data_file(rows, "train")
     assert [row for _, row in read_raw_rows(path)] == expected
     assert Path(path).stem == "train" and not Path(path).is_absolute()
@@ -317,8 +317,8 @@ print(getattr(outcome, "traceback", None) or outcome.value)
 
 
 @pytest.mark.slow
-def test_functions_of_a_script_score_in_another_process(folder):
-    """Closures, lambdas, and modules next to the script."""
+def test_functions_defined_in_a_script_run_in_another_process(folder):
+    """Cover closures, lambdas, and modules next to the script."""
     (folder / "other").mkdir()
     (folder / "other" / "neighbour.py").write_text("def half(n): return n / 2\n")
     (folder / "script.py").write_text(CLOSURE.format(folder=str(folder / "other")))
@@ -335,7 +335,7 @@ def test_functions_of_a_script_score_in_another_process(folder):
 
 @pytest.mark.slow
 def test_tracebacks_show_the_lines_of_notebook_cells():
-    """A cell has a file name with the kernel's process, and its lines are in `linecache` alone."""
+    """Use a cell as in notebooks: its file name has the kernel's process id, and its source is only in `linecache`."""
     source = "def brief(solution_str):\n    limit = 0\n    return 1 / limit  # wrong\n"
     references = []
     for process in (11, 12):
@@ -354,7 +354,7 @@ def local(solution_str):
 
 
 class Judge:
-    """An object with the method that reward functions of samples have."""
+    """Object with a reward method that takes samples."""
 
     def score(self, samples):
         return [len(each.response) for each in samples]
@@ -362,7 +362,7 @@ class Judge:
 
 @dataclasses.dataclass
 class WithPath:
-    """An object with a field of the same name as that of an entry of reward.functions."""
+    """Callable with a field `path`, as in entries of reward.functions."""
 
     path: str
 
@@ -375,7 +375,7 @@ def half(number):
     return number / 2
 
 
-def test_functions_that_a_job_can_import_are_named(folder, monkeypatch):
+def test_importable_functions_are_passed_by_name(folder, monkeypatch):
     from rlfuse.tasks.remainder import compute_score
 
     (folder / "mine_too.py").write_text("def f(solution_str): return 0\nclass A:\n    def g(self): return 0\n")
@@ -398,7 +398,7 @@ def test_functions_that_a_job_can_import_are_named(folder, monkeypatch):
         (functools.cache(lambda solution_str: float(half(12))), "reward", 6.0),
     ],
 )
-def test_objects_are_shipped_by_value(function, name, value):
+def test_objects_are_pickled_by_value(function, name, value):
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     try:
         reference = function_reference(function)
@@ -410,7 +410,7 @@ def test_objects_are_shipped_by_value(function, name, value):
     assert outcome.value == value
 
 
-def test_functions_that_cannot_be_shipped_are_refused(monkeypatch):
+def test_functions_that_cannot_be_pickled_are_refused(monkeypatch):
     lock = __import__("threading").Lock()
 
     def locked(solution_str):
@@ -447,12 +447,12 @@ def failed(error):
     job, lines = Job(Path("runs"), [sys.executable, "-c", FAILING.format(error=error)], rlfuse.Run), []
     with pytest.raises(Exception) as caught:
         job.follow(60, lines.append)
-    assert lines == [], "the message is that of the raised error"
+    assert lines == [], "the message is in the raised error only"
     return caught.value
 
 
 @pytest.mark.slow
-def test_the_error_of_a_job_is_raised_with_its_cause():
+def test_a_job_error_is_raised_with_its_cause():
     lost = failed("NodeLost('node 7 was lost', ('7',))")
     assert isinstance(lost, EngineError) and str(lost) == "node 7 was lost" and lost.nodes == ("7",)
     assert isinstance(lost.__cause__, KeyError) and lost.__cause__.args == ("absent",)
@@ -465,8 +465,8 @@ def test_the_error_of_a_job_is_raised_with_its_cause():
 
 
 @pytest.mark.parametrize("child", ["", "__import__('subprocess').Popen(['sleep', '30']);"])
-def test_a_killed_job_is_a_job_error(child, monkeypatch):
-    """Even if a child process survives it and keeps its output open."""
+def test_a_killed_job_raises_a_job_error(child, monkeypatch):
+    """Raise even if a child process survives and keeps the job's output open."""
     monkeypatch.setattr(jobs, "OUTPUT_S", 0.5)
     code = f"import os; {child} print('last', flush=True); os.kill(os.getpid(), 9)"
     job = Job(Path("runs"), [sys.executable, "-c", code], str)
@@ -487,7 +487,7 @@ def test_a_third_interrupt_kills_the_job(monkeypatch):
     assert len(pressed) == 2 and not job.running
 
 
-def test_a_call_that_fails_stops_the_job():
+def test_a_failing_call_stops_the_job():
     job = Job(Path("runs"), [sys.executable, "-c", "import time; time.sleep(60)"], str)
     with pytest.raises(TypeError):
         job.follow("10")
@@ -497,7 +497,7 @@ def test_a_call_that_fails_stops_the_job():
 # Results -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_reads_its_folder(folder):
+def test_a_run_object_reads_its_folder(folder):
     run = rlfuse.Run(ROOT / "notebooks" / "data" / "run")
     assert len(run.metrics.loc[1:]) == 12 and len(run.samples) == 384 and run.summary["steps"] == 12
     assert run.checkpoint is None is run.model and Path(run) == run.folder == Path(str(run))
@@ -572,7 +572,7 @@ except rlfuse.ConfigError as error:
 
 
 @pytest.mark.slow
-def test_the_function_train_is_not_shadowed_by_any_module():
+def test_the_function_train_is_not_shadowed_by_a_module():
     done = subprocess.run([sys.executable, "-c", IMPORT_ALL], capture_output=True, text=True, timeout=500)
     assert "True" in done.stdout.split(), done.stdout + done.stderr
     command = [sys.executable, "-m", "rlfuse.train", "rollout.nn=2"]

@@ -1,4 +1,4 @@
-"""Families attend, packed, padded and behind shared prompts, as transformers' plain code does to each row alone."""
+"""Attention of packed, padded and prompt-sharing batches equals transformers' eager attention of single rows."""
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ OTHERS = {
 
 
 def pair(family: str, settings: dict):
-    """A model as the trainer has it, and the same in transformers' plain code."""
+    """Return (model prepared for training, the same model with transformers' eager attention)."""
 
     def build(**options):
         config = getattr(transformers, f"{family}{'TextConfig' if family in ('Gemma3', 'Llama4') else 'Config'}")
@@ -58,13 +58,13 @@ def pair(family: str, settings: dict):
 
 
 def answers() -> list[Row]:
-    """Two to one prompt, one to another; all longer than the windows."""
+    """Return two rows of one prompt and one of another, all longer than the sliding window."""
     rng = np.random.default_rng(0)
     draw = lambda size: rng.integers(3, 64, size).astype(np.int32)  # noqa: E731
     return [Row(prompt, draw(size)) for prompt, sizes in ((draw(9), (7, 12)), (draw(6), (8,))) for size in sizes]
 
 
-def alone(model, rows: list[Row]) -> torch.Tensor:
+def logits_of_single_rows(model, rows: list[Row]) -> torch.Tensor:
     ids = [torch.from_numpy(np.concatenate([row.prompt_ids, row.response_ids])).long()[None] for row in rows]
     return torch.cat([model(x).logits[0, len(row.prompt_ids) - 1 : -1] for x, row in zip(ids, rows, strict=True)])
 
@@ -74,11 +74,11 @@ def scores(logits: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", LAID_OUT)
-def test_a_layout_drops_nothing_that_a_family_attends_with(family):
+def test_attention_by_layout_equals_eager_attention(family):
     model, plain = pair(family, SMALL | LAID_OUT[family])
     assert attends_by_layout(model)
     rows = answers()
-    expected = scores(alone(plain, rows))
+    expected = scores(logits_of_single_rows(plain, rows))
     expected.sin().sum().backward()
     for way in (dict(packed=True), dict(packed=False), dict(packed=True, shared=True)):
         model.zero_grad()
@@ -92,19 +92,19 @@ def test_a_layout_drops_nothing_that_a_family_attends_with(family):
 
 @pytest.mark.parametrize("family", OTHERS)
 @torch.no_grad()
-def test_families_without_layout_keep_an_attention_that_is_theirs(family):
+def test_families_without_layout_keep_their_attention(family):
     model, plain = pair(family, OTHERS[family])
     assert not attends_by_layout(model)
     rows = answers()
     ways = [False, True] if packs_exactly(model, 64, torch.float32, "cpu") else [False]
     for packed in ways:
         found = scores(response_logits(model, collate(rows, packed)))
-        torch.testing.assert_close(found, scores(alone(plain, rows)), atol=1e-5, rtol=0)
+        torch.testing.assert_close(found, scores(logits_of_single_rows(plain, rows)), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("softcap, sinks", [(None, True), (2.0, False), (2.0, True)])
 def test_long_segments_are_scored_in_blocks(softcap, sinks, monkeypatch):
-    """With windows and a prefix, against all scores at once; gradients of sinks as well."""
+    """Compare with unblocked scores, with windows and a prefix, including gradients of sinks."""
     from rlfuse.engines.trainer import attention
     from rlfuse.engines.trainer.attention import Segment, attend
 

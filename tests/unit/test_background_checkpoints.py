@@ -1,4 +1,4 @@
-"""Checkpoints whose files are written while training continues: order of publication, failures, leftovers."""
+"""Checkpoints written in the background while training continues: publication order, failures and cleanup."""
 
 import asyncio
 import shutil
@@ -26,7 +26,7 @@ KIB = 1 << 10
 
 
 class Rank:
-    """What a rank does to save, with the driver's calls. Files are copied once `disk` is set."""
+    """Trainer rank that only saves checkpoints; it copies files once `disk` is set."""
 
     saves_in_background = True
 
@@ -75,119 +75,119 @@ def begin(folder, rank, total=4):
     log.total_steps, log.loggers.alert = total, lambda step, alert: alerts.append((step, alert.text))
     config = Config()
     config.trainer.max_ckpt_to_keep = 2
-    made = Checkpointing(log, config, start=0, save=rank.save, writer=rank, state=lambda _: {}, first_bytes=KIB)
-    return log, made, alerts
+    saver = Checkpointing(log, config, start=0, save=rank.save, writer=rank, state=lambda _: {}, first_bytes=KIB)
+    return log, saver, alerts
 
 
-async def step(log, made, number):
-    made.remember(number)
-    await made.write(number)
+async def step(log, saver, number):
+    saver.remember(number)
+    await saver.write(number)
     await run_step(log, number, [Reward(1.0)])
-    await made.publish_written()
+    await saver.publish_written()
 
 
 def complete(folder):
     return [path.name for path in checkpoints.complete(folder)]
 
 
-async def written(made):
+async def written(saver):
     for _ in range(400):
         await asyncio.sleep(0.02)
-        await made.publish_written()
-        if made._writing is None:
+        await saver.publish_written()
+        if saver._writing is None:
             return
 
 
-async def test_training_goes_on_while_files_are_written(tmp_path, rank):
-    log, made, _ = begin(tmp_path, rank)
-    await asyncio.wait_for(step(log, made, 1), 10)
-    assert complete(tmp_path) == [] and made.step == 0, "its files are not written yet"
+async def test_training_continues_while_files_are_written(tmp_path, rank):
+    log, saver, _ = begin(tmp_path, rank)
+    await asyncio.wait_for(step(log, saver, 1), 10)
+    assert complete(tmp_path) == [] and saver.step == 0, "its files are not written yet"
     (staged,) = rank.folders
     assert staged.is_dir()
     rank.disk.set()
     async with asyncio.timeout(10):
         while not complete(tmp_path):
-            await asyncio.sleep(0.02)  # the next step runs
-    assert made.step == 1 and not staged.exists()
+            await asyncio.sleep(0.02)  # while the next step runs
+    assert saver.step == 1 and not staged.exists()
     assert (tmp_path / "global_step_1/actor/weights").read_bytes() == bytes(KIB)
     assert {path.name for path in (tmp_path / "global_step_1").iterdir()} == {"actor", "run.json", "COMPLETE"}
     log.close()
 
 
-async def test_the_next_one_and_the_end_of_the_run_wait(tmp_path, rank):
-    log, made, _ = begin(tmp_path, rank, total=3)
-    await step(log, made, 1)
-    following = asyncio.ensure_future(step(log, made, 2))
+async def test_the_next_checkpoint_and_the_end_of_the_run_wait_for_the_write(tmp_path, rank):
+    log, saver, _ = begin(tmp_path, rank, total=3)
+    await step(log, saver, 1)
+    following = asyncio.ensure_future(step(log, saver, 2))
     await asyncio.sleep(0.2)
     assert not following.done()
     rank.disk.set()
     await asyncio.wait_for(following, 20)
     assert complete(tmp_path)[:1] == ["global_step_1"]
-    await step(log, made, 3)
+    await step(log, saver, 3)
     assert complete(tmp_path) == ["global_step_2", "global_step_3"]
     log.close()
 
 
-async def test_a_kill_meanwhile_leaves_the_last_complete_one(tmp_path, rank):
-    log, made, _ = begin(tmp_path, rank)
+async def test_a_kill_during_the_write_leaves_the_last_complete_checkpoint(tmp_path, rank):
+    log, saver, _ = begin(tmp_path, rank)
     rank.disk.set()
-    await step(log, made, 1)
-    await written(made)
+    await step(log, saver, 1)
+    await written(saver)
     rank.disk.clear()
-    await step(log, made, 2)
+    await step(log, saver, 2)
     assert checkpoints.find(tmp_path, "auto") == tmp_path / "global_step_1"
     assert (tmp_path / "global_step_2.partial").is_dir()
     rank.disk.set()
-    await made.settle()
+    await saver.settle()
     assert complete(tmp_path) == ["global_step_1", "global_step_2"]
     log.close()
 
 
-async def test_an_error_in_a_later_step_does_not_lose_it(tmp_path, rank):
-    log, made, _ = begin(tmp_path, rank)
+async def test_an_error_in_a_later_step_does_not_lose_the_checkpoint(tmp_path, rank):
+    log, saver, _ = begin(tmp_path, rank)
 
     async def steps():
-        await step(log, made, 1)
-        made.remember(2)
+        await step(log, saver, 1)
+        saver.remember(2)
         asyncio.get_running_loop().call_later(0.2, rank.disk.set)
         raise RlfuseError("the second step")
 
     with pytest.raises(RlfuseError, match="the second step"):
-        await made.settle_after(steps())
+        await saver.settle_after(steps())
     assert complete(tmp_path) == ["global_step_1"]
     log.close()
 
 
 @pytest.mark.parametrize("error", [NotSaved("another rank could not write"), OSError("the tokenizer was not saved")])
-async def test_after_a_failure_no_file_of_another_rank_arrives(tmp_path, rank, error):
-    log, made, alerts = begin(tmp_path, rank)
+async def test_no_file_is_written_after_another_rank_has_failed(tmp_path, rank, error):
+    log, saver, alerts = begin(tmp_path, rank)
     rank.other_fails = error
     asyncio.get_running_loop().call_later(0.2, rank.disk.set)
-    await step(log, made, 1)
+    await step(log, saver, 1)
     assert str(error) in alerts[0][1] and not rank.staged.is_copying()
     assert not [*tmp_path.glob("global_step_*")] and not rank.folders[0].exists()
     log.close()
 
 
 @pytest.mark.parametrize("written", [0.0, 0.5, 1.0])
-async def test_the_part_that_is_written_does_not_count_as_growth_of_the_run(tmp_path, rank, monkeypatch, written):
-    log, made, alerts = begin(tmp_path, rank, total=9)
-    made._every = 4
+async def test_partially_written_files_do_not_count_as_growth_of_the_run(tmp_path, rank, monkeypatch, written):
+    log, saver, alerts = begin(tmp_path, rank, total=9)
+    saver._every = 4
     used = lambda: sum(path.stat().st_size for path in tmp_path.glob("global_step_*/**/*") if path.is_file())  # noqa: E731
     usage = lambda _: SimpleNamespace(free=int(3.5 * KIB) - used())  # noqa: E731
     monkeypatch.setattr(checkpoints.shutil, "disk_usage", usage)
-    assert not made.is_due(3)
-    await step(log, made, 4)
-    made.check_disk_space(4)
+    assert not saver.is_due(3)
+    await step(log, saver, 4)
+    saver.check_disk_space(4)
     (tmp_path / "global_step_4.partial" / "part").write_bytes(bytes(int(written * KIB)))
-    assert not made.is_due(5) and alerts == [], "another checkpoint of 1 KiB fits in addition"
+    assert not saver.is_due(5) and alerts == [], "another checkpoint of 1 KiB fits in addition"
     rank.disk.set()
-    await made.settle()
+    await saver.settle()
     assert complete(tmp_path) == ["global_step_4"]
     log.close()
 
 
-async def test_ranks_answer_about_their_files_while_a_slot_computes(monkeypatch):
+async def test_ranks_report_the_state_of_their_files_while_a_slot_computes(monkeypatch):
     ends = asyncio.Event()
 
     async def call(reference, *_):
@@ -196,9 +196,9 @@ async def test_ranks_answer_about_their_files_while_a_slot_computes(monkeypatch)
     def answers(value):
         return SimpleNamespace(remote=lambda: value() if callable(value) else value)
 
-    made = SimpleNamespace(make_room=answers(ends.wait), is_saving=answers(True), saved=answers(None))
+    stub_rank = SimpleNamespace(make_room=answers(ends.wait), is_saving=answers(True), saved=answers(None))
     monkeypatch.setattr(rank_group, "call", call)
-    group = TrainerGroup(Config(), [made, made])
+    group = TrainerGroup(Config(), [stub_rank, stub_rank])
     computing = asyncio.ensure_future(group.make_room(0))
     async with asyncio.timeout(5):
         assert await group.is_saving()
@@ -210,41 +210,41 @@ async def test_ranks_answer_about_their_files_while_a_slot_computes(monkeypatch)
         assert method.__ray_concurrency_group__ == WATCH, "not queued after the call that runs"
 
 
-async def test_a_failure_is_an_alert_and_at_the_end_an_error(tmp_path, rank):
-    log, made, alerts = begin(tmp_path, rank, total=2)
+async def test_a_failed_write_raises_an_alert_and_an_error_at_the_last_step(tmp_path, rank):
+    log, saver, alerts = begin(tmp_path, rank, total=2)
     rank.fails = True
     rank.disk.set()
-    await step(log, made, 1)
-    await written(made)
+    await step(log, saver, 1)
+    await written(saver)
     ((number, text),) = alerts
     assert number == 1 and "No space left on device" in text and complete(tmp_path) == []
-    made.remember(2)
+    saver.remember(2)
     with pytest.raises(NotSaved, match="No space left on device"):
-        await made.write(2)
+        await saver.write(2)
     assert len(rank.folders) == 2 and not any(folder.exists() for folder in rank.folders)
     log.close()
 
 
-async def test_files_that_are_not_written_in_time_are_an_alert(tmp_path, rank):
-    log, made, alerts = begin(tmp_path, rank)
-    made._limit_s = 0.1
-    await step(log, made, 1)
+async def test_a_write_timeout_raises_an_alert(tmp_path, rank):
+    log, saver, alerts = begin(tmp_path, rank)
+    saver._limit_s = 0.1
+    await step(log, saver, 1)
     async with asyncio.timeout(10):
-        await made.settle()
+        await saver.settle()
     assert "were not written within cluster.timeout_s=0.1 s; raise it for a slow disk" in alerts[0][1]
     rank.disk.set()
     assert "FileNotFoundError" in rank.staged.problem()
-    assert not [*tmp_path.glob("global_step_*")], "the removed folder is not made again"
+    assert not [*tmp_path.glob("global_step_*")], "the removed folder is not recreated"
     log.close()
 
 
-async def test_without_free_memory_files_are_written_at_once(tmp_path, rank, monkeypatch):
-    left, lock = scratch.make(scratch.CHECKPOINT)
-    lock.close()  # as of a killed rank
+async def test_without_free_memory_files_are_written_synchronously(tmp_path, rank, monkeypatch):
+    stale, lock = scratch.make(scratch.CHECKPOINT)
+    lock.close()  # left by a killed rank
     monkeypatch.setattr(host_memory, "free_bytes", lambda: KIB)
-    log, made, _ = begin(tmp_path, rank)
-    await step(log, made, 1)
-    assert not rank.staged.is_copying() and not left.exists()
-    await made.settle()
+    log, saver, _ = begin(tmp_path, rank)
+    await step(log, saver, 1)
+    assert not rank.staged.is_copying() and not stale.exists()
+    await saver.settle()
     assert complete(tmp_path) == ["global_step_1"]
     log.close()

@@ -26,7 +26,7 @@ def test_expectations_equal_an_enumeration_of_all_draws(answers, n):
     assert majority_at(scores, answers, n) == pytest.approx(np.mean([majority(draw) for draw in draws]))
 
 
-def test_many_responses_agree_with_verls_bootstrap():
+def test_expectations_match_the_bootstrap_of_verl():
     random = np.random.default_rng(0)
     answers = random.integers(0, 12, 64)
     scores = (answers == 3) * 1.0
@@ -38,7 +38,7 @@ def test_many_responses_agree_with_verls_bootstrap():
 
 
 @pytest.mark.parametrize("kinds", [3, 40, 256])
-def test_votes_of_hundreds_of_responses_have_one_winner(kinds):
+def test_winning_probabilities_of_hundreds_of_responses_sum_to_one(kinds):
     answers = [number * number % kinds for number in range(256)]
     chances = [majority_at([float(answer == each) for answer in answers], answers, 256) for each in set(answers)]
     assert sum(chances) == pytest.approx(1.0, abs=1e-9)

@@ -1,4 +1,4 @@
-"""Single transitions of the board; `test_policies` covers whole random steps."""
+"""Single state transitions of the board; `test_policies` covers whole random steps."""
 
 from dataclasses import replace
 from math import log
@@ -29,14 +29,14 @@ def board(groups, slots=1, kinds=("reward",), models=("actor",), draw=None, **mo
 
 
 def generate(board, *groups, slot=0):
-    """These groups are generated there, in this order."""
+    """Generate these groups on the slot, in this order."""
     board.start(Generate(slot, groups), 0.0)
     for sample in (sample for group in groups for sample in board.groups[group].samples):
         board.finished(sample.id, response(), 0.0)
 
 
 def reward(board, *groups, fails=()):
-    """Their samples get rewards, those named in `fails` failures."""
+    """Score the samples of these groups; those in `fails` get a `RewardFailure`."""
     decision = Score("reward", tuple(s.id for g in groups for s in board.groups[g].samples))
     board.start(decision, 0.0)
     for sample in (board.samples[name] for name in decision.samples):
@@ -69,7 +69,7 @@ def with_baselines(count, siblings=2):
 
 
 def scored_with_baselines(b, rewards):
-    """All samples are generated; these get their rewards, in this order, None is a failure."""
+    """Generate all samples and set `rewards` in this order; None is a failure."""
     b.start(Generate(0, tuple(range(len(b.groups)))), 0.0)
     for name in b.samples:
         b.finished(name, response(), 0.0)
@@ -79,7 +79,7 @@ def scored_with_baselines(b, rewards):
         b.scored(Score("reward", (name,)), 0.0)
 
 
-def test_a_baseline_is_generated_and_scored_but_not_trained_on():
+def test_baselines_are_generated_and_scored_but_not_trained_on():
     groups = with_baselines(1)
     assert [(each.id, each.is_baseline) for each in groups[0].generated] == [
         ("1/0/2", True), ("1/0/0", False), ("1/0/1", False)]  # fmt: skip
@@ -116,7 +116,7 @@ def test_a_baseline_without_a_reward_excludes_its_group_once(order):
 
 
 @pytest.mark.parametrize("last", ["1/0/2", "1/0/1"])
-def test_where_siblings_are_scored_in_one_call_none_waits_for_its_baseline(last):
+def test_siblings_scored_in_one_call_do_not_wait_for_their_baseline(last):
     long = [replace(prompt, token_ids=np.zeros(500, np.int32)) for prompt in prompts(1)]
     b = board(make_groups(long, 2, run_seed=0, step=1, with_baseline=True), kinds=("reward", "ref"))
     b.start(Generate(0, (0,)), 0.0)
@@ -127,7 +127,7 @@ def test_where_siblings_are_scored_in_one_call_none_waits_for_its_baseline(last)
     assert sorted(view.unscored["ref"]) == ["1/0/0", "1/0/1"] and len(view.unscored["reward"]) == 3
 
 
-def test_a_mini_batch_that_fails_as_a_whole_gives_way_to_the_next_even_if_that_was_ready_before():
+def test_an_empty_mini_batch_is_skipped_even_if_the_next_was_ready_earlier():
     progress = MiniBatchProgress(passes=2)
     progress.set_mini_batches({0: 0, 1: 1}, sizes=[1, 1], tokens=[5.0, 5.0])
     progress.prepare({"b": (1, 5)})
@@ -162,7 +162,7 @@ def test_the_actor_waits_for_all_old_log_probs_before_it_changes():
     assert b.snapshot(0.0).ready_to_step == ["actor"]
 
 
-def test_groups_added_by_dynamic_sampling_are_open_to_choice_like_the_first():
+def test_groups_added_by_dynamic_sampling_can_be_selected_like_the_first():
     b = board(made(2), mini_batch_groups=1)
     generate(b, 0, 1)
     reward(b, 0, 1)
@@ -178,7 +178,7 @@ def test_groups_added_by_dynamic_sampling_are_open_to_choice_like_the_first():
     assert ready(b) == ["1/1/0"]
 
 
-def test_a_batch_without_any_spread_does_not_use_up_the_steps_of_the_next():
+def test_a_batch_without_spread_consumes_no_optimizer_steps():
     b = board(made(2), mini_batch_groups=1)
     generate(b, 0, 1)
     reward(b, 0, 1, fails={"1/0/0", "1/1/0"})
@@ -196,13 +196,13 @@ def drawn(count, eligible, needed, **more):
     return board(groups, draw=Draw(groups, eligible, needed, {}), **more)
 
 
-def test_while_the_first_to_finish_are_chosen_nothing_is_trained_on():
+def test_no_training_until_the_first_finished_groups_are_selected():
     b = drawn(4, eligible=4, needed=2, mini_batch_groups=1)
     b.start(Generate(0, (0, 1, 2, 3)), 0.0)
     b.finished("1/3/0", response(), 0.0)
     reward(b, 3)
     b.prepared("actor", b.take_complete())
-    assert ready(b) == [], "it may yet become the second mini-batch, or the first"
+    assert ready(b) == [], "its mini-batch is not known yet"
     b.finished("1/1/0", response(), 0.0)
     assert b.take_surplus() == [(0, ["1/0/0", "1/2/0"])]
     assert ready(b) == []
@@ -211,7 +211,7 @@ def test_while_the_first_to_finish_are_chosen_nothing_is_trained_on():
     assert ready(b) == ["1/1/0"] and [group.prompt.index for group in b.groups_to_train()] == [1, 3]
 
 
-def test_what_begins_ahead_is_no_reason_to_wait():
+def test_groups_selected_in_advance_are_trained_on_before_selection_ends():
     b = drawn(4, eligible=2, needed=2, mini_batch_groups=1)
     b.start(Generate(0, (0, 1, 2, 3)), 0.0)
     for prompt in (3, 0):
@@ -230,7 +230,7 @@ def test_what_begins_ahead_is_no_reason_to_wait():
     assert [group.prompt.index for group in b.unneeded_groups()[0]] == [2, 3]
 
 
-def test_all_is_scored_only_when_calls_for_left_samples_are_over_too():
+def test_scoring_is_complete_only_after_calls_for_dropped_samples_return():
     b = drawn(2, eligible=1, needed=1)
     b.start(Generate(0, (0, 1)), 0.0)
     b.finished("1/1/0", response(), 0.0)
@@ -243,7 +243,7 @@ def test_all_is_scored_only_when_calls_for_left_samples_are_over_too():
     assert b.all_scored
 
 
-def test_a_sample_that_was_to_move_goes_nowhere_once_its_group_is_left():
+def test_a_moving_sample_is_discarded_once_its_group_is_dropped():
     b = drawn(2, eligible=2, needed=1, slots=2)
     b.start(Generate(0, (0, 1)), 0.0)
     b.start(Move(("1/1/0",), source=0, target=1), 0.0)
@@ -254,7 +254,7 @@ def test_a_sample_that_was_to_move_goes_nowhere_once_its_group_is_left():
     )
 
 
-def test_groups_that_are_left_although_their_samples_came_finished_are_not_counted():
+def test_dropped_groups_with_finished_samples_are_not_counted():
     groups = made(3)
     for group in groups:
         group.samples[0].response = response()
@@ -264,7 +264,7 @@ def test_groups_that_are_left_although_their_samples_came_finished_are_not_count
     assert b.all_scored and [group.prompt.index for group in b.groups_to_train()] == [0]
 
 
-def test_a_moved_sample_goes_on_with_what_it_had_and_a_lost_one_anew():
+def test_a_moved_sample_keeps_its_tokens_and_a_lost_one_restarts():
     b = board(made(2), slots=2)
     b.start(Generate(0, (0,)), 0.0)
     b.start(Generate(1, (1,)), 0.0)
@@ -280,26 +280,26 @@ def test_a_moved_sample_goes_on_with_what_it_had_and_a_lost_one_anew():
     assert b.slot_table.slots[0].samples["1/0/0"].carried == 0
 
 
-def test_a_slot_with_work_is_given_no_more():
+def test_a_busy_slot_gets_no_work():
     b = board(made(1))
     b.start(Generate(0, (0,)), 0.0)
     with pytest.raises(RuntimeError, match="slot 0 got work while it is busy"):
         b.start(Switch(0, "trainer"), 0.0)
 
 
-def test_admission_balances_samples_keeps_siblings_together_and_leaves_what_has_no_room():
+def test_admission_balances_samples_and_keeps_siblings_together_within_capacity():
     groups = made(5, siblings=4)
     b = Board(groups, SlotTable(2, Costs(max_sequences=8, max_tokens=100)), ("reward",), settings=Settings(samples=20))
     b.start(Generate(0, (0,)), 0.0)
     assert admit(b.snapshot(0.0)) == [Generate(1, (1, 3)), Generate(0, (2,))]
 
 
-def test_an_empty_engine_takes_a_group_that_is_larger_than_it():
+def test_an_empty_engine_admits_a_group_larger_than_its_capacity():
     b = Board(made(2, siblings=4), SlotTable(1, Costs(max_sequences=2, max_tokens=100)), ("reward",))
     assert admit(b.snapshot(0.0)) == [Generate(0, (0,))]
 
 
-def test_work_of_all_ranks_together_leaves_no_slot_free():
+def test_work_of_all_ranks_occupies_every_slot():
     b = board(made(1), slots=2)
     for slot in (0, 1):
         b.start(Switch(slot, "trainer"), 0.0)
@@ -310,14 +310,14 @@ def test_work_of_all_ranks_together_leaves_no_slot_free():
     assert unassigned(view, [Score("ref", ("a",))], 5) == []
 
 
-def test_shares_are_nearly_equal_and_leave_work_for_slots_that_come_later():
+def test_shares_are_balanced_and_leave_work_for_slots_that_become_free_later():
     view = board(made(1), slots=4).snapshot(0.0)
     sizes = {"a": 9, "b": 8, "c": 7, "d": 6, "e": 5, "f": 5}
     assert divide_work(view, sizes, 40, [0, 3], call_s=0, tokens_per_s=1) == {0: ("a",), 3: ("b", "e")}
     assert set(divide_work(view, sizes, 40, [2], call_s=100, tokens_per_s=1)[2]) == sizes.keys()
 
 
-def test_seeds_belong_to_the_sample():
+def test_seeds_depend_on_run_and_sample():
     seeds, again, other = ([s.seed for g in make_groups(prompts(3), 2, run, 7) for s in g.samples] for run in (5, 5, 6))
     assert seeds == again != other and len(set(seeds)) == 6
 
@@ -336,7 +336,7 @@ def test_lengths_follow_the_policy_and_finished_siblings():
     lengths = Lengths(longest=100)
     assert lengths.expect(0) == 25 and not lengths.knows(0)
     lengths.learn({0: [10, 30], 1: [80]})
-    assert lengths.error is None, "nothing was known of these prompts"
+    assert lengths.error is None, "these prompts have no history"
     assert (lengths.expect(0), lengths.expect(1), lengths.expect(2)) == (20, 80, 40)
     lengths.learn({0: [40]})
     assert lengths.expect(0) == 30 and lengths.knows(1)
@@ -347,7 +347,7 @@ def test_lengths_follow_the_policy_and_finished_siblings():
     assert with_sibling(30.0, finished=1, length=60) == 40.0
 
 
-def test_slots_are_given_fewer_samples_at_once_only_as_long_as_all_lengths_are_known():
+def test_max_sequences_is_lowered_only_while_all_lengths_are_known():
     lengths, costs = Lengths(longest=100), Costs(max_sequences=8, max_tokens=100)
     lengths.learn({prompt: [50] for prompt in range(4)})
     groups = made(5, siblings=1)
@@ -359,7 +359,7 @@ def test_slots_are_given_fewer_samples_at_once_only_as_long_as_all_lengths_are_k
     assert b.slot_table.costs.max_sequences == 8 and list(b.slot_table.engines_with_room) == [0]
 
 
-def test_generation_takes_at_least_its_longest_sample_and_its_share_of_the_work():
+def test_generation_time_is_bounded_by_the_longest_sample_and_the_share_of_work():
     costs = Costs(step_base_s=0.01, step_per_sequence_s=0.001, flat_batch=2, max_sequences=10)
     one, two = (seconds_to_generate(np.array([100.0] * 8), slots, 0.0, costs) for slots in (1, 2))
     assert 1.0 <= two < one
@@ -367,7 +367,7 @@ def test_generation_takes_at_least_its_longest_sample_and_its_share_of_the_work(
     assert seconds_to_generate(np.array([100.0] * 8), 2, 5.0, costs) >= 2.5 + two / 2
 
 
-def test_where_prompts_are_most_of_it_siblings_are_scored_in_one_call():
+def test_siblings_are_scored_in_one_call_if_prompts_dominate():
     long = [replace(prompt, token_ids=np.zeros(500, np.int32)) for prompt in prompts(2)]
     b = board(make_groups(long, 3, run_seed=0, step=1), slots=2, kinds=("reward", "ref"))
     b.start(Generate(0, (0, 1)), 0.0)
@@ -381,7 +381,7 @@ def test_where_prompts_are_most_of_it_siblings_are_scored_in_one_call():
     assert len(view.unscored["ref"]) == 6 and view.prompts_dominate
     calls = divide_work(view, view.unscored["ref"], view.backlog["ref"], [0, 1], call_s=0, tokens_per_s=1)
     assert sorted(calls.values()) == [("1/0/0", "1/0/1", "1/0/2"), ("1/1/0", "1/1/1", "1/1/2")]
-    # Of four slots two would do nothing; of three the third part of a prompt would be one more than slots can take.
+    # Unsplit groups would leave two of four slots idle. On three slots, split groups are four parts: one too many.
     parts = [("1/0/0", "1/0/2"), ("1/0/1",), ("1/1/0", "1/1/2"), ("1/1/1",)]
     assert [len([*sibling_groups(view, view.unscored["ref"], slots)]) for slots in (1, 2, 3, 4, 6, 9)] == [
         2,
@@ -395,7 +395,7 @@ def test_where_prompts_are_most_of_it_siblings_are_scored_in_one_call():
     assert len([*sibling_groups(replace(view, unfinished=1), view.unscored["ref"], 4)]) == 2
 
 
-def test_a_sample_and_its_group_pass_through_their_states_and_a_change_that_can_not_be_is_told():
+def test_states_of_samples_and_groups_and_refusal_of_an_invalid_transition():
     b = board(made(1), slots=2)
     record = b.records["1/0/0"]
     assert (record.state, record.group.state) == ("waiting", "generating")
@@ -414,7 +414,7 @@ def test_a_sample_and_its_group_pass_through_their_states_and_a_change_that_can_
 
 
 def zero_advantages(groups, **more):
-    """A board with old log-probs that only the loss reads, generated and rewarded, in role `trainer`."""
+    """Return a board with generated groups, in role `trainer`, whose old log-probs are read only by the loss."""
     b = board(groups, kinds=("reward", "old_log_prob"), **{"loss_only": ("old_log_prob",)} | more)
     generate(b, *range(len(groups)))
     b.switched(0, "trainer")
@@ -438,7 +438,7 @@ def test_a_skipped_sample_counts_as_accumulated_in_every_epoch():
     assert b.mini_batches["actor"].done and b.skipped_share == 0.5
 
 
-def test_a_mini_batch_without_advantage_is_stepped_at_once_and_the_critic_trains_on_it():
+def test_a_mini_batch_without_advantages_steps_immediately_and_trains_the_critic():
     b = zero_advantages(made(2), models=("critic", "actor"), fused_into_first_update=("old_log_prob",))
     reward(b, 0, 1)
     for model, skipped in (("critic", ()), ("actor", ["1/0/0", "1/1/0"])):
@@ -448,7 +448,7 @@ def test_a_mini_batch_without_advantage_is_stepped_at_once_and_the_critic_trains
 
 
 def test_old_log_probs_are_dropped_unless_a_call_has_started():
-    """The first mini-batch has one group without advantage, the second another one whose pass is running."""
+    """Skip one group without advantages in the first mini-batch, and one whose pass is running in the second."""
     b = zero_advantages(made(4), mini_batch_groups=2)
     running = Score("old_log_prob", ("1/2/0",), 0)
     b.start(running, 0.0)
@@ -459,14 +459,14 @@ def test_old_log_probs_are_dropped_unless_a_call_has_started():
     assert list(view.unscored["old_log_prob"]) == ["1/1/0", "1/3/0"]
     assert tokens - view.tokens_to_score == b.samples["1/0/0"].tokens
     b.scored(running, 0.0)
-    assert ready(b) == [] and not b.snapshot(0.0).ready_to_step, "others still need their old log-probs"
+    assert ready(b) == [] and not b.snapshot(0.0).ready_to_step, "other groups still need their old log-probs"
     rest = Score("old_log_prob", ("1/1/0", "1/3/0"), 0)
     b.start(rest, 0.0)
     b.scored(rest, 0.0)
     assert ready(b) == ["1/1/0"] and b.snapshot(0.0).tokens_to_score == 0
 
 
-def test_groups_that_dynamic_sampling_replaces_need_no_scores_of_the_loss():
+def test_groups_replaced_by_dynamic_sampling_need_no_old_log_probs():
     b = zero_advantages(made(3), mini_batch_groups=1)
     reward(b, 0, 1, 2)
     b.train_on([1], at_most=1)

@@ -1,4 +1,4 @@
-"""Small files that would take minutes, or that Python can't hold, are refused in one line that names the file."""
+"""Small files with exponential expansion or oversized numbers are refused quickly, with a message naming the file."""
 
 import csv
 import time
@@ -40,7 +40,7 @@ JOBS = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("text", "words"), JOBS.items(), ids=lambda value: value[:25])
 @pytest.mark.parametrize("command", ["plan", "translate"])
-def test_a_job_file_is_refused_at_once(tmp_path, capsys, command, text, words):
+def test_a_malicious_job_file_is_refused_quickly(tmp_path, capsys, command, text, words):
     (tmp_path / "job.yaml").write_text(text)
     began = time.process_time()
     assert rlfuse([command, str(tmp_path / "job.yaml")]) == 2
@@ -50,14 +50,14 @@ def test_a_job_file_is_refused_at_once(tmp_path, capsys, command, text, words):
 
 
 @pytest.mark.slow
-def test_a_preset_is_refused_at_once(tmp_path, capsys):
+def test_a_malicious_preset_is_refused_quickly(tmp_path, capsys):
     (tmp_path / "lengths").mkdir()
     (tmp_path / "lengths" / "long.yaml").write_text(LAUGHS)
     assert rlfuse(["plan", "--config-dir", str(tmp_path), "experiment=quickstart", "+lengths=long"]) == 2
     assert f"{tmp_path}/lengths/long.yaml: its aliases (*name) expand to more" in capsys.readouterr().err
 
 
-def test_aliases_that_repeat_little_are_read(tmp_path):
+def test_aliases_with_little_repetition_are_accepted(tmp_path):
     text = "trainer: {total_epochs: &n 2}\nrollout: {n: *n}\nx: &x [" + "1, " * 5000 + "1]\ny: [*x, *x, *x, *x, *x]"
     assert parse_yaml(text)["rollout"] == {"n": 2} and len(parse_yaml(text)["y"][4]) == 5001
     (tmp_path / "job.yaml").write_text(text.partition("\nx:")[0])
@@ -77,7 +77,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize(("row", "words"), ROWS.items(), ids=lambda value: value[:25])
-def test_a_row_is_named_by_its_line(tmp_path, row, words):
+def test_an_invalid_row_is_named_by_its_line(tmp_path, row, words):
     file = tmp_path / "rows.jsonl"
     file.write_text(f'{{"prompt": "a"}}\n{row}\n{{"prompt": "b"}}\n')
     with pytest.raises(DataError, match="line 2: ") as refused:
@@ -93,7 +93,7 @@ def test_a_row_is_named_by_its_line(tmp_path, row, words):
         read_json(tmp_path / "input.json", lambda data: data, "workload", InputError)
 
 
-def test_numbers_of_the_longest_kind_are_read():
+def test_integers_of_the_maximum_length_are_accepted():
     assert parse_json("1" * 4300) == int("1" * 4300)
     with pytest.raises(yaml.YAMLError, match="4,300"):
         parse_yaml(f"a: {DIGITS}")
@@ -108,7 +108,7 @@ FORMULAS = [
 
 
 @pytest.mark.parametrize("text", FORMULAS)
-def test_a_spreadsheet_takes_no_cell_for_a_formula(tmp_path, text):
+def test_no_cell_is_read_as_a_formula_by_a_spreadsheet(tmp_path, text):
     rows = pd.DataFrame({"reward": [0.0, -1.5], "prompt": text, "response": text, "id": ["1/0/0", "1/0/1"]})
     rows = rows.assign(step=1, group=text, data_source=text, ground_truth=text)
     after = pd.DataFrame({"reward": [1.0, -2.5], "failure": [None, text], "traceback": None, text: [0.5, -0.5]})
@@ -119,4 +119,4 @@ def test_a_spreadsheet_takes_no_cell_for_a_formula(tmp_path, text):
     assert f"'{text}" in cells and table[0].count(f"'{text}") == 1
     for cell in cells:
         assert not cell.lstrip().startswith(("=", "+", "@")) and (not cell.startswith("-") or float(cell) < 0)
-    assert "-2.5" in cells and "-0.5" in cells, "numbers stay numbers"
+    assert "-2.5" in cells and "-0.5" in cells, "numbers are not quoted"

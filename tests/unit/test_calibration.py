@@ -1,4 +1,4 @@
-"""Calibration: fits recover known hardware, and the error of forecasts is measured."""
+"""Calibration: fits recover known hardware, and the error of predictions is measured."""
 
 import json
 import re
@@ -63,7 +63,7 @@ TRUE = Hardware(
 )
 
 
-def made(hardware=TRUE, noise=0.0, sizes=((2, 128), (6, 256), (8, 512)), seed=0, sharded=False):
+def synthetic_work(hardware=TRUE, noise=0.0, sizes=((2, 128), (6, 256), (8, 512)), seed=0, sharded=False):
     """Return the work of runs with models of these depths and widths on this hardware. With `sharded`, every second run
     has a busy peer and uses ZeRO 1 or 3."""
     draw, works = np.random.default_rng(seed), []
@@ -85,11 +85,11 @@ def made(hardware=TRUE, noise=0.0, sizes=((2, 128), (6, 256), (8, 512)), seed=0,
             for kind, times in (("scoring", 1), ("training", 3)):
                 for _ in range(12):
                     batches, tokens = map(int, draw.integers((1, 100), (8, 3000)))
-                    begun, flops = times * batches, times * 2 * weights * tokens * (1 + draw.random() / 4)
-                    hid, sent = times * layers * hidden * tokens * 4, gathered * begun * 2 * weights
-                    modules = gathered * begun * (9 * layers + 2)
-                    begun *= layers + END_LAYERS
-                    works.append(Work(kind, *common, 1, begun, hid, flops, sent=sent, gathers=modules))
+                    launches, flops = times * batches, times * 2 * weights * tokens * (1 + draw.random() / 4)
+                    hid, sent = times * layers * hidden * tokens * 4, gathered * launches * 2 * weights
+                    modules = gathered * launches * (9 * layers + 2)
+                    launches *= layers + END_LAYERS
+                    works.append(Work(kind, *common, 1, launches, hid, flops, sent=sent, gathers=modules))
         busy_peers = sharded * (number % 2)
         works = [replace(work, busy_peers=busy_peers) if work.source == common[0] else work for work in works]
     timed = [replace(work, seconds=predicted_seconds(work, hardware)) for work in works]
@@ -103,7 +103,7 @@ def made(hardware=TRUE, noise=0.0, sizes=((2, 128), (6, 256), (8, 512)), seed=0,
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_fit_recovers_the_hardware_coefficients(overlaps):
     device = replace(TRUE, decode_overlaps=overlaps)
-    found = fit_hardware(made(device, sharded=overlaps))
+    found = fit_hardware(synthetic_work(device, sharded=overlaps))
     unseen = {"errors", "links", "host_bytes_per_s"}
     if not overlaps:
         unseen |= {"crowding", "gather_s", "sent_bytes_per_s"}
@@ -114,21 +114,21 @@ def test_fit_recovers_the_hardware_coefficients(overlaps):
 
 @pytest.mark.slow
 def test_noise_is_reported_as_error_and_does_not_bias_predictions():
-    """Coefficients may compensate for each other, but predictions of other work may not change."""
-    errors = mean_errors(held_out(made(noise=0.1))[0])
+    """Check predictions of other work instead of coefficients, which may compensate for each other."""
+    errors = mean_errors(held_out(synthetic_work(noise=0.1))[0])
     assert all(0.01 < error < 0.2 for error in asdict(errors).values()), errors
-    found = fit_hardware(made(noise=0.1))
-    other = made(sizes=((4, 384),), seed=1)
+    found = fit_hardware(synthetic_work(noise=0.1))
+    other = synthetic_work(sizes=((4, 384),), seed=1)
     for kind in ("generating", "scoring", "training"):
-        mine = [work for work in other if work.kind == kind]
-        measured, predicted = sum(w.seconds for w in mine), sum(predicted_seconds(w, found) for w in mine)
+        same_kind = [work for work in other if work.kind == kind]
+        measured, predicted = sum(w.seconds for w in same_kind), sum(predicted_seconds(w, found) for w in same_kind)
         assert predicted == pytest.approx(measured, rel=0.08), kind
 
 
 @pytest.mark.slow
 def test_work_outside_the_cost_model_has_a_large_error():
-    """Each run takes twice the time of the previous one, whatever its work."""
-    works = made()
+    """Make each run take 3x the time of the previous one, independent of its work."""
+    works = synthetic_work()
     sources = list(dict.fromkeys(work.source for work in works))
     odd = [replace(work, seconds=work.seconds * 3.0 ** sources.index(work.source)) for work in works]
     found, words = held_out(odd)
@@ -139,7 +139,7 @@ def test_work_outside_the_cost_model_has_a_large_error():
 
 @pytest.mark.slow
 def test_steps_of_one_run_are_held_out_in_folds():
-    works = made(sizes=((6, 256),))
+    works = synthetic_work(sizes=((6, 256),))
     found, words = held_out(works)
     assert words == "each of 5 folds of the steps predicted from the others"
     assert len(found) == 15 and max(total.error for total in found) < 0.05
@@ -153,7 +153,7 @@ def test_steps_of_one_run_are_held_out_in_folds():
 
 @pytest.mark.slow
 def test_a_constant_number_of_devices_gives_no_contention():
-    works = [replace(work, busy_peers=1) for work in made(replace(TRUE, crowding=0.0))]
+    works = [replace(work, busy_peers=1) for work in synthetic_work(replace(TRUE, crowding=0.0))]
     found = fit_hardware(works)
     assert found.crowding == 0 and found.train_flops == pytest.approx(TRUE.train_flops, rel=0.01)
 
@@ -171,7 +171,7 @@ def test_contention_slows_all_local_work():
 
 @pytest.mark.slow
 def test_scoring_without_measurements_is_as_fast_as_training():
-    found = fit_hardware([work for work in made(sizes=((2, 128), (6, 256))) if work.kind != "scoring"])
+    found = fit_hardware([work for work in synthetic_work(sizes=((2, 128), (6, 256))) if work.kind != "scoring"])
     assert found.pass_flops == found.train_flops == pytest.approx(TRUE.train_flops, rel=0.05)
 
 
@@ -193,7 +193,7 @@ def test_flops_of_a_pass_count_layers_attention_and_the_head_of_responses():
     assert forward_flops(Small, [4, 8], [6, 12]) == expected
 
 
-def test_length_of_a_moved_sample_is_that_of_its_last_span():
+def test_length_of_a_moved_sample_is_read_from_its_last_span():
     at = {"prompt_tokens": 7}
     spans = [
         Span("generate", "rollout/0", 0, 1, samples=("1/2/0",), tokens=5, attributes=at),
@@ -226,10 +226,10 @@ def test_invalid_files_are_reported_by_field_line_value_and_range(calibration, t
     data = yaml.safe_load(path.read_text())
     data["hardware"]["pass_flops"], data["errors"]["scorn"] = -3, 0.1
     path.write_text(yaml.safe_dump(data, sort_keys=False))
-    with pytest.raises(CalibrationError) as told:
+    with pytest.raises(CalibrationError) as error:
         read_calibration(path)
-    assert f"{path}:6: hardware.pass_flops=-3: needs a number above 0" in str(told.value)
-    assert "errors.scorn: unknown field; did you mean errors.scoring?" in str(told.value)
+    assert f"{path}:6: hardware.pass_flops=-3: needs a number above 0" in str(error.value)
+    assert "errors.scorn: unknown field; did you mean errors.scoring?" in str(error.value)
     with pytest.raises(CalibrationError, match=r"nowhere\.yaml: can\'t be read as YAML: .*No such file"):
         read_calibration(tmp_path / "nowhere.yaml")
     path.write_text("a: [")
@@ -241,23 +241,23 @@ def test_invalid_files_are_reported_by_field_line_value_and_range(calibration, t
 
 
 def test_invalid_inputs_of_a_calibration_are_reported(tmp_path, capsys):
-    def told(*arguments):
+    def error_output(*arguments):
         assert main(["calibrate", *map(str, arguments)]) == 2
         return capsys.readouterr().err
 
-    assert "needs exactly one of RUN_DIR, --probe and --links" in told()
-    assert "needs exactly one of RUN_DIR, --probe and --links" in told("--probe", "some")
-    assert "No such file" in told(tmp_path / "none") and "none/config.yaml" in told(tmp_path / "none")
-    assert "training.pipeline_parallel_size=2" in told(RECORDED / "pipelines")
-    assert "is given twice" in told(tmp_path, tmp_path)
-    assert "--picture a.pdf: the name must end in .png" in told("--probe", "--picture", "a.pdf")
-    assert "the folder does not exist" in told("--probe", "--out", tmp_path / "no/c.yaml")
-    assert "no config.json in this folder" in told("--probe", "--model", tmp_path)
+    assert "needs exactly one of RUN_DIR, --probe and --links" in error_output()
+    assert "needs exactly one of RUN_DIR, --probe and --links" in error_output("--probe", "some")
+    assert "No such file" in error_output(tmp_path / "none") and "none/config.yaml" in error_output(tmp_path / "none")
+    assert "training.pipeline_parallel_size=2" in error_output(RECORDED / "pipelines")
+    assert "is given twice" in error_output(tmp_path, tmp_path)
+    assert "--picture a.pdf: the name must end in .png" in error_output("--probe", "--picture", "a.pdf")
+    assert "the folder does not exist" in error_output("--probe", "--out", tmp_path / "no/c.yaml")
+    assert "no config.json in this folder" in error_output("--probe", "--model", tmp_path)
 
 
 @pytest.mark.parametrize("read", [read_run, lambda folder: read_work(folder, "run")])
 def test_runs_of_a_reward_model_are_refused(tmp_path, read):
-    """For `rlfuse plan --from` and `rlfuse calibrate`."""
+    """Cover `rlfuse plan --from` and `rlfuse calibrate`."""
     (tmp_path / "config.yaml").write_text("{data: {train_files: [a]}, model: {path: m}, trainer: {task: reward_model}}")
     (tmp_path / "events.jsonl").touch()
     with pytest.raises(WorkloadError, match=r"task=reward_model\), .* no decoding .* a run with trainer.task=rl"):
@@ -271,16 +271,20 @@ def run(tmp_path):
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, architectures=["Qwen2ForCausalLM"],
     ).save_pretrained(tmp_path / "model")  # fmt: skip
-    told = {
+    config = {
         "data": {"train_files": ["a"], "val_files": ["b"]},
         "model": {"path": str(tmp_path / "model")},
         "trainer": {"n_gpus_per_node": 2},
     }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(told))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     spans = simulate(parse(WORKLOAD), "stream").spans
-    lasts = max(span.end for span in spans)
-    steps = [replace(span, start=span.start + n * lasts, end=span.end + n * lasts) for n in range(4) for span in spans]
-    steps += [Span("step", "driver", n * lasts, (n + 1) * lasts, n + 1) for n in range(4)]
+    step_seconds = max(span.end for span in spans)
+    steps = [
+        replace(span, start=span.start + n * step_seconds, end=span.end + n * step_seconds)
+        for n in range(4)
+        for span in spans
+    ]
+    steps += [Span("step", "driver", n * step_seconds, (n + 1) * step_seconds, n + 1) for n in range(4)]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(asdict(span)) + "\n" for span in steps))
     return tmp_path
 
@@ -305,9 +309,9 @@ def test_a_run_gives_a_calibration_file(run, capsys):
     assert calibration.device == "a slot" and calibration.count == 2
     assert calibration.fitted_on[0].layers == 2 and calibration.fitted_on[0].prompt_tokens == 20
     assert any("other model sizes" in line for line in calibration.not_measured)
-    own = step_traffic(config_of(run / "config.yaml"), calibration.fitted_on[0].parameters, calibration.count)
-    assert own.seconds(hardware) == pytest.approx(0.07, rel=0.1)
-    assert max(hardware.errors.values()) < 0.15, "equal steps predict each other"
+    expected = step_traffic(config_of(run / "config.yaml"), calibration.fitted_on[0].parameters, calibration.count)
+    assert expected.seconds(hardware) == pytest.approx(0.07, rel=0.1)
+    assert max(hardware.errors.values()) < 0.15, "all steps are equal"
     assert picture.stat().st_size > 10_000 and "generating" in capsys.readouterr().out
 
 
@@ -330,17 +334,17 @@ def test_every_coefficient_affects_the_costs_of_a_plan(run, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("long_calls", [False, True], ids=["a micro-batch a call", "several"])
 def test_launch_latency_is_measured_and_slows_small_micro_batches(run, long_calls):
-    """Micro-batches with a sixteenth of the tokens are launched sixteen times more often."""
-    begun, call_s, token_s, at, draw = 0.03, 0.02, 1e-4, 0.0, np.random.default_rng(0)
-    config, told = config_of(run / "config.yaml"), read_events(run / "events.jsonl")
-    spans = [span for span in told if span.kind in ("generate", "decode", "step")]
-    lasts = spans[-1].end - spans[-1].start
+    """Compare with micro-batches of 1/16 of the tokens, which are launched 16x as often."""
+    launch_s, call_s, token_s, at, draw = 0.03, 0.02, 1e-4, 0.0, np.random.default_rng(0)
+    config, events = config_of(run / "config.yaml"), read_events(run / "events.jsonl")
+    spans = [span for span in events if span.kind in ("generate", "decode", "step")]
+    step_seconds = spans[-1].end - spans[-1].start
     for step in range(4):
-        at = step * lasts
+        at = step * step_seconds
         for _ in range(8):
             began, at = at, at + call_s
             for rows in draw.integers(1, 20, 1 + 2 * long_calls).tolist():
-                seconds = begun + token_s * 50 * rows
+                seconds = launch_s + token_s * 50 * rows
                 half, done = at + seconds / 3, at + seconds
                 common = {"samples": ("a",) * rows, "tokens": 50 * rows, "attributes": {"model": "actor"}}
                 spans += [
@@ -349,10 +353,10 @@ def test_launch_latency_is_measured_and_slows_small_micro_batches(run, long_call
                 ]
                 at = done
             spans.append(Span("update_actor", "driver", began, at))
-    assert at < 4 * lasts, "all within the steps"
+    assert at < 4 * step_seconds, "calls end within the steps"
     shapes = {"actor": shapes_of(config)["actor"]}
     hardware = fit_hardware(work_of_run("one", config, shapes, spans))
-    assert 3 * (2 + END_LAYERS) * hardware.layer_s == pytest.approx(begun, rel=0.02)
+    assert 3 * (2 + END_LAYERS) * hardware.layer_s == pytest.approx(launch_s, rel=0.02)
     assert hardware.train_call_s == pytest.approx(call_s, rel=0.02)
     config.data.train_batch_size = config.actor.ppo_mini_batch_size = 128
     steps = {}
@@ -361,7 +365,9 @@ def test_launch_latency_is_measured_and_slows_small_micro_batches(run, long_call
         costs = replace(costs_of(config, shapes, hardware, 100.0), kv_tokens=1 << 20)
         steps[budget] = StepTimes(shapes, [80] * 128, 20).simulated(config, costs, policy="serial").training
     more = micro_batches(config, 128, 100.0) - 2  # of 6,400 tokens on each of two ranks
-    assert more == 30 and steps[256] - steps[4096] == pytest.approx(2 * more * begun, rel=0.02), "of critic and actor"
+    assert more == 30 and steps[256] - steps[4096] == pytest.approx(2 * more * launch_s, rel=0.02), (
+        "for critic and actor"
+    )
 
 
 @pytest.mark.slow

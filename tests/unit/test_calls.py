@@ -1,4 +1,4 @@
-"""The table of system calls: complete, the same on each machine, and true of a process that tries them."""
+"""The seccomp tables of system calls: complete, consistent across architectures, and enforced in a confined process."""
 
 import ctypes
 import errno
@@ -37,9 +37,9 @@ HIGH = 1 << 32
 
 @pytest.fixture(scope="module")
 def attempts():
-    """What went otherwise than it should for each of TRIES; the error of each call that is denied or absent."""
+    """Return (failed entries of TRIES, errno of each denied or absent call, errnos of an x32 and an unknown call)."""
     denied = [name for name in NUMBERS if actions().get(name, EPERM) in (EPERM, ENOSYS)]
-    # Two which only the kernel's own probes make are shown to no filter; from elsewhere they are SIGILL.
+    # Two calls that only kernel probes make bypass filters; a process that makes them gets SIGILL.
     test = [NUMBERS, TRIES, [name for name in denied if name not in ("uprobe", "uretprobe")]]
     report = run_code(TRYING, Kind.CALLS, [test], fn_name="f", limits=LIMITS)
     if report.missing_isolation:
@@ -48,7 +48,7 @@ def attempts():
     return report.outcomes[0].value
 
 
-def test_no_call_has_two_entries_and_each_allowed_family_has_a_try():
+def test_calls_are_listed_once_and_each_allowed_family_has_a_test_program():
     entries = [name for table in (ALLOWED, ABSENT) for calls in table.values() for name in calls.split()]
     entries += CONDITIONAL
     assert len(entries) == len(set(entries))
@@ -56,7 +56,7 @@ def test_no_call_has_two_entries_and_each_allowed_family_has_a_try():
     assert TRIES.keys() == ALLOWED.keys() | CONDITIONAL.keys()
 
 
-def test_numbers_are_those_that_libseccomp_knows():
+def test_call_numbers_match_libseccomp():
     try:
         library = ctypes.CDLL("libseccomp.so.2")
     except OSError:
@@ -69,20 +69,20 @@ def test_numbers_are_those_that_libseccomp_knows():
 
 
 @pytest.mark.parametrize("name", TRIES)
-def test_what_is_allowed_works_and_no_more_of_it(attempts, name):
+def test_allowed_calls_work_within_their_conditions(attempts, name):
     assert name not in attempts[0], attempts[0][name]
 
 
-def test_what_is_denied_is_denied(attempts):
-    _, errors, x32, younger = attempts
+def test_denied_and_absent_calls_return_the_expected_errors(attempts):
+    _, errors, x32, unknown = attempts
     absent = {name for calls in ABSENT.values() for name in calls.split()}
     assert {name for name, error in errors.items() if error == errno.ENOSYS} == absent
     assert {name for name, error in errors.items() if error not in (errno.EPERM, errno.ENOSYS)} == set()
-    assert x32 == younger == errno.ENOSYS and len(errors) > 150
+    assert x32 == unknown == errno.ENOSYS and len(errors) > 150
 
 
 def decide(code, architecture, number, given):
-    """What the kernel would make of a filter."""
+    """Interpret a BPF program as the kernel does, and return its verdict."""
     words = {0: number, 4: architecture}
     words |= {
         16 + 8 * place + 4 * half: value >> 32 * half & WORD for place, value in enumerate(given) for half in (0, 1)
@@ -108,13 +108,13 @@ VALUES = st.one_of(
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_each_number_of_each_machine_gets_its_answer(machine):
+def test_the_filter_decides_every_call_number_of_every_machine(machine):
     architecture, calls = MACHINES[machine]
     known = actions()
     for number in range(1024):
-        said = decide(PROGRAMS[machine], architecture, number, [0] * 6)
+        verdict = decide(PROGRAMS[machine], architecture, number, [0] * 6)
         expected = known.get(calls[number], EPERM) if number in calls else ENOSYS
-        assert said == expected or (not isinstance(expected, int) and said in (ALLOW, EPERM))
+        assert verdict == expected or (not isinstance(expected, int) and verdict in (ALLOW, EPERM))
         assert decide(PROGRAMS[machine], architecture, number | 0x40000000, [0] * 6) == ENOSYS
         assert decide(PROGRAMS[machine], 0x40000003, number, [0] * 6) == KILL
     assert len(PROGRAMS[machine]) < 4096
@@ -124,26 +124,26 @@ def test_each_number_of_each_machine_gets_its_answer(machine):
 @given(
     name=st.sampled_from(sorted(CONDITIONAL)), given=st.lists(VALUES, min_size=6, max_size=6), high=st.integers(1, WORD)
 )
-def test_conditions_look_at_what_the_kernel_reads(name, given, high):
+def test_conditions_check_the_bits_that_the_kernel_reads(name, given, high):
     condition = CONDITIONAL[name][1]
     for machine, (architecture, calls) in MACHINES.items():
         number = {call: number for number, call in calls.items()}.get(name)
         if number is None:
             continue
 
-        def said(values, code=PROGRAMS[machine], architecture=architecture, number=number):
+        def verdict(values, code=PROGRAMS[machine], architecture=architecture, number=number):
             return decide(code, architecture, number, values)
 
         holds = any(
             all(given[place] & mask == (ME if value == -1 else value) for place, mask, value in checks)
             for checks in condition
         )
-        assert said(given) == (ALLOW if holds else EPERM)
-        if name != "sendto":  # whose address has 64 bits; all others are read as 32
-            assert said([value & WORD | high << 32 for value in given]) == said(given)
+        assert verdict(given) == (ALLOW if holds else EPERM)
+        if name != "sendto":  # its address has 64 bits; other arguments are read as 32 bits
+            assert verdict([value & WORD | high << 32 for value in given]) == verdict(given)
 
 
-def test_calls_of_another_architecture_end_the_process(attempts):
+def test_calls_of_another_architecture_kill_the_process(attempts):
     if os.uname().machine != "x86_64":
         pytest.skip("int 0x80 is of x86")
     source = """
@@ -174,7 +174,7 @@ def f(x):
 """
 
 
-def test_code_does_not_kill_its_judge(attempts):
+def test_code_cannot_kill_its_parent_process(attempts):
     (outcome,) = run_code(SIGNALS, Kind.CALLS, [[1]], fn_name="f", limits=LIMITS).outcomes
     assert (outcome.reason, outcome.value) == (None, -1)
 
@@ -196,7 +196,7 @@ def f(path):
 
 
 @pytest.mark.parametrize("version", (1, 3))
-def test_nothing_is_emptied_whatever_landlock_governs(attempts, monkeypatch, tmp_path, version):
+def test_files_cannot_be_truncated_under_any_landlock_version(attempts, monkeypatch, tmp_path, version):
     readable = tmp_path / "readable"
     readable.mkdir()
     victims = [readable / "library.py", tmp_path / "file"]
@@ -225,8 +225,8 @@ except PermissionError:
 """
 
 
-def test_landlock_keeps_signals_inside_by_itself():
+def test_landlock_alone_confines_signals():
     if _landlock_version() < 6:
         pytest.skip("Landlock before version 6 knows no signals")
-    said = subprocess.run([sys.executable, "-c", SCOPE], capture_output=True, text=True, check=True)
-    assert said.stdout == "confined\n"
+    done = subprocess.run([sys.executable, "-c", SCOPE], capture_output=True, text=True, check=True)
+    assert done.stdout == "confined\n"

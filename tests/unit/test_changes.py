@@ -13,7 +13,7 @@ OTHER = {"bool": True, "int": 7, "float": 0.125, "str": "other", "list": ["other
 
 
 def config(**settings):
-    """As it stands in config.yaml, with these settings: `a__b=1` for a.b."""
+    """Return the contents of config.yaml with these settings: `a__b=1` for a.b."""
     found = dataclasses.asdict(Config())
     for name, value in settings.items():
         *groups, leaf = name.split("__")
@@ -25,7 +25,7 @@ def config(**settings):
 
 
 def other(key):
-    """A value of this key's type that is not its default."""
+    """Return a value of the key's type that differs from its default."""
     value = OTHER[next(kind for kind in OTHER if by_name()[key].type.startswith(kind))]
     return not value if value is by_name()[key].default else value
 
@@ -67,11 +67,11 @@ def test_a_change_of_every_key_has_the_declared_effect(key):
         ),
     ],
 )
-def test_where_values_decide(was, now, effects):
+def test_the_effect_of_a_change_can_depend_on_its_values(was, now, effects):
     assert [change.effect for change in differences(config(**was), config(**now))] == effects
 
 
-def test_an_older_run_has_defaults_and_the_same_file_has_one_name(tmp_path, monkeypatch):
+def test_missing_keys_have_defaults_and_relative_paths_equal_absolute_ones(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     older = config()
     del older["alerts"], older["actor"]["optim"]["weight_decay"]

@@ -1,4 +1,4 @@
-"""Rows with clips become prompts with plans; a clip that can't be used costs its row only, and the report says why."""
+"""Rows with clips become prompts with frame plans; a row with an unusable clip is skipped and reported."""
 
 import json
 import re
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_decode_pool")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A video model, and clips good and bad."""
+    """Write a small video model, and valid and broken clips."""
     folder = tmp_path_factory.mktemp("rows")
     write_small_video_llama3(folder / "model", SmallModel(heads=2, layers=1, tower_heads=1, tower_layers=1))
     write_video(folder / "good.mp4", steady(20), size=(56, 56))
@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
 
 
 def load(folder, *rows, data=(), **video):
-    """Prompts and report of rows that are (question, clips...)."""
+    """Return the prompts and the report of rows (question, *clips)."""
     config = with_values(Config(), {f"data.{name}": value for name, value in dict(data).items()})
     config.model.path, config.data.max_prompt_length = str(folder / "model"), 300
     config.video.sampling = "seed_vl"
@@ -59,7 +59,7 @@ def load(folder, *rows, data=(), **video):
 
 
 @pytest.mark.slow
-def test_a_prompt_has_its_clips_placeholders_where_the_marker_stood(folder):
+def test_placeholders_replace_the_video_marker_of_a_prompt(folder):
     (shown, text), report = load(folder, ("what is <video> ?", "good.mp4"), ("and without ?",))
     plan, positions = shown.visual[0].plan, shown.visual[0].positions
     assert plan.frames == 2 and plan.tokens == len(positions) == 8
@@ -83,7 +83,7 @@ UNUSABLE = (
 
 
 @pytest.mark.slow
-def test_a_clip_that_cant_be_used_costs_its_row_and_is_named(folder):
+def test_rows_with_unusable_clips_are_skipped_and_named(folder):
     prompts, report = load(folder, *(row for row, _ in UNUSABLE), ("see <video>", "still.mp4"), max_failure_rate=0.95)
     assert [prompt.index for prompt in prompts] == [0] and prompts[0].visual[0].path.endswith("still.mp4")
     for number, ((_, *clips), words) in enumerate(UNUSABLE):
@@ -94,7 +94,7 @@ def test_a_clip_that_cant_be_used_costs_its_row_and_is_named(folder):
 
 
 @pytest.mark.slow
-def test_too_many_bad_clips_stop_the_run_with_the_first(folder):
+def test_too_many_unusable_clips_stop_the_run_and_name_the_first(folder):
     with pytest.raises(DataError, match=r"1 of 2 rows have clips.*max_failure_rate=0\.1:\n.*row 0.*sound\.mp4"):
         load(folder, ("see <video>", "sound.mp4"), ("see <video>", "good.mp4"))
 
@@ -112,7 +112,7 @@ def test_too_many_bad_clips_stop_the_run_with_the_first(folder):
         (0.1, 0, "16 of 16 rows have clips or images that can't be used, more than video.max_failure_rate=0.1:"),
     ],
 )
-def test_where_no_row_is_left_the_reasons_are_given(folder, rate, overlong, words):
+def test_reasons_are_reported_if_no_row_is_usable(folder, rate, overlong, words):
     rows = [row for row, _ in UNUSABLE] * 2 + [("<video> " + "long " * 300, "good.mp4")] * overlong
     with pytest.raises(DataError) as error:
         load(folder, *rows, data={"filter_overlong_prompts": True}, max_failure_rate=rate)
@@ -122,18 +122,18 @@ def test_where_no_row_is_left_the_reasons_are_given(folder, rate, overlong, word
 
 
 @pytest.mark.slow
-def test_a_response_that_spells_a_placeholder_is_text(folder):
-    """Only the prompt's places take the clip's rows, and the answer that people and rewards read stays as it is."""
+def test_placeholders_in_a_response_are_plain_text(folder):
+    """Insert embeddings only in the prompt, and keep the text of the response."""
     (prompt,), _ = load(folder, ("see <video>", "good.mp4"))
     config = Config()
     config.model.path = str(folder / "model")
     tokenizer, model = load_tokenizer(config.model), VideoModel.from_pretrained(config.model.path)
-    said = f"it shows {VIDEO}{VIDEO}"
-    ids = np.asarray(tokenise(tokenizer, said, model.visual), np.int32)
-    assert tokenizer.decode(ids) == said and not set(ids) & set(model.visual.ids(tokenizer).values())
+    response_text = f"it shows {VIDEO}{VIDEO}"
+    ids = np.asarray(tokenise(tokenizer, response_text, model.visual), np.int32)
+    assert tokenizer.decode(ids) == response_text and not set(ids) & set(model.visual.ids(tokenizer).values())
     embedding = Embedding("clip", "", len(prompt.visual[0].positions), 64)
     shown = replace(prompt, visual=(replace(prompt.visual[0], source=embedding),))
-    response = Response(ids, np.zeros(len(ids), np.float32), "stop", 0, said)
+    response = Response(ids, np.zeros(len(ids), np.float32), "stop", 0, response_text)
     row = Sample(shown, 1, 0, seed=0, response=response).row()
     [visual] = row.visual
     np.testing.assert_array_equal(visual.positions, prompt.visual[0].positions)
@@ -141,7 +141,7 @@ def test_a_response_that_spells_a_placeholder_is_text(folder):
 
 
 @pytest.mark.slow
-def test_frames_and_times_are_the_familys_unless_the_job_says_otherwise(folder):
+def test_sampling_and_timestamps_default_to_those_of_the_family(folder):
     def shown(**video):
         [prompt], _ = load(folder, ("see <video>", "good.mp4"), **video)
         tokenizer = load_tokenizer(ModelConfig(path=str(folder / "model")))
@@ -163,7 +163,7 @@ def test_frames_and_times_are_the_familys_unless_the_job_says_otherwise(folder):
 
 
 @pytest.mark.slow
-def test_times_that_the_engine_does_not_write_are_refused(tmp_path):
+def test_timestamps_that_the_engine_does_not_support_are_refused(tmp_path):
     config = Config()
     config.model.path, config.video.timestamps = str(write_small_qwen25_vl(tmp_path / "model")), "seed_vl"
     with pytest.raises(ConfigError, match=r"seed_vl: engines insert clips of .*model into the prompt.*to family"):
@@ -171,8 +171,8 @@ def test_times_that_the_engine_does_not_write_are_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_repeated_tokens_are_no_part_of_the_prompt_where_the_processor_leaves_them_out(folder):
-    """Of several blocks of frames, for train and validation files alike; other samplings keep all."""
+def test_prompts_omit_repeated_tokens_if_the_processor_compresses_them(folder):
+    """Compress across blocks of frames with sampling=family; other samplings keep all tokens."""
     processor = folder / "model" / "video_preprocessor_config.json"
     before = processor.read_text()
     processor.write_text(
@@ -193,7 +193,7 @@ def test_repeated_tokens_are_no_part_of_the_prompt_where_the_processor_leaves_th
         assert plan == compress_tokens(every.visual[0].plan, [decode(path, plan)], Pixels.of(folder / "model"))
         assert len(prompt.visual[0].positions) == plan.tokens
         assert len(every.token_ids) - len(prompt.token_ids) == every.visual[0].plan.tokens - plan.tokens
-    assert prompts[0].visual[0].plan.tokens < whole[0].visual[0].plan.tokens, "some of its bars never change"
+    assert prompts[0].visual[0].plan.tokens < whole[0].visual[0].plan.tokens, "some of the bars never change"
     assert all(each.visual[0].plan.kept is None for each in (*whole, *seed))
 
 
@@ -223,7 +223,7 @@ WRITE = {"llama": write_small_video_llama3, "qwen25": write_small_qwen25_vl}
     ],
 )
 @pytest.mark.slow
-def test_settings_of_a_processor_are_those_that_it_has(tmp_path, kind, sampling, given, words):
+def test_processor_settings_are_validated(tmp_path, kind, sampling, given, words):
     small = SmallModel(heads=2, layers=1, tower_heads=1, tower_layers=1)
     model = VideoModel.from_pretrained(str(WRITE[kind](tmp_path / "model", small)))
     video = replace(Config().video, sampling=sampling)

@@ -1,5 +1,4 @@
-"""The tasks of clips and of images as a whole: folder, blanked files, demonstrations, and a model that loads part by
-part."""
+"""The clip and image tasks: prepared folder, blanked validation files, demonstrations, and the warm-started model."""
 
 import json
 from dataclasses import replace
@@ -33,7 +32,7 @@ FEW_IMAGES = replace(FEW, kinds=(Kind.PLACE,))
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
-    """Prepared with the least of everything."""
+    """Prepare the smallest possible task."""
     return prepare_clips(tmp_path_factory.mktemp("cache") / "clips", TINY, FEW)
 
 
@@ -47,7 +46,7 @@ def rows(file):
 
 
 @pytest.mark.slow
-def test_demonstrations_are_answers_of_mixed_quality_and_right_without_faults():
+def test_demonstrations_have_mixed_accuracy_and_are_correct_without_injected_errors():
     rng, settings = np.random.default_rng(0), ClipWarmStart()
     scenes = [scene for _, scene, _ in draw_clips(replace(CLIPS, train=500), "train")]
     assert all(scene.events[0].colour != scene.events[-1].colour for scene in scenes)
@@ -67,7 +66,7 @@ def test_demonstrations_are_answers_of_mixed_quality_and_right_without_faults():
     assert all(parts["acc"] == 1.0 for parts in perfect)
 
 
-def test_demonstrations_and_questions_are_few_tokens():
+def test_demonstrations_and_questions_are_short():
     tokenizer, settings = build_tokenizer(Kind.PLACE.ends), ClipWarmStart()
     scene = draw_scene(np.random.default_rng(0), 10.0, 600.0)
     answer = demonstration(ask_end(scene, Kind.ORDER, "first"), np.random.default_rng(0), settings)
@@ -80,7 +79,7 @@ def test_demonstrations_and_questions_are_few_tokens():
 
 
 @pytest.mark.slow
-def test_the_folder_has_what_a_job_reads(task):
+def test_the_prepared_folder_has_all_files_of_a_job(task):
     train, val, blind = map(rows, (task.train_file, task.val_file, task.val_blind_file))
     assert (len(train), len(val), len(blind)) == (4, 2, 2)
     assert {row["data_source"] for row in train + val} == {"clips_order"}
@@ -89,7 +88,7 @@ def test_the_folder_has_what_a_job_reads(task):
 
 
 @pytest.mark.slow
-def test_blanked_clips_differ_from_those_that_validate_in_what_they_show_alone(task):
+def test_blanked_clips_differ_from_validation_clips_only_in_their_pixels(task):
     for row, blind in zip(rows(task.val_file), rows(task.val_blind_file), strict=True):
         assert blind.pop("data_source") == row.pop("data_source") + "_blind"
         [seen], [unseen] = row.pop("videos"), blind.pop("videos")
@@ -101,7 +100,7 @@ def test_blanked_clips_differ_from_those_that_validate_in_what_they_show_alone(t
 
 
 @pytest.mark.slow
-def test_images_show_what_is_asked_and_blanked_ones_nothing(image_task):
+def test_images_show_the_answer_and_blanked_images_show_nothing(image_task):
     assert len(rows(image_task.train_file)) == 4 and len(list((image_task.root / "images").iterdir())) == 8
     for row, blind in zip(rows(image_task.val_file), rows(image_task.val_blind_file), strict=True):
         assert (row["data_source"], blind.pop("data_source")) == ("images_place", "images_place_blind")
@@ -110,14 +109,14 @@ def test_images_show_what_is_asked_and_blanked_ones_nothing(image_task):
         )
         assert row == blind | {"data_source": row["data_source"]} and seen.shape == unseen.shape == (168, 56, 3)
         assert (unseen == clips.GROUND).all()
-        asked, truth = row["prompt"][0]["content"].split()[3], row["reward_model"]["ground_truth"]
-        third = {"top": seen[:56], "bottom": seen[112:]}[asked]
+        position, truth = row["prompt"][0]["content"].split()[3], row["reward_model"]["ground_truth"]
+        third = {"top": seen[:56], "bottom": seen[112:]}[position]
         assert (third == clips.COLOURS[truth]).all(axis=2).sum() == clips.SQUARE**2
 
 
 @pytest.mark.slow
-def test_the_experiment_of_images_shows_the_model_what_it_was_trained_on(image_task):
-    """Plans as the job makes them; the model as it was saved."""
+def test_the_image_experiment_uses_the_prompts_of_the_warm_start(image_task):
+    """Compare the job's frame plans with those of the saved model's training."""
     config = compose_job(["experiment=images", f"model.path={image_task.model_path}"])
     model, tokenizer = (
         VideoModel.from_pretrained(config.model.path),
@@ -131,7 +130,7 @@ def test_the_experiment_of_images_shows_the_model_what_it_was_trained_on(image_t
 
 
 @pytest.mark.slow
-def test_prepared_again_with_the_same_settings_nothing_is_written(task, capsys):
+def test_preparing_again_with_the_same_settings_writes_nothing(task, capsys):
     written = task.train_file.stat().st_mtime_ns
     assert prepare_clips(task.root, TINY, FEW) == task
     assert task.train_file.stat().st_mtime_ns == written and capsys.readouterr().out == ""
@@ -139,7 +138,7 @@ def test_prepared_again_with_the_same_settings_nothing_is_written(task, capsys):
 
 
 @pytest.mark.slow
-def test_tower_and_text_part_load_and_are_the_trained_ones(task, tmp_path):
+def test_tower_and_language_model_load_with_the_trained_weights(task, tmp_path):
     tower = Tower(task.model_path)
     VideoLlama3.export(task.model_path, tmp_path / "text")
     model, tokenizer = (kind.from_pretrained(tmp_path / "text") for kind in (AutoModelForCausalLM, AutoTokenizer))
@@ -150,5 +149,5 @@ def test_tower_and_text_part_load_and_are_the_trained_ones(task, tmp_path):
     embeds = model.get_input_embeddings()(torch.from_numpy(prompt.token_ids).long())
     embeds[torch.from_numpy(prompt.positions[0]).long()] = frames[clip.order].flatten(0, 1)
     last = model(inputs_embeds=embeds[None]).logits[0, -1]
-    # Six steps are enough to know how every answer begins.
+    # Six training steps are enough to learn the first token of every answer.
     assert tokenizer.decode(last.argmax()) == "<think>"

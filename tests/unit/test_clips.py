@@ -1,4 +1,4 @@
-"""The long-video question task: scenes, the files they become, questions, rows and the reward."""
+"""The long-video question task: scenes, clip files, questions, rows and the reward."""
 
 import math
 from collections import Counter
@@ -19,13 +19,13 @@ SMALL = Clips(train=3, val=2, shortest_s=10.0, longest_s=40.0, max_events=6)
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """(folder, training rows, validation rows)."""
+    """Return (folder, training rows, validation rows)."""
     folder = tmp_path_factory.mktemp("task")
     return folder, *(pq.read_table(file).to_pylist() for file in write_task(folder, SMALL))
 
 
 def colours(pixels):
-    """The colour shown in each of uint8 [frames, height, width, 3]; None for the ground alone."""
+    """Return the colour shown in each frame of uint8 [frames, height, width, 3]; None for a blank frame."""
     spread = pixels.reshape(len(pixels), -1, 3).astype(float)
     places = np.abs(spread - 128).sum(axis=2).argmax(axis=1)
     vivid = spread[np.arange(len(spread)), places]
@@ -34,13 +34,13 @@ def colours(pixels):
 
 
 def runs(shown):
-    """Colours in order of appearance, each event once."""
+    """Return colours in order of appearance, each event once."""
     return [now for before, now in zip([None, *shown[:-1]], shown, strict=True) if now and now != before]
 
 
 @pytest.mark.slow
 @given(st.integers(0, 2**32), st.floats(10, 600), st.sampled_from(["general", "detail", "motion"]))
-def test_every_event_and_pause_is_seen_by_the_plans_it_says(seed, longest, task):
+def test_every_event_and_pause_is_sampled_by_the_supported_plans(seed, longest, task):
     scene = draw_scene(np.random.default_rng(seed), 10.0, longest)
     facts = ClipMetadata(scene.duration_s, FPS, 56, 56)
     for sampling in (SeedSampling(), SeedSampling(budget=20, levels=(1,)), FixedSampling(20, 1)):
@@ -53,7 +53,7 @@ def test_every_event_and_pause_is_seen_by_the_plans_it_says(seed, longest, task)
 
 
 @pytest.mark.slow
-def test_answers_are_spread_evenly():
+def test_answers_are_balanced():
     answers = {kind: Counter() for kind in Kind}
     for seed in range(1500):
         rng = np.random.default_rng(seed)
@@ -67,7 +67,7 @@ def test_answers_are_spread_evenly():
 
 
 @pytest.mark.slow
-def test_files_show_what_the_questions_ask(written):
+def test_answers_match_the_content_of_the_clips(written):
     folder, train, val = written
     for row in train + val:
         path = str(folder / row["videos"][0]["video"])
@@ -89,7 +89,7 @@ def test_files_show_what_the_questions_ask(written):
             assert any(time < end <= time + 1 / plan.fps + 1e-6 for time in times)
 
 
-def test_rows_are_shaped_as_verls_and_splits_share_nothing(written):
+def test_rows_have_the_format_of_verl_and_splits_are_disjoint(written):
     folder, train, val = written
     assert (len(train), len(val)) == (9, 6)
     assert {row["data_source"] for row in train} == {"clips_count", "clips_order", "clips_locate"}

@@ -1,4 +1,4 @@
-"""Durations when the system's clock is set: they are measured, and never negative."""
+"""Durations when the system clock is changed: measured with a monotonic clock, never negative."""
 
 import ast
 import os
@@ -40,19 +40,19 @@ DATES = {
     "run_folder/slots.py": "a date for another host",
     "run_folder/status.py": "age of a file, date of the end",
 }
-"""Modules that may call `time.time`, and what for."""
+"""Modules that may call `time.time`, and the reason."""
 
 
 @pytest.fixture
 def set_back(monkeypatch):
-    """Every look at the system's clock finds it an hour earlier than the one before."""
+    """Set the system clock back by an hour at each read."""
     earlier = iter(range(0, 1 << 30, 3600))
     wall = time.time
     monkeypatch.setattr(time, "time", lambda: wall() - next(earlier))
 
 
 @pytest.mark.slow
-def test_dates_are_asked_for_where_dates_are_meant_only():
+def test_wall_clock_time_is_read_only_for_dates():
     found = set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -74,15 +74,15 @@ def engine_step(tmp_path):
     meter.pause()
     scheduler = SimpleNamespace(iteration_details=None, spec_decoding_stats=None)
     more = {"num_generation_tokens": 1, "prompt_token_stats": SimpleNamespace(computed=8)}
-    for begun in (-3600.0, 0.01):  # vLLM subtracts two dates
-        iteration = {"inter_token_latencies_iter": [], "time_to_first_tokens_iter": [begun]}
+    for start in (-3600.0, 0.01):  # vLLM subtracts two dates
+        iteration = {"inter_token_latencies_iter": [], "time_to_first_tokens_iter": [start]}
         read = step_of(scheduler, SimpleNamespace(iteration_timestamp=time.time(), **iteration, **more))
         meter.record(read, 0.1, idle=False)
     meter.close()
     return min(found.seconds for found in meter._recorder.drain())
 
 
-def silence(tmp_path):
+def stall(tmp_path):
     return Liveness(lambda: 0.0).check_progress(busy=True).stalled_s
 
 
@@ -106,12 +106,12 @@ def run(tmp_path):
     return found.seconds(0.0)
 
 
-@pytest.mark.parametrize("measured", [span, engine_step, silence, sample, run])
-def test_a_clock_that_is_set_back_makes_no_duration_negative(tmp_path, set_back, measured):
+@pytest.mark.parametrize("measured", [span, engine_step, stall, sample, run])
+def test_durations_are_not_negative_if_the_clock_is_set_back(tmp_path, set_back, measured):
     assert 0 <= measured(tmp_path) < 60
 
 
-def test_a_first_call_that_seems_to_take_no_time_leaves_a_pace_to_divide_by():
+def test_a_first_call_of_zero_seconds_does_not_cause_a_division_by_zero():
     pool = SimpleNamespace(_pace={}, _functions={})
     for seconds in (1e-12, 0.0, 2.0):
         RewardPool._update_pace(pool, SimpleNamespace(name="f", seconds=seconds, items=[1], returns_awaitable=False))
@@ -120,7 +120,7 @@ def test_a_first_call_that_seems_to_take_no_time_leaves_a_pace_to_divide_by():
         )
 
 
-def test_a_run_knows_its_checkpoints_whatever_their_dates(tmp_path):
+def test_checkpoints_of_the_run_are_identified_independent_of_their_dates(tmp_path):
     config = Config()
     config.trainer.default_local_dir, config.trainer.experiment_name, config.model.path = str(tmp_path), "x", "m"
 
@@ -134,23 +134,23 @@ def test_a_run_knows_its_checkpoints_whatever_their_dates(tmp_path):
     write(2, time.time() + 3600)
     config.trainer.resume_mode = "disable"
     job = open_job(config)
-    assert next_attempt(job, RuntimeError()).checkpoint is None, "an earlier run's, however late its date"
+    assert next_attempt(job, RuntimeError()).checkpoint is None, "it is of an earlier run"
     write(4, time.time() - 3600)
     assert next_attempt(job, RuntimeError()).checkpoint.name == "global_step_4"
 
 
 @pytest.mark.slow
-def test_processes_of_a_run_share_its_clock_also_those_that_start_after_it_was_set(monkeypatch):
+def test_all_processes_of_a_run_share_its_clock(monkeypatch):
     program = "from rlfuse import clock; print(clock.now())"
     monkeypatch.setitem(os.environ, clock.OFFSET, f"{clock.BOOT} {clock._OFFSET - 7200!r}")
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert float(told.stdout) == pytest.approx(clock.now() - 7200, abs=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert float(done.stdout) == pytest.approx(clock.now() - 7200, abs=60)
     monkeypatch.setitem(os.environ, clock.OFFSET, "another-boot -1.0")
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert float(told.stdout) == pytest.approx(time.time(), abs=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert float(done.stdout) == pytest.approx(time.time(), abs=60)
 
 
-def test_a_process_is_known_by_its_start_in_ticks():
+def test_a_process_is_identified_by_its_start_in_ticks():
     assert clock.process_start_ticks(os.getpid()) == clock.process_start_ticks(os.getpid()) > 0
     with pytest.raises(OSError, match="No such"):
         clock.process_start_ticks(2**22 + 1)

@@ -1,4 +1,4 @@
-"""Failures on a cluster are reported in one message."""
+"""Cluster setup and failures: error messages, placement on nodes, and joining a Ray cluster."""
 
 import asyncio
 import os
@@ -39,7 +39,7 @@ def raised(error):
         return caught
 
 
-def test_full_shared_memory_is_named_with_what_is_needed(monkeypatch):
+def test_full_shared_memory_is_reported_with_the_required_size(monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(64 << 20, 60 << 20, 4 << 20))
     with pytest.raises(EngineError, match=r"/dev/shm has 4 MiB free.*256 MiB.*--shm-size"):
@@ -60,7 +60,7 @@ RAISED = """\x1b[36mray::Rank.update()\x1b[39m (pid=7, ip=127.0.0.1, repr=<Rank 
 ZeroDivisionError: division by zero"""
 
 
-def test_a_users_exception_keeps_its_type_message_and_place_and_goes_into_the_log_as_a_whole(tmp_path):
+def test_a_custom_exception_keeps_its_type_and_location_and_is_logged_in_full(tmp_path):
     process_logs.begin(tmp_path / "logs")
     try:
         error = RayTaskError("f", RAISED, ZeroDivisionError("division by zero"))
@@ -83,30 +83,30 @@ logs: {tmp_path}/logs (trainer-1.log has the error)"""
 
 
 @pytest.mark.parametrize("kind, headline", [(ZeroDivisionError, "ZeroDivisionError: no"), (EngineError, "no")])
-def test_a_failure_in_a_call_with_several_passes_names_its_pass(kind, headline):
+def test_a_failure_in_a_call_with_several_passes_names_the_pass(kind, headline):
     span = Span("values", "trainer/1", 0.0)
     with pytest.raises(kind) as found, RankCall(("ref", "critic"), "cpu").timed("critic", span):
         raise kind("no")
     error = RayTaskError("f", "tb", pickle.loads(pickle.dumps(found.value)))
-    told = str(explain(error, "trainer/1", "compute log-probs of the ref and values of the critic", 5))
-    assert f"{headline}\nRaised in the values pass of the critic." in told
+    message = str(explain(error, "trainer/1", "compute log-probs of the ref and values of the critic", 5))
+    assert f"{headline}\nRaised in the values pass of the critic." in message
 
 
-def test_the_whole_traceback_of_a_worker_is_shown_where_it_is_asked_for(monkeypatch, capsys):
+def test_the_full_traceback_of_a_worker_is_shown_on_request(monkeypatch, capsys):
     def act():
         error = RayTaskError("f", RAISED, ZeroDivisionError("division by zero"))
         raise explain(error, "trainer/1", "update the actor", 5) from error
 
-    for asked in ("0", "1"):
-        monkeypatch.setenv("RLFUSE_TRACEBACK", asked)
+    for requested in ("0", "1"):
+        monkeypatch.setenv("RLFUSE_TRACEBACK", requested)
         assert run_command(act) == 1
-        told = capsys.readouterr().err
-        assert ("function_manager.py" in told) == (asked == "1")
-        assert "trainer/1 failed to update the actor: ZeroDivisionError: division by zero" in told
+        output = capsys.readouterr().err
+        assert ("function_manager.py" in output) == (requested == "1")
+        assert "trainer/1 failed to update the actor: ZeroDivisionError: division by zero" in output
 
 
-def test_an_engine_error_from_a_worker_is_passed_on_as_it_is():
-    """Ray raises a worker's error as a type of its own that is both, with a traceback for a text."""
+def test_an_engine_error_from_a_worker_is_raised_unchanged():
+    """Unwrap Ray's dynamic subclass of both error types, whose text is the traceback."""
     cause = raised(EngineLost("rollout/0: out of memory; lower rollout.max_num_seqs"))
     for error in (RayTaskError("f", "tb", cause), RayTaskError("f", "tb", cause).as_instanceof_cause()):
         explained = explain(error, "rollout/0", "generate", 5)
@@ -130,23 +130,23 @@ Some common causes include: many"""
         (OSError("disk on fire"), ["trainer/0 failed to load: OSError: disk on fire"]),
     ],
 )
-def test_each_way_to_fail_is_told_apart(error, words):
+def test_each_kind_of_failure_has_its_message(error, words):
     explained = explain(error, "trainer/0", "load", 5)
     assert isinstance(explained, EngineError)
     assert all(word in str(explained) for word in words), str(explained)
 
 
-def test_tensor_parallel_engines_on_gpus_get_their_bundles():
+def test_tensor_parallel_engines_on_gpus_get_their_placement_bundles():
     slots = placement.Slots(group=None, count=4, device="cuda")
     options = slots.engine_options(2, 2, rollout_env("cuda", slots=range(2, 4)))
     variables = options["runtime_env"]["env_vars"]
     assert variables["VLLM_RAY_BUNDLE_INDICES"] == "2,3" and "VLLM_RAY_BUNDLE_INDICES" not in rollout_env("cuda")
-    assert (options["num_gpus"], options["resources"]) == (0, {}), "the front end holds what its workers ask for"
-    assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in variables, "on a joined cluster it goes by the nodes' addresses"
+    assert (options["num_gpus"], options["resources"]) == (0, {}), "the frontend reserves nothing; its workers do"
+    assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in variables, "only for a local Ray"
     assert slots.options(1, 0.5)["num_gpus"] == 0.5
 
 
-def test_ranks_on_gpus_have_the_cores_of_their_node_between_them():
+def test_ranks_on_gpus_share_the_cores_of_their_node():
     nodes = tuple(Node(name, "10.0.0.1", 1, {}, {"CPU": cores}) for name, cores in (("a", 64.0), ("b", 48.0)))
     assert placement.Slots(group=None, count=16, device="cuda", nodes=nodes).threads == 6
     assert placement.Slots(group=None, count=16, device="cuda", nodes=()).threads == 1
@@ -162,7 +162,7 @@ def test_ranks_on_gpus_have_the_cores_of_their_node_between_them():
         ("auto", False, False, placement.JOINING_S),
     ],
 )
-def test_a_run_waits_for_slots_that_are_taken_as_long_as_the_key_says(address, again, exist, seconds):
+def test_a_run_waits_for_occupied_slots_up_to_the_configured_timeout(address, again, exist, seconds):
     config = Config()
     config.cluster.timeout_s, config.cluster.ray_address = 900, address
     assert placement._patience(config, again, exist) == seconds
@@ -198,7 +198,7 @@ def test_variables_of_an_outer_launcher_are_cleared_and_settings_are_kept(monkey
         ("127.0.0.1", "Invalid address format"),
     ],
 )
-def test_an_address_where_no_ray_head_is_fails_soon_with_the_reason(monkeypatch, address, reason):
+def test_an_address_without_a_ray_head_fails_quickly_with_the_reason(monkeypatch, address, reason):
     monkeypatch.setattr(joining, "CONNECT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         given = address.format(free=server.getsockname()[1])
@@ -208,16 +208,16 @@ def test_an_address_where_no_ray_head_is_fails_soon_with_the_reason(monkeypatch,
     assert time.monotonic() - began < 30
 
 
-async def test_a_request_to_the_head_ends_quietly_whose_reader_is_cancelled(monkeypatch):
-    uncaught, go = [], threading.Event()
+async def test_cancelling_a_request_to_the_head_raises_no_error_in_its_thread(monkeypatch):
+    uncaught, release = [], threading.Event()
     monkeypatch.setattr(threading, "excepthook", uncaught.append)
-    answer = joining.request(lambda: go.wait(60))
+    answer = joining.request(lambda: release.wait(60))
     waiting = asyncio.wrap_future(answer)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    await asyncio.sleep(0.01)  # its callbacks
-    go.set()
+    await asyncio.sleep(0.01)  # lets its callbacks run
+    release.set()
     assert answer.result(60) and not uncaught
 
 
@@ -229,12 +229,12 @@ def node(name, address, slots=4.0, gpus=0.0):
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o666, 0o600])
-def test_the_token_of_ray_clusters_is_readable_by_its_user_alone(monkeypatch, tmp_path, mode):
+def test_the_ray_auth_token_is_readable_only_by_its_user(monkeypatch, tmp_path, mode):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setitem(os.environ, "RAY_AUTH_TOKEN", "")  # restored after the test
     monkeypatch.setitem(os.environ, "RAY_AUTH_TOKEN_PATH", "")
     placement._have_token()
-    assert len(os.environ["RAY_AUTH_TOKEN"]) == 64 and not [*tmp_path.rglob("auth_token")], "Ray writes one as 0644"
+    assert len(os.environ["RAY_AUTH_TOKEN"]) == 64 and not [*tmp_path.rglob("auth_token")], "Ray's file has mode 0644"
     os.environ["RAY_AUTH_TOKEN"] = ""
     file = tmp_path / ".ray" / "auth_token"
     file.parent.mkdir()
@@ -256,7 +256,7 @@ def test_a_token_of_another_user_is_refused(monkeypatch, tmp_path):
             join()
 
 
-def test_nodes_are_taken_from_the_drivers_on_and_only_with_room():
+def test_nodes_are_chosen_starting_at_the_driver_if_they_have_free_slots():
     nodes = [node("c", "10.0.0.10"), node("b", "10.0.0.9"), node("full", "10.0.0.1", slots=1), node("d", "10.0.0.11")]
     bundle = {"slot": 1, "CPU": 0.01}
     assert [each.id for each in choose(nodes, 3, 2, bundle, "d")] == ["d", "b", "c"]
@@ -281,12 +281,12 @@ IDLE = Node("idle", "10.0.0.3", 1, BUSY.total, BUSY.total)
         ("cuda", [CPU_HEAD], "cuda", "cluster.device=cuda"),
     ],
 )
-def test_the_nodes_decide_on_the_device_wherever_the_driver_is(setting, nodes, device, why):
+def test_the_device_depends_on_the_nodes_and_not_on_the_driver(setting, nodes, device, why):
     found, reason = device_of(setting, nodes)
     assert found == device and why in reason
 
 
-def test_too_few_gpus_are_told_rather_than_replaced_by_cpus():
+def test_too_few_gpus_are_an_error_and_not_replaced_by_cpus():
     config, bundle = Config(), {"slot": 1, "CPU": 0.01, "GPU": 1}
     config.trainer.nnodes, config.trainer.n_gpus_per_node, config.cluster.ray_address = 2, 8, "auto"
     _, why = device_of("auto", [CPU_HEAD, BUSY, IDLE])
@@ -308,14 +308,14 @@ def test_too_few_gpus_are_told_rather_than_replaced_by_cpus():
     assert "GPUs on this machine" in placement.no_slots_message(config, bundle, [CPU_HEAD], "cluster.device=cuda", {})
 
 
-def test_a_node_is_there_while_somebody_listens_at_its_port():
+def test_a_node_is_alive_while_its_port_accepts_connections():
     with socket.create_server(("127.0.0.1", 0)) as server:
-        there = Node("a", "127.0.0.1", server.getsockname()[1], {})
-        assert answers(there)
-    assert not answers(there)
+        alive = Node("a", "127.0.0.1", server.getsockname()[1], {})
+        assert answers(alive)
+    assert not answers(alive)
 
 
-def test_slots_and_those_who_live_there_are_where_the_plan_says():
+def test_slots_and_workers_are_placed_as_planned():
     nodes = (node("a", "10.0.0.1"), node("b", "10.0.0.2"))
     config = Config()
     config.trainer.nnodes, config.trainer.n_gpus_per_node, config.rollout.tensor_model_parallel_size = 2, 4, 2
@@ -329,7 +329,7 @@ def test_slots_and_those_who_live_there_are_where_the_plan_says():
     )
 
 
-def test_after_the_loss_of_a_node_only_what_works_is_recommended():
+def test_recommendations_after_the_loss_of_a_node_are_valid():
     before, after = ({"trainer": {"nnodes": n, "n_gpus_per_node": 2}} for n in (2, 1))
     assert {change.effect for change in differences(before, after)} == {Effect.NEXT_STEP}
     lost = lost_message([node("b", "10.0.0.2")], {node("b", "10.0.0.2"): "trainer/1"})
@@ -338,11 +338,11 @@ def test_after_the_loss_of_a_node_only_what_works_is_recommended():
     )
     config = Config()
     config.cluster.ray_address = "auto"
-    told = placement.no_slots_message(config, {"slot": 1}, [node("b", "10.0.0.2", slots=0)], "", {}, again=True)
-    assert "to what is there" not in told and told.endswith("Start the nodes with --resources='{\"slot\": N}'.")
+    message = placement.no_slots_message(config, {"slot": 1}, [node("b", "10.0.0.2", slots=0)], "", {}, again=True)
+    assert "to what is there" not in message and message.endswith("Start the nodes with --resources='{\"slot\": N}'.")
 
 
-def test_an_engine_does_not_leave_its_node():
+def test_an_engine_must_fit_on_one_node():
     config = Config()
     config.trainer.nnodes, config.trainer.n_gpus_per_node, config.rollout.tensor_model_parallel_size = 2, 3, 2
     assert any(

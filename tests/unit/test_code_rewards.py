@@ -1,4 +1,4 @@
-"""Extraction of code from answers, and the ground-truth formats of public data sets."""
+"""Extraction of code from answers, and the ground-truth formats of public datasets."""
 
 import json
 import time
@@ -71,7 +71,7 @@ def test_code_is_the_last_python_block(answer, expected):
         ([F, "print(g(3))"], "g", 1),
     ],
 )
-def test_the_code_of_a_function_defines_it(blocks, name, expected):
+def test_the_extracted_code_defines_the_function(blocks, name, expected):
     answer = "\nFor example:\n".join(f"```python\n{each}\n```" for each in blocks)
     assert solution(answer, name, is_program=False) == blocks[expected]
 
@@ -137,7 +137,7 @@ FORMS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("truth", "answer"), FORMS)
-def test_public_ground_truth_formats(truth, answer):
+def test_ground_truth_formats_of_public_datasets(truth, answer):
     assert code.score("", answer, truth)["score"] == 1.0
 
 
@@ -153,7 +153,7 @@ def test_public_ground_truth_formats(truth, answer):
         "def f(x):\n    quit()",
     ],
 )
-def test_code_that_ends_early_passes_nothing(truth, wrong):
+def test_code_that_exits_early_passes_no_test(truth, wrong):
     result = code.score("", wrong, truth)
     assert (result["score"], result["passed"]) == (0.0, 0.0)
 
@@ -241,12 +241,12 @@ def test_single_outputs_are_unwrapped_only_if_all_are_wrapped():
         ("print(Counter('aab').most_common(1)[0][1], math.floor(2.5))", "2 2", 1),
     ],
 )
-def test_programs_run_like_in_public_harnesses(answer, output, right):
+def test_programs_run_as_in_public_harnesses(answer, output, right):
     assert code.score("", answer, {"inputs": [""], "outputs": [output]})["score"] == right
 
 
 @pytest.mark.slow
-def test_names_of_the_harness_are_no_solution():
+def test_names_imported_by_the_harness_are_not_a_solution():
     truth = {"fn_name": "gcd", "inputs": [[10, 15]], "outputs": [5]}
     assert "the code does not define gcd" in code.score("", "x = 1", truth)["reason"]
     assert (

@@ -1,4 +1,4 @@
-"""Who is asked to move, and how, where an engine and its ranks share a slot's device."""
+"""Device sharing between an engine and the trainer ranks of its slot: which side switches, and in which order."""
 
 from types import SimpleNamespace
 
@@ -14,34 +14,36 @@ from rlfuse.protocols import DeviceSharing
 
 
 @pytest.mark.parametrize("kind", [TrainerGroup, PipelineTrainer])
-async def test_all_ranks_of_a_slot_move_and_no_others(kind, monkeypatch):
-    told, config = [], Config()
+async def test_only_the_ranks_of_the_slot_switch(kind, monkeypatch):
+    switched, config = [], Config()
     config.rollout.tensor_model_parallel_size = 2
 
     async def call(*_):
         return 0.0
 
     monkeypatch.setattr(rank_group, "call", call)
-    ranks = [SimpleNamespace(switch=SimpleNamespace(remote=lambda role, i=i: told.append((i, role)))) for i in range(6)]
+    ranks = [
+        SimpleNamespace(switch=SimpleNamespace(remote=lambda role, i=i: switched.append((i, role)))) for i in range(6)
+    ]
     group = kind(config, ranks)
     await group.acquire_device(1)
     await group.release_device(2)
-    assert told == [(2, "trainer"), (3, "trainer"), (4, "rollout"), (5, "rollout")]
+    assert switched == [(2, "trainer"), (3, "trainer"), (4, "rollout"), (5, "rollout")]
     await group.acquire_device(1)
-    assert len(told) == 4, "they have it already"
+    assert len(switched) == 4, "the ranks already hold the device"
     await group.release_device(1)
-    assert told[4:] == [(2, "rollout"), (3, "rollout")]
+    assert switched[4:] == [(2, "rollout"), (3, "rollout")]
 
 
-async def test_ranks_share_their_devices_as_the_plan_has_it(monkeypatch):
-    told = []
+async def test_ranks_receive_the_planned_device_sharing(monkeypatch):
+    calls = []
 
     async def call(reference, *_):
         return reference
 
     def rank(i):
-        methods = dict(device_bytes=lambda: 100 - i, share=lambda sharing: told.append((i, sharing)))
-        methods["make_room"] = lambda: told.append(i)
+        methods = dict(device_bytes=lambda: 100 - i, share=lambda sharing: calls.append((i, sharing)))
+        methods["make_room"] = lambda: calls.append(i)
         return SimpleNamespace(**{name: SimpleNamespace(remote=method) for name, method in methods.items()})
 
     monkeypatch.setattr(rank_group, "call", call)
@@ -51,13 +53,13 @@ async def test_ranks_share_their_devices_as_the_plan_has_it(monkeypatch):
     )
     assert group.sharing.alternates and await group.device_bytes() == 99
     await group.share(sharing)
-    assert group.sharing == sharing and told == [(0, sharing), (1, sharing)]
+    assert group.sharing == sharing and calls == [(0, sharing), (1, sharing)]
     await group.make_room(1)
-    assert told[2:] == [1]
+    assert calls[2:] == [1]
 
 
-async def test_optimizers_set_out_once_after_the_weights_of_their_slot(monkeypatch):
-    told, config = [], Config()
+async def test_optimizers_are_fetched_once_after_the_weights_of_their_slot(monkeypatch):
+    fetched, config = [], Config()
     config.rollout.tensor_model_parallel_size = 2
 
     async def call(reference, *_):
@@ -66,7 +68,7 @@ async def test_optimizers_set_out_once_after_the_weights_of_their_slot(monkeypat
     def rank(i):
         return SimpleNamespace(
             switch=SimpleNamespace(remote=lambda role: float(i) if role == "trainer" else 0.0),
-            fetch_optimizers=SimpleNamespace(remote=lambda: told.append(i)),
+            fetch_optimizers=SimpleNamespace(remote=lambda: fetched.append(i)),
         )
 
     monkeypatch.setattr(rank_group, "call", call)
@@ -74,15 +76,15 @@ async def test_optimizers_set_out_once_after_the_weights_of_their_slot(monkeypat
     assert group.offloaded_optimizers == {}
     await group.acquire_device(0)
     await group.acquire_device(1)
-    assert group.offloaded_optimizers == {0: 1.0, 1: 3.0}, "as long as the slower of its ranks takes"
+    assert group.offloaded_optimizers == {0: 1.0, 1: 3.0}, "the time of the slowest rank"
     await group.fetch_optimizers(1)
-    assert told == [2, 3] and group.offloaded_optimizers == {0: 1.0}
+    assert fetched == [2, 3] and group.offloaded_optimizers == {0: 1.0}
     await group.release_device(0)
     assert group.offloaded_optimizers == {}
 
 
 class Engine:
-    """vLLM's calls that move memory, by its rules: a tag that is awake ends `wake_up` without a word."""
+    """Sleep and wake-up calls of vLLM; as there, `wake_up` is a no-op if one of its tags is already awake."""
 
     def __init__(self):
         self.asleep, self.calls = set(), []
@@ -118,7 +120,7 @@ def worker():
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("vllm")
-async def test_an_engine_wakes_part_by_part_and_generates_when_all_is_awake(worker):
+async def test_an_engine_generates_only_after_all_its_parts_are_awake(worker):
     for _ in range(2):
         await worker.sleep()
     with pytest.raises(RuntimeError, match="rollout/0 has its weights asleep; wake them before pushing new ones"):
@@ -136,7 +138,7 @@ async def test_an_engine_wakes_part_by_part_and_generates_when_all_is_awake(work
 
 
 @pytest.mark.slow
-async def test_an_engine_sleeps_again_after_a_push_that_did_not_end(worker):
+async def test_an_engine_sleeps_again_after_an_incomplete_push(worker):
     await worker.sleep()
     await worker.wake("weights")
     await worker.sleep()
@@ -147,7 +149,7 @@ async def test_an_engine_sleeps_again_after_a_push_that_did_not_end(worker):
 @pytest.mark.xdist_group("vllm")
 async def test_weights_that_the_next_push_overwrites_are_not_saved(worker):
     await worker.sleep(discard=True)
-    assert worker._engine.calls == ["sleep"], "something that the engine computes with is not pushed"
+    assert worker._engine.calls == ["sleep"], "not all tensors are restored by a push"
     await worker.wake()
     worker._restorable = True
     await worker.sleep(discard=True)
@@ -168,7 +170,7 @@ async def test_weights_that_the_next_push_overwrites_are_not_saved(worker):
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("vllm")
-def test_what_a_push_does_not_restore_is_found():
+def test_tensors_not_restored_by_a_push_are_found():
     import torch
 
     from rlfuse.engines.vllm.receiver import unpushed_tensors

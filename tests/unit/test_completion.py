@@ -1,4 +1,4 @@
-"""Tab completion, in real shells: TAB completes a line, and Enter calls a command that prints its arguments."""
+"""Tab completion in real shells: TAB completes a line, and Enter runs a command that prints its arguments."""
 
 import os
 import pty
@@ -35,7 +35,7 @@ LINES = {
     "rlfuse runs clean --y": "runs clean --yes",
     "rlfuse train data.val_files=fol": "train data.val_files=folder/",
 }
-"""A line before TAB -> the arguments with which Enter then calls `rlfuse`."""
+"""A line before TAB -> the arguments of `rlfuse` after completion."""
 COMMAND = """#!/bin/bash
 [[ $1 == completion ]] && exec {python} -m rlfuse.cli "$@"
 echo "called with:$*:"
@@ -61,7 +61,7 @@ def wait_for(terminal, pattern, seconds=20):
         for name in SCRIPTS
     ],
 )
-def test_tab_completes_lines_in(shell, tmp_path):
+def test_tab_completes_command_lines(shell, tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "my_job.yaml").touch()
     (tmp_path / "folder" / "my_notes.txt").touch()
@@ -74,11 +74,11 @@ def test_tab_completes_lines_in(shell, tmp_path):
     try:
         os.write(controller, f"{LOAD[shell]}; echo rea''dy\n".encode())
         wait_for(controller, r"ready\r?\n")
-        for before, after in LINES.items():
-            os.write(controller, f"{before}\t".encode())
-            wait_for(controller, re.escape(f"rlfuse {after}".removeprefix(before)))  # zsh may insert an early Enter
+        for typed, expected in LINES.items():
+            os.write(controller, f"{typed}\t".encode())
+            wait_for(controller, re.escape(f"rlfuse {expected}".removeprefix(typed)))  # zsh may insert an early Enter
             os.write(controller, b"\n")
-            assert wait_for(controller, r"called with:([^:]*):")[1] == after
+            assert wait_for(controller, r"called with:([^:]*):")[1] == expected
     finally:
         process.kill()
         process.wait()
@@ -90,7 +90,7 @@ def completed(line):
     return [text for text, _ in candidates(line.split(" "))]
 
 
-def test_all_keys_and_groups_are_reached_one_level_at_a_time():
+def test_all_keys_and_groups_are_completed_level_by_level():
     found, left = set(), [""]
     while left:
         inside = [text for text in completed(f"train {left.pop()}") if text.endswith(("=", "."))]
@@ -137,7 +137,7 @@ def test_candidates(line, expected, tmp_path, monkeypatch):
     assert completed(line) == expected
 
 
-def test_files_that_a_word_may_name(tmp_path, monkeypatch):
+def test_file_names_are_completed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("job.yaml", "reward.py", "rows.parquet", ".hidden.yaml"):
@@ -161,12 +161,12 @@ def test_options_have_descriptions():
     assert all("%" not in about for command in COMMANDS for _, about in candidates([command, "--"]))
 
 
-def test_another_shell_is_an_error_with_the_names(capsys):
+def test_an_unsupported_shell_is_an_error(capsys):
     assert main(["completion", "tcsh"]) == 2
     assert "invalid choice: 'tcsh'" in capsys.readouterr().err
 
 
-def test_candidates_import_no_large_library():
+def test_completion_imports_no_large_library():
     code = """if True:
         import sys
         from rlfuse.cli import main

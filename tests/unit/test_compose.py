@@ -15,7 +15,7 @@ from rlfuse.errors import ConfigError
 
 
 @pytest.mark.slow
-def test_a_short_job_file_works_and_the_command_line_wins(job):
+def test_a_short_job_file_is_valid_and_the_command_line_overrides_it(job):
     config = load([str(job), "rollout.n=8", "rollout.engine_kwargs.max_num_batched_tokens=512"])
     assert type(config) is Config and type(config.actor.optim.lr) is float
     assert (config.algorithm.adv_estimator, config.fusion.policy, config.rollout.n) == ("grpo", "stream", 8)
@@ -24,7 +24,7 @@ def test_a_short_job_file_works_and_the_command_line_wins(job):
 
 
 @pytest.mark.slow
-def test_hydras_way_of_naming_a_file_gives_the_same(job):
+def test_config_dir_and_config_name_load_the_same_job(job):
     assert load(["--config-dir", str(job.parent), "--config-name", "my_job"]) == load([str(job)])
     text = job.read_text().replace("algorithm: grpo\n", "defaults: [config, {override /algorithm: grpo}, _self_]\n")
     job.write_text(text)
@@ -32,22 +32,22 @@ def test_hydras_way_of_naming_a_file_gives_the_same(job):
 
 
 @pytest.mark.slow
-def test_a_users_folder_of_experiments(job):
+def test_a_custom_folder_of_experiments(job):
     (job.parent / "experiment").mkdir()
     experiment = job.parent / "experiment" / "long.yaml"
     experiment.write_text("# @package _global_\nrollout:\n  n: 6\ntrainer:\n  total_epochs: 9\n")
     config = load(["--config-dir", str(job.parent), "experiment=long", str(job)])
-    assert (config.trainer.total_epochs, config.rollout.n) == (9, 6), "the command line wins"
+    assert (config.trainer.total_epochs, config.rollout.n) == (9, 6), "the command line has precedence"
     job.write_text(f"experiment: long\n{job.read_text()}")
     config = load(["--config-dir", str(job.parent), str(job)])
-    assert (config.trainer.total_epochs, config.rollout.n) == (9, 4), "settings of the file win over its experiment"
+    assert (config.trainer.total_epochs, config.rollout.n) == (9, 4), "the file overrides its experiment"
     experiment.write_text("# @package _global_\nrollout:\n  m: 6\n")
     with pytest.raises(ConfigError, match=r"conf file experiment/long: rollout\.m: unknown key"):
         load(["--config-dir", str(job.parent), "experiment=long", str(job)])
 
 
 @pytest.mark.slow
-def test_wrong_names_in_a_job_file_are_reported_together_with_their_lines(job):
+def test_unknown_names_in_a_job_file_are_reported_together_with_their_lines(job):
     job.write_text(job.read_text() + "actor:\n  lr: 3\ncritic.optim.lrr: 1\n")
     with pytest.raises(ConfigError) as error:
         load([str(job), "+new.key=1"])
@@ -75,18 +75,18 @@ def test_wrong_names_in_a_job_file_are_reported_together_with_their_lines(job):
         ("rollout.val_kwargs={m: 3}", "rollout.val_kwargs.m: unknown key"),
     ],
 )
-def test_hydras_errors_become_one_line(job, override, part):
+def test_errors_of_hydra_are_reported_in_one_line(job, override, part):
     with pytest.raises(ConfigError) as error:
         load([str(job), override])
     assert part in str(error.value) and len(error.value.problems) == 1
     assert "\n" not in error.value.problems[0]
 
 
-def test_a_home_folder_needs_no_quotes():
+def test_a_tilde_needs_no_quotes():
     assert compose_job(["model.path=~/models/q", "critic.model.path=~/c"]).model.path == "~/models/q"
 
 
-def test_required_keys_are_reported_beside_all_others():
+def test_missing_keys_are_reported_with_all_other_problems():
     with pytest.raises(ConfigError) as error:
         load(["algorithm=grpo", "rollout.n=1", "rollout.top_p=2"])
     text = str(error.value)
@@ -107,7 +107,7 @@ def test_interpolation_and_the_date(job):
 
 
 @pytest.mark.parametrize("preset", sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml")))
-def test_every_preset_is_sound(job, preset):
+def test_every_algorithm_preset_is_valid(job, preset):
     job.write_text(job.read_text().replace("algorithm: grpo\n", "").replace("  n: 4\n", ""))
     config = load([str(job), f"algorithm={preset}", *[f"ref.path={job.parent / 'model'}"] * (preset == "distill")])
     assert config.uses_critic == (preset == "ppo")
@@ -115,29 +115,29 @@ def test_every_preset_is_sound(job, preset):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", sorted(path.stem for path in (CONF / "fusion").glob("*.yaml")))
-def test_every_fusion_preset_is_sound_or_says_what_else_it_needs(job, preset):
-    carries = preset in ("partial_rollout", "one_step_off")
-    if carries:
+def test_every_fusion_preset_is_valid_or_names_the_required_setting(job, preset):
+    needs_correction = preset in ("partial_rollout", "one_step_off")
+    if needs_correction:
         with pytest.raises(ConfigError, match=r"set algorithm\.rollout_correction\.rollout_is=token"):
             load([str(job), f"fusion={preset}"])
-    corrected = f"algorithm.rollout_correction.rollout_is={'token' if carries else 'null'}"
+    corrected = f"algorithm.rollout_correction.rollout_is={'token' if needs_correction else 'null'}"
     fusion = load([str(job), f"fusion={preset}", corrected]).fusion
     assert preset in (fusion.policy, fusion.data)
 
 
 @pytest.mark.slow
-def test_the_application_runs_one_job(job, ran, monkeypatch, tmp_path):
+def test_one_command_runs_one_job(job, ran, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     before = {*Path().iterdir()}
     assert cli.main(["train", str(job), "rollout.n=2"]) == 0
     assert [config.rollout.n for config in ran] == [2]
-    assert {*Path().iterdir()} - before == {Path("runs")}, "Hydra leaves no folders of its own"
+    assert {*Path().iterdir()} - before == {Path("runs")}, "Hydra writes no folder"
 
 
 @pytest.mark.parametrize(
     "option", [["--cfg", "job"], ["--cfg=job"], ["-m"], ["--info"], ["-i", "config"], ["-p", "data"]]
 )
-def test_options_settings_and_the_file_come_in_any_order(job, option):
+def test_options_settings_and_the_file_are_accepted_in_any_order(job, option):
     parts = [option, [str(job)], ["rollout.n=8", "algorithm=rloo"]]
     commands = [read_command([word for part in order for word in part]) for order in itertools.permutations(parts)]
     assert all(command == commands[0] for command in commands)
@@ -163,14 +163,14 @@ def test_options_settings_and_the_file_come_in_any_order(job, option):
         ),
     ],
 )
-def test_options_that_can_not_be_say_what_can(words, part, job, ran, capsys):
+def test_invalid_options_are_reported_with_valid_ones(words, part, job, ran, capsys):
     assert application.main([*words, *([] if "a.yaml" in words else [str(job)])]) == 2
-    told = capsys.readouterr().err
-    assert part in told and "Traceback" not in told and ran == []
+    output = capsys.readouterr().err
+    assert part in output and "Traceback" not in output and ran == []
 
 
 @pytest.mark.slow
-def test_failures_of_a_run_and_their_status(job, monkeypatch, capsys):
+def test_failures_of_a_run_and_their_exit_status(job, monkeypatch, capsys):
     from rlfuse.errors import EngineError
 
     def fail(error):
@@ -189,7 +189,7 @@ def test_failures_of_a_run_and_their_status(job, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_rewards_are_composed_in_a_job_file_and_on_the_command_line(job):
+def test_rewards_can_be_composed_in_a_job_file_and_on_the_command_line(job):
     folder, functions = job.parent, 'reward.functions: ["{}/rewards.py:score"]\n'
     composed = """\
 reward:
@@ -217,7 +217,7 @@ algorithm.kl_coef_by_source: {{"math.v1*": 0, openai/gsm8k: 1e-5}}
         load([str(job), "algorithm.kl_coef_by_source.chat=much"])
 
 
-def test_the_command_lists_and_corrects(capsys):
+def test_the_command_lists_subcommands_and_suggests_corrections(capsys):
     assert cli.main([]) == 0 and "rlfuse train" in capsys.readouterr().out
     assert cli.main(["--version"]) == 0
     assert cli.main(["trian"]) == 2 and "did you mean `rlfuse train`?" in capsys.readouterr().err
@@ -230,7 +230,7 @@ def test_the_command_lists_and_corrects(capsys):
 
 
 @pytest.mark.slow
-def test_a_mistyped_key_shows_before_anything_heavy_is_imported():
+def test_a_mistyped_key_is_reported_before_slow_imports():
     code = "import sys; from rlfuse.application import main; s = main(['actor.lr=3']); "
     code += "print(s, sorted({'torch', 'ray', 'transformers', 'vllm', 'deepspeed'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -238,18 +238,18 @@ def test_a_mistyped_key_shows_before_anything_heavy_is_imported():
 
 
 @pytest.mark.slow
-def test_everything_that_is_wrong_is_told_together(job):
+def test_all_problems_of_a_job_are_reported_together(job):
     job.write_text(job.read_text() + "critic: {optim: {lr: fast}}\nvideo.levels: [1, x]\n")
     words = ["data.seed=[1]", "rollout.n=two", "rollout.top_p=3", "critic.optimlr=3", "data.val_files=absent.parquet"]
     with pytest.raises(ConfigError) as error:
         load([str(job), *words])
     keys = [problem.removeprefix(f"{job}:").lstrip("0123456789: ") for problem in error.value.problems]
-    named = [re.match(r"[\w.]+", key)[0] for key in keys]
-    assert named == ["critic.optim.lr", "video.levels", "data.seed", "rollout.n", "critic.optimlr", "rollout.top_p",
+    reported = [re.match(r"[\w.]+", key)[0] for key in keys]
+    assert reported == ["critic.optim.lr", "video.levels", "data.seed", "rollout.n", "critic.optimlr", "rollout.top_p",
                      "data.val_files"]  # fmt: skip
 
 
-def test_a_list_may_be_given_as_its_one_entry(job):
+def test_a_list_of_one_entry_may_be_given_as_the_entry(job):
     job.write_text(job.read_text().replace("[{", "{").replace("train_files: [", "train_files: ").replace("l]", "l"))
     folder = job.parent
     config = load([str(job), f"data.val_files={folder}/train.jsonl", "trainer.logger=console"])

@@ -1,4 +1,4 @@
-"""What messages about settings advise can be done, and whether wandb could upload is known before anything loads."""
+"""Suggested settings in error messages are valid, and wandb credentials are checked at startup."""
 
 import re
 
@@ -42,7 +42,7 @@ ADVISED = [
 
 
 @pytest.mark.parametrize(("changes", "layers", "advice"), ADVISED, ids=str)
-def test_what_a_message_advises_is_sound(changes, layers, advice):
+def test_suggested_settings_are_valid(changes, layers, advice):
     config, facts = sound(**changes), Facts(context_length=1024, attention_heads=16, layers=layers, cuda=False)
     problems = check(config, facts)
     assert any(advice in problem.rpartition("; ")[2] for problem in problems), problems
@@ -77,7 +77,7 @@ def test_wandb_online_without_credentials_is_refused(variables, netrc, why, tmp_
     from wandb.sdk import wandb_setup
     from wandb.sdk.lib import wbauth
 
-    wbauth.unauthenticate_session()  # another test's
+    wbauth.unauthenticate_session()  # the session of another test
     host = wandb_setup.singleton().settings.base_url.partition("//")[2]
     (tmp_path / "netrc").write_text(netrc.replace("HOST", host))
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):

@@ -32,11 +32,11 @@ def change(config, name, value):
     setattr(config, leaf, value)
 
 
-def test_the_defaults_are_sound():
+def test_the_defaults_are_valid():
     assert check(sound(), Facts(context_length=1024, attention_heads=16, cuda=False)) == []
 
 
-def test_distillation_needs_no_reward():
+def test_distillation_does_not_need_a_reward():
     assert check(sound(**DISTILLED, reward__functions=[]), Facts()) == []
 
 
@@ -340,7 +340,7 @@ def test_distillation_needs_no_reward():
         ),
     ],
 )
-def test_one_mistake_gives_one_message_with_its_remedy(changes, parts):
+def test_one_mistake_is_reported_in_one_message_with_its_remedy(changes, parts):
     missing = frozenset({"absent.py", "absent.parquet", "atuo"})
     modules = frozenset({"absent_package"})
     loggers = frozenset({"tensorboard", "mlflow"})
@@ -351,8 +351,8 @@ def test_one_mistake_gives_one_message_with_its_remedy(changes, parts):
 
 
 @pytest.mark.parametrize("vocabulary, remedy", [(62, "set it to false, or {}=2"), (61, "set it to false")])
-def test_stages_that_do_not_divide_a_vocabulary_do_not_share_its_head(vocabulary, remedy):
-    """And what is offered instead is not refused in its turn."""
+def test_vocabulary_parallelism_requires_stages_that_divide_the_vocabulary(vocabulary, remedy):
+    """Check that the suggested number of stages divides the vocabulary."""
     stages = "training.pipeline_parallel_size"
     of_four = {"training__pipeline_parallel_size": 4, "trainer__n_gpus_per_node": 4}
     config, facts = sound(training__vocabulary_parallel=True, **of_four), Facts(1024, 16, vocabulary=vocabulary)
@@ -384,12 +384,12 @@ def test_all_problems_are_reported_together_and_numbered():
     assert isinstance(ConfigError(problems), ValueError)
 
 
-def test_nothing_is_claimed_of_what_is_not_known():
+def test_unknown_facts_raise_no_problem():
     config = sound(actor__offload_optimizer=True, rollout__weight_transfer="ipc", data__max_prompt_length=10**6)
     assert check(config, Facts()) == []
 
 
-def test_facts_of_a_model_folder(tmp_path):
+def test_facts_are_read_from_a_model_folder(tmp_path):
     model = {"model_type": "x", "text_config": {"max_position_embeddings": 64, "num_attention_heads": 4}}
     (tmp_path / "config.json").write_text(json.dumps(model))
     config = sound(model__path=str(tmp_path), critic__path=str(tmp_path / "absent"), cluster__device="cpu")
@@ -405,7 +405,7 @@ def test_facts_of_a_model_folder(tmp_path):
     assert "not JSON" in read_facts(config).model_problems["model.path"]
 
 
-def test_a_device_that_is_not_there():
+def test_a_missing_device_is_reported():
     assert check(sound(cluster__device="cuda"), Facts(cuda=True, gpus=None)) == []
     [problem] = check(sound(cluster__device="cuda"), Facts(cuda=True, gpus=0))
     assert problem.startswith("cluster.device=cuda: this machine has no GPU") and "cluster.ray_address" in problem
@@ -413,7 +413,7 @@ def test_a_device_that_is_not_there():
     assert problem.startswith("trainer.n_gpus_per_node=4: this machine has 2 GPUs; set 2")
 
 
-def test_a_folder_that_nothing_can_be_written_to(tmp_path):
+def test_an_unwritable_folder_is_reported(tmp_path):
     (tmp_path / "file").touch()
     config = sound(trainer__default_local_dir=str(tmp_path / "file" / "runs"))
     [problem] = [p for p in check(config, read_facts(config)) if p.startswith("trainer.default_local_dir")]
@@ -423,8 +423,8 @@ def test_a_folder_that_nothing_can_be_written_to(tmp_path):
 
 
 @pytest.mark.slow
-def test_models_of_a_hub_are_asked_for_at_once(tmp_path):
-    """In a process of its own: the hub's address is read when its library is imported."""
+def test_models_on_the_hub_are_looked_up_in_parallel(tmp_path):
+    """Run in a separate process, since HF_ENDPOINT is read at import."""
     code = """if True:
         import os, time, sys
         from pathlib import Path
@@ -436,34 +436,34 @@ def test_models_of_a_hub_are_asked_for_at_once(tmp_path):
         began = time.monotonic()
         for name, why in read_facts(config).model_problems.items():
             print(name, why)
-        assert time.monotonic() - began < 25, "a download tries again for half a minute"
+        assert time.monotonic() - began < 25, "a download would retry for 30 s"
         kept = Path(os.environ["HF_HOME"], "hub", "models--some--policy")
         (kept / "snapshots" / "a").mkdir(parents=True), (kept / "refs").mkdir()
         (kept / "refs" / "main").write_text("a")
         (kept / "snapshots" / "a" / "config.json").write_text('{"max_position_embeddings": 77}')
         (kept / "snapshots" / "a" / "model.safetensors").touch()
         config.ref.path = None
-        assert read_facts(config).context_length == 77, "what failed before is asked again"
+        assert read_facts(config).context_length == 77, "a failed lookup is repeated"
         assert "transformers" not in sys.modules"""
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     environment |= {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
-    told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert told.returncode == 0, told.stderr
-    assert [line.split()[0] for line in told.stdout.splitlines()] == ["model.path", "ref.path"]
-    assert told.stdout.count("can't be reached") == 2
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["model.path", "ref.path"]
+    assert done.stdout.count("can't be reached") == 2
 
 
-def test_mistakes_of_several_parts_are_told_together():
-    mistakes = ErrorCollector()
-    mistakes.raise_all()
-    with mistakes.collect():
+def test_errors_of_several_parts_are_raised_together():
+    errors = ErrorCollector()
+    errors.raise_all()
+    with errors.collect():
         raise DataError("a row is wrong")
     with pytest.raises(DataError, match="a row is wrong"):
-        mistakes.raise_all()
-    with mistakes.collect():
+        errors.raise_all()
+    with errors.collect():
         raise ConfigError(["one key", "another"])
     with pytest.raises(ConfigError) as error:
-        mistakes.raise_all()
+        errors.raise_all()
     assert error.value.problems == ["a row is wrong", "one key", "another"]
-    with pytest.raises(ValueError, match="a defect"), mistakes.collect():
+    with pytest.raises(ValueError, match="a defect"), errors.collect():
         raise ValueError("a defect")

@@ -1,4 +1,4 @@
-"""Whatever is typed for a key, or as one: a configuration, or a clear error; never another exception."""
+"""Arbitrary keys and values result in a configuration or a `ConfigError`, never in another exception."""
 
 import copy
 import functools
@@ -34,7 +34,7 @@ EDITS = {
 @given(KEYS, st.sampled_from(sorted(EDITS)), st.floats(0, 1, exclude_max=True), LETTERS)
 @example("trainer.logger", "drop", 0.8, "a")
 @example("data.val_files", "drop", 0.99, "a")
-def test_a_slip_anywhere_in_a_key_names_the_key(name, edit, place, letter):
+def test_a_typo_in_a_key_suggests_the_key(name, edit, place, letter):
     typed = EDITS[edit](name, int(place * len(name)), letter)
     assume(typed not in by_name() and counterpart(typed, frozenset(by_name())) is None)
     assert name in explain_override(f"{typed}=1")
@@ -43,7 +43,7 @@ def test_a_slip_anywhere_in_a_key_names_the_key(name, edit, place, letter):
 @pytest.mark.slow
 @MANY
 @given(KEYS, st.sampled_from(["", "foo.", "foo.bar.", *(f"{group}." for group in groups())]))
-def test_a_leaf_in_the_wrong_group_names_its_own(name, group):
+def test_a_leaf_in_the_wrong_group_suggests_a_key_with_it(name, group):
     leaf = by_name()[name].leaf
     typed = group + leaf
     assume(typed not in by_name() and typed not in groups() and counterpart(typed, frozenset(by_name())) is None)
@@ -52,7 +52,7 @@ def test_a_leaf_in_the_wrong_group_names_its_own(name, group):
 
 
 @pytest.mark.parametrize("typed", ["trainer.foo=1", "loger=wandb", "val_file=x", "=1", "..=1", "a..b=1", "trainer.=1"])
-def test_names_whose_neighbours_have_lists_for_defaults_are_told_too(typed):
+def test_malformed_names_are_reported(typed):
     with pytest.raises(ConfigError) as error:
         read_command([typed])
     assert "rlfuse train --help" in str(error.value)
@@ -79,9 +79,13 @@ VALUES = st.recursive(
 
 @functools.cache
 def job():
-    made = OmegaConf.structured(Config)
-    made.model.path, made.data.train_files, made.reward.functions = "/absent", ["train.parquet"], ["rewards.py:score"]
-    return made
+    structured = OmegaConf.structured(Config)
+    structured.model.path, structured.data.train_files, structured.reward.functions = (
+        "/absent",
+        ["train.parquet"],
+        ["rewards.py:score"],
+    )
+    return structured
 
 
 @pytest.mark.slow
@@ -99,14 +103,14 @@ def job():
 @example("algorithm.kl_coef_by_source", {"path": "${"})
 @example("trainer.resume_mode", "~nobody_/x")
 @example("trainer.resume_mode", "x" * 5000)
-def test_any_value_makes_a_configuration_or_one_line_that_names_the_key(name, value):
+def test_any_value_results_in_a_configuration_or_one_line_naming_the_key(name, value):
     composed = copy.deepcopy(job())
     try:
         try:
             OmegaConf.update(composed, name, value, merge=True)
-        except OmegaConfBaseException as error:  # as Hydra hands it on
+        except OmegaConfBaseException as error:  # as Hydra raises it
             raise ConfigError([explain_failure(error, [f"{name}={value}"])]) from error
-        except OverflowError:  # of a whole number for a float, which is refused before Hydra gets it
+        except OverflowError:  # an integer too large for a float, which is refused before Hydra reads it
             return
         config = to_config(composed, read_facts if name == "trainer.resume_mode" else lambda _: Facts())
     except ConfigError as error:
@@ -129,7 +133,7 @@ def test_any_value_makes_a_configuration_or_one_line_that_names_the_key(name, va
     ],
     ids=lambda text: text[:24],
 )
-def test_values_on_the_command_line_end_in_the_same_words(word, part):
+def test_invalid_values_on_the_command_line_are_reported(word, part):
     with pytest.raises(ConfigError) as error:
         load(["model.path=absent/a/b", "data.train_files=[absent.parquet]", word])
     assert part in str(error.value) and len(str(error.value)) < 8000
@@ -173,7 +177,7 @@ def test_values_on_the_command_line_end_in_the_same_words(word, part):
     ],
     ids=lambda text: text[:24],
 )
-def test_job_files_end_in_the_same_words(text, part, tmp_path):
+def test_invalid_values_in_a_job_file_are_reported(text, part, tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as error:
@@ -184,7 +188,7 @@ def test_job_files_end_in_the_same_words(text, part, tmp_path):
 @pytest.mark.slow
 @FEW
 @given(st.dictionaries(st.one_of(KEYS, st.sampled_from(sorted(groups())), st.text(max_size=4)), VALUES, max_size=3))
-def test_any_job_file_is_read_or_refused(tmp_path_factory, content):
+def test_any_job_file_is_parsed_or_refused(tmp_path_factory, content):
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_text(OmegaConf.to_yaml(OmegaConf.create({str(k).replace("\ud800", ""): None for k in content})))
     try:

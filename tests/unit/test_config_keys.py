@@ -12,13 +12,13 @@ from rlfuse.config.keys import explain_override, explain_value, is_free, nearest
 from rlfuse.config.schema import Config
 
 
-def test_every_key_is_documented_and_the_list_stays_short():
+def test_every_key_is_documented_and_the_number_of_keys_is_limited():
     assert len(keys()) <= 234
     assert [key.name for key in keys() if not key.text] == []
     assert len({key.name for key in keys()}) == len(keys())
 
 
-def test_documented_keys_are_those_of_the_dataclasses():
+def test_documented_keys_match_the_dataclasses():
     def leaves(node, prefix=""):
         for field in dataclasses.fields(node):
             value = getattr(node, field.name)
@@ -30,7 +30,7 @@ def test_documented_keys_are_those_of_the_dataclasses():
     assert {key.name: key.default for key in keys()} == dict(leaves(Config()))
 
 
-def test_help_fits_the_columns_and_narrows_to_words(capsys):
+def test_help_fits_the_column_width_and_can_be_filtered(capsys):
     assert max(map(len, help_text(keys()).splitlines())) <= COLUMNS
     print_help(["warmup"])
     shown = capsys.readouterr().out
@@ -59,7 +59,7 @@ def test_a_key_without_documentation_or_effect_on_resume_cannot_be_declared():
 @pytest.mark.parametrize(
     "text", ["rollout.n=4", "critic.optim.lr=1", "algorithm=grpo", "rollout.engine_kwargs.a=1", "hydra/launcher=x"]
 )
-def test_right_names_pass(text):
+def test_valid_names_are_accepted(text):
     assert explain_override(text) is None
 
 
@@ -75,11 +75,11 @@ def test_right_names_pass(text):
         ("critic.learning_rate=1e-4", "critic.optim.lr"),
     ],
 )
-def test_unknown_key_names_the_nearest(typed, meant):
+def test_an_unknown_key_suggests_the_nearest(typed, meant):
     assert f"did you mean {meant} " in explain_override(typed)
 
 
-def test_a_leaf_in_two_groups_lists_both():
+def test_a_leaf_of_two_groups_lists_both():
     assert [key.name for key in nearest("lr")] == ["actor.optim.lr", "critic.optim.lr"]
     assert [key.name for key in nearest("critic.lr")] == ["critic.optim.lr"]
 
@@ -99,7 +99,7 @@ def test_a_leaf_in_two_groups_lists_both():
         ("n_samples_per_prompt=8", "rollout.n=8"),
     ],
 )
-def test_keys_of_other_trainers_print_ours(theirs, ours):
+def test_keys_of_other_trainers_are_translated(theirs, ours):
     assert explain_override(theirs).endswith(f"write {ours}")
     name = ours.partition("=")[0]
     assert explain_override(ours) is None and (name in by_name() or is_free(name))
@@ -122,11 +122,11 @@ def test_keys_of_other_trainers_print_ours(theirs, ours):
         ("actor_rollout_ref.actor.something_new=2", "without a counterpart in rlfuse"),
     ],
 )
-def test_keys_whose_value_changes_or_that_have_no_counterpart_say_so(theirs, part):
+def test_keys_with_another_value_or_without_counterpart_are_reported(theirs, part):
     assert part in explain_override(theirs)
 
 
-def test_tables_of_other_trainers_lead_to_existing_keys():
+def test_translations_of_other_trainers_are_existing_keys():
     known = frozenset(by_name())
     targets = {
         key
@@ -135,7 +135,7 @@ def test_tables_of_other_trainers_lead_to_existing_keys():
         if key
     }
     assert targets <= known
-    assert [name for name in other_frameworks.VERL if name in known] == [], "a key of ours needs no translation"
+    assert [name for name in other_frameworks.VERL if name in known] == [], "these are keys of rlfuse"
     for name, (key, _) in other_frameworks.VERL.items():
         assert other_frameworks.counterpart(name, known).keys == ((key,) if key else ())
     for name, _ in other_frameworks.NO_COUNTERPART:
@@ -154,18 +154,18 @@ def test_tables_of_other_trainers_lead_to_existing_keys():
         ("zzqqxx=1", "Groups: data, model"),
     ],
 )
-def test_other_forms_are_refused_with_a_remedy(text, part):
+def test_unsupported_syntax_is_refused_with_a_remedy(text, part):
     assert part in explain_override(text)
 
 
-def test_a_value_of_the_wrong_type_says_what_is_needed():
+def test_a_value_of_the_wrong_type_is_reported_with_the_required_type():
     assert "needs a number; the default is actor.optim.lr=1e-06" in explain_value("actor.optim.lr", "abc")
     assert "reward.functions=[a:b]" in explain_value("reward.functions", "a:b")
     assert "a whole number or null" in explain_value("trainer.total_training_steps", "many")
 
 
 ADVICE = re.compile(r"(?<![\w.=])(\+{0,2}[a-z_]+(?:[./][a-z_]+)*=(?:\[[^\]]*\]|[^\s;,()`]+))")
-"""What a message says to type: KEY=VALUE."""
+"""The overrides KEY=VALUE that a message suggests."""
 MISTAKES = {
     "removed": lambda key: explain_override(f"~{key.name}"),
     "bare": lambda key: explain_override(key.name),
@@ -180,21 +180,21 @@ VALUES = {"int": "1", "float": "1", "bool": "true", "str": "a", "list": "[]", "d
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_what_a_message_says_to_type_can_be_typed(mistake):
+def test_suggested_overrides_are_accepted(mistake):
     advised = 0
     for key in keys():
-        told = (MISTAKES[mistake](key) or "").replace(key.text.rstrip("."), "")
+        message = (MISTAKES[mistake](key) or "").replace(key.text.rstrip("."), "")
         value = next(value for kind, value in VALUES.items() if key.type.startswith(kind))
-        for typed in ADVICE.findall(told.partition(": ")[2]):
-            assert read_command([typed.replace("VALUE", value)]).overrides, told
+        for typed in ADVICE.findall(message.partition(": ")[2]):
+            assert read_command([typed.replace("VALUE", value)]).overrides, message
             advised += 1
     assert advised >= 4
 
 
 @pytest.mark.slow
-def test_advice_about_presets_and_files_can_be_typed():
+def test_suggestions_about_presets_and_files_are_accepted():
     for typed in ("~experiment", "~algorithm", "~fusion", "quickstart", "rollout.n"):
         for advice in ADVICE.findall(explain_override(typed).partition(": ")[2]):
             assert compose_job([advice.replace("VALUE", "1")])
     assert "experiment=null" in explain_override("~experiment")
-    assert explain_override("~rollout.engine_kwargs.seed") is None, "which Hydra can do"
+    assert explain_override("~rollout.engine_kwargs.seed") is None, "Hydra supports it"

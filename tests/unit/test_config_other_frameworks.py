@@ -1,6 +1,6 @@
-"""What users of verl are told about its keys is true of what this code can do.
+"""Messages about keys of verl are true of this code, and its keys are translated correctly.
 
-`verl_keys.json` holds the names of verl's settings and their defaults, as its own generated configuration lists them.
+`verl_keys.json` holds the names and defaults of verl's settings, as listed in its generated configuration.
 """
 
 import importlib.util
@@ -37,11 +37,11 @@ def no_key(*words):
     return not [key.name for key in by_name().values() if any(word in key.name.lower() for word in words)]
 
 
-def nowhere(word):
+def not_in_source(word):
     return not any(re.search(word, text) for text in OURS.values())
 
 
-def says(file, *parts):
+def source_has(file, *parts):
     return all(part in SOURCE[file] for part in parts)
 
 
@@ -57,7 +57,7 @@ def reads(column, marker):
 
 FACTS = {
     "training uses DeepSpeed": lambda _: (
-        nowhere(r"(?i)fully_?sharded|\bmegatron\.core") and "actor.zero_stage" in KNOWN
+        not_in_source(r"(?i)fully_?sharded|\bmegatron\.core") and "actor.zero_stage" in KNOWN
     ),
     "generation and training always share the slots": lambda _: no_key(
         "resource_pool", "rollout.nnodes", "rollout.n_gpus"
@@ -68,18 +68,18 @@ FACTS = {
     "for validation only": lambda _: importlib.util.find_spec(MODULES["eval"]) is not None,
     "the number of prompts per step is": lambda _: no_key("gen_batch_size") and "data.train_batch_size" in KNOWN,
     "all validation rows": lambda _: no_key("val_batch_size"),
-    "the column is always data_source": lambda _: says("data/rows.py", "data_source"),
-    "prompts are always kept as messages": lambda _: says(
+    "the column is always data_source": lambda _: source_has("data/rows.py", "data_source"),
+    "prompts are always kept as messages": lambda _: source_has(
         "rewards/api/shapes.py", '"prompts": [item.prompt for item in items]'
     ),
     "the column is always images": reads("images", "<image>"),
     "the column is always videos": reads("videos", "<video>"),
-    "engines always return log-probs": lambda _: says("engines/vllm/setup.py", "logprobs=0"),
+    "engines always return log-probs": lambda _: source_has("engines/vllm/setup.py", "logprobs=0"),
     "engines load model.path": lambda _: no_key("load_format"),
-    "engines are always asynchronous": lambda _: says("engines/vllm/setup.py", "AsyncEngineArgs"),
+    "engines are always asynchronous": lambda _: source_has("engines/vllm/setup.py", "AsyncEngineArgs"),
     "only single-turn rollouts": lambda _: no_key("turn", "tool", "agent"),
     "rollout.val_kwargs.temperature=0 is greedy": lambda _: not check_values({"rollout.val_kwargs.temperature": 0.0}),
-    "LoRA is not supported": lambda _: no_key("lora") and nowhere(r"\bpeft\b"),
+    "LoRA is not supported": lambda _: no_key("lora") and not_in_source(r"\bpeft\b"),
     "edit config.json of the model": lambda _: no_key("override"),
     "reward functions are called for every sample": lambda _: no_key("manager"),
     "rewards are computed during generation": lambda _: set(POLICIES) - {"serial"} == {"stream", "rlhfuse", "adaptive"},
@@ -87,7 +87,7 @@ FACTS = {
         importlib.util.find_spec("rlfuse.rewards.sandbox.sandbox") is not None
     ),
     "all files are written below": lambda _: no_key("hdfs", "remote_dir"),
-    "cluster.timeout_s limits the start": lambda _: says("run/build.py", "timeout_s"),
+    "cluster.timeout_s limits the start": lambda _: source_has("run/build.py", "timeout_s"),
     "groups are compared by": lambda _: no_key("groups.metric"),
     "samples are reweighted": lambda _: no_key("rollout_rs", "reject"),
     "the number of engines is slots /": lambda _: no_key("data_parallel", "replicas"),
@@ -95,13 +95,13 @@ FACTS = {
     "every run records its events": lambda _: no_key("profil") and importlib.util.find_spec("rlfuse.tools.trace"),
     "micro-batches are always filled by tokens": lambda _: no_key("dynamic_bsz"),
     "passes without gradients use": lambda _: no_key("log_prob_", "forward_max"),
-    "training does not use torch.compile": lambda _: nowhere(r"torch\.compile\("),
+    "training does not use torch.compile": lambda _: not_in_source(r"torch\.compile\("),
 }
-"""Beginning of each reason why verl's key has no counterpart -> what shows that it is true."""
+"""Start of each reason why a key of verl has no counterpart -> a check that the reason is true."""
 
 
 def check_values(values):
-    """What is wrong with these values by themselves."""
+    """Return the problems of these values."""
     config = Config()
     config.data.train_batch_size, config.trainer.n_gpus_per_node = 1024, 8  # as in verl
     for name, value in values.items():
@@ -125,21 +125,21 @@ def test_every_reason_for_no_counterpart_is_true(reason, tmp_path):
     )
 
 
-OTHERWISE = (
+UNSUPPORTED = (
     *(f"actor_rollout_ref.{group}." for group in ("actor.fsdp_config", "ref.fsdp_config", "actor.megatron")),
     *("actor_rollout_ref.rollout.agent.", "actor_rollout_ref.model.lora.", "critic.fsdp.", "critic.model.lora."),
     *("reward.reward_manager.", "actor_rollout_ref.rollout.multi_turn."),
 )
-"""Groups of verl that are not here at all: a leaf like one of ours is another thing there."""
+"""Groups of verl without a counterpart; their leaves may have the name of an unrelated key."""
 
 
 @pytest.mark.slow
-def test_each_key_of_verl_has_an_answer_that_uses_what_is_here():
+def test_each_key_of_verl_is_translated_to_existing_keys_or_explained():
     ours = {key.leaf: key.name for key in by_name().values()}
     for name in VERLS:
         found = counterpart(name, KNOWN) if name not in KNOWN else None
         if found is not None and not found.keys:
-            assert name.rsplit(".", 1)[-1] not in ours or name.startswith(OTHERWISE), name
+            assert name.rsplit(".", 1)[-1] not in ours or name.startswith(UNSUPPORTED), name
         assert name in KNOWN or name in str(explain_override(f"{name}=1")) or name.endswith("engine_kwargs.vllm"), name
 
 
@@ -152,7 +152,7 @@ RENAMED = {
 
 
 @pytest.mark.parametrize("name", RENAMED)
-def test_a_default_of_verl_is_valid_under_the_name_to_write_instead(name):
+def test_defaults_of_verl_are_valid_for_the_translated_key(name):
     key, typed = by_name()[RENAMED[name]], as_typed(VERLS[name])
     written = counterpart(name, KNOWN).values.get(typed)
     value = yaml.safe_load(written) if written else VERLS[name]
@@ -161,17 +161,17 @@ def test_a_default_of_verl_is_valid_under_the_name_to_write_instead(name):
     if written:
         with pytest.raises(ConfigError, match=re.escape(f"write {key.name}={written} (")):
             read_command([f"{name}={typed}"])
-    elif not typed.startswith("~"):  # which a command line has to put into quotes
+    elif not typed.startswith("~"):  # a shell requires quotes for it
         taken = read_command([f"{name}={typed}"])
         assert taken.overrides == read_command([f"{key.name}={typed}"]).overrides
         assert taken.notes == [f"{name}={typed} -> {key.name}={typed}"]
 
 
-def test_same_names_with_other_meanings_are_told_to_users_of_verl_alone():
+def test_same_names_with_other_meanings_are_reported_only_to_users_of_verl():
     verls = ["actor_rollout_ref.rollout.n=4", "trainer.default_local_dir=a", "trainer.save_freq=-1"]
-    told = read_command(verls).notes
-    assert told[0] == "actor_rollout_ref.rollout.n=4 -> rollout.n=4" and len(told) == 2
-    assert "trainer.default_local_dir=a: differs from verl: rlfuse creates PROJECT/EXPERIMENT" in told[1]
+    notes = read_command(verls).notes
+    assert notes[0] == "actor_rollout_ref.rollout.n=4 -> rollout.n=4" and len(notes) == 2
+    assert "trainer.default_local_dir=a: differs from verl: rlfuse creates PROJECT/EXPERIMENT" in notes[1]
     assert read_command(verls[1:]).notes == [] and set(SAME_NAME) <= KNOWN & set(VERLS)
 
 
@@ -186,7 +186,7 @@ def test_same_names_with_other_meanings_are_told_to_users_of_verl_alone():
         ),
     ],
 )
-def test_two_names_that_give_a_key_different_values_are_refused(words, part, tmp_path):
+def test_conflicting_values_from_two_names_of_a_key_are_refused(words, part, tmp_path):
     with pytest.raises(ConfigError, match=re.escape(part)):
         read_command(words)
     (tmp_path / "job.yaml").write_text("\n".join(word.replace("=", ": ") for word in words))
@@ -197,7 +197,7 @@ def test_two_names_that_give_a_key_different_values_are_refused(words, part, tmp
 
 
 @pytest.mark.slow
-def test_a_job_file_may_use_verls_names(tmp_path):
+def test_a_job_file_may_use_names_of_verl(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text(
         "experiment: quickstart\n"
@@ -209,8 +209,8 @@ def test_a_job_file_may_use_verls_names(tmp_path):
     job = compose_job([str(path), "actor_rollout_ref.rollout.temperature=0.5"])
     assert (job.rollout.n, job.rollout.temperature, job.actor.optim.lr) == (3, 0.5, 1e-4)
     assert job.rollout.engine_kwargs.enforce_eager is True and job.reward.num_workers == 2
-    told = read_command([str(path)]).notes
-    assert told[0] == f"{path}:3: actor_rollout_ref.rollout.n=3 -> rollout.n=3" and len(told) == 4
+    notes = read_command([str(path)]).notes
+    assert notes[0] == f"{path}:3: actor_rollout_ref.rollout.n=3 -> rollout.n=3" and len(notes) == 4
     path.write_text("actor_rollout_ref: {actor: {strategy: fsdp}, rollout.seed: 3}\n")
     with pytest.raises(ConfigError) as error:
         read_command([str(path)])
@@ -229,6 +229,6 @@ def test_a_job_file_may_use_verls_names(tmp_path):
         "actor_rollout_ref.actor.optim.total_training_steps",
     ],
 )
-def test_what_has_no_effect_in_verl_by_itself_has_none_here_unasked(name):
+def test_keys_without_effect_in_verl_are_refused(name):
     with pytest.raises(ConfigError, match=f"{re.escape(name)}=9: is a name of verl; use .*in verl|which verl"):
         read_command([f"{name}=9"])

@@ -1,4 +1,4 @@
-"""Consoles that can't show every character: commands print what they can, and go on."""
+"""Terminal output in any encoding, control characters in user text, and closed terminals."""
 
 import errno
 import io
@@ -47,7 +47,7 @@ def refuse():
 
 @pytest.mark.parametrize(("action", "status"), [(begin, OK), (refuse, USER_ERROR)])
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_a_console_of_any_encoding_shows_what_it_can(encoding, action, status, monkeypatch):
+def test_output_is_printed_in_any_console_encoding(encoding, action, status, monkeypatch):
     encoding, _, errors = encoding.partition(":")
     streams = [io.TextIOWrapper(io.BytesIO(), encoding, errors or "strict", write_through=True) for _ in range(2)]
     monkeypatch.setattr(sys, "stdout", streams[0])
@@ -61,7 +61,7 @@ def test_a_console_of_any_encoding_shows_what_it_can(encoding, action, status, m
         assert "+ gr\\xf6\\xdfe + \\u4e2d" in shown and "a -> b ... \\xe9 inf 9-2 \\udce9" in shown and "_.-#" in shown
     else:
         assert "9·2" in shown or "9-2" in shown
-    assert os.environ["PYTHONIOENCODING"] == ("as it was" if encoding == "utf-8" else "utf-8"), "of workers"
+    assert os.environ["PYTHONIOENCODING"] == ("as it was" if encoding == "utf-8" else "utf-8"), "for worker processes"
 
 
 @pytest.mark.slow
@@ -89,7 +89,7 @@ HOSTILE = [
     "\x07" * 20, "\x0e\x0f\x00", "\x7f\x0b\x0c", "\u202egpj.exe\u202c", "\u2066a\u2069", "[/]", "[bold]",
     "[link=http://e.x]y[/link]",
 ]  # fmt: skip
-"""Names, messages, prompts and responses as models and other people's folders may have them."""
+"""Control sequences in names, messages, prompts and responses."""
 VIEW = (1, 2, 3.0, None)
 
 
@@ -142,7 +142,7 @@ def line(text):
 
 @pytest.mark.parametrize("text", HOSTILE, ids=repr)
 @pytest.mark.parametrize("action", [print, table, live, replay, runs, refused, defect, function, line])
-def test_no_text_of_others_reaches_the_terminal_as_a_command(action, text, monkeypatch):
+def test_control_sequences_in_user_text_do_not_reach_the_terminal(action, text, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     streams = [io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2)]
     monkeypatch.setattr(sys, "stdout", streams[0])
@@ -150,14 +150,14 @@ def test_no_text_of_others_reaches_the_terminal_as_a_command(action, text, monke
     monkeypatch.setattr(warnings, "showwarning", lambda message, *_: print(message, file=sys.stderr))
     run_command(lambda: action(text))
     shown = "".join(stream.buffer.getvalue().decode() for stream in streams)
-    own = re.sub(r"\r?\x1b\[(?:[\d;]*m|1A|2K|\?25[lh])", "", shown)  # Rich's styles and its live view
-    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", own)
-    if own == shown:  # without styles of Rich all of the rest is there
+    without_styles = re.sub(r"\r?\x1b\[(?:[\d;]*m|1A|2K|\?25[lh])", "", shown)  # styles and cursor moves of Rich
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", without_styles)
+    if without_styles == shown:  # Rich printed no styles, so the text is complete
         assert re.sub(r"\W", "", plain(text)) in re.sub(r"\W", "", shown)
     assert "evil.example\x07" not in shown and "\x1b[2J" not in shown
 
 
-def test_a_console_and_progress_bars_still_move_the_cursor(monkeypatch):
+def test_styles_and_progress_bars_still_work(monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stdout", stream)
     prepare_streams()
@@ -168,7 +168,7 @@ def test_a_console_and_progress_bars_still_move_the_cursor(monkeypatch):
     assert stream.getvalue() == "\x1b[1mx\x1b[0m\n\r 50%a\tb\n\nc 中 é 🙂\n"
 
 
-def test_a_terminal_that_was_closed_is_no_error(monkeypatch):
+def test_a_closed_terminal_raises_no_error(monkeypatch):
     outer, inner = pty.openpty()
     terminal = os.fdopen(inner, "w")
     monkeypatch.setattr(sys, "stdout", terminal)
@@ -182,7 +182,7 @@ def test_a_terminal_that_was_closed_is_no_error(monkeypatch):
         console.print("a line above it")
     sys.stdout.flush()
     with suppress(OSError):
-        terminal.close()  # flushes it
+        terminal.close()  # closing flushes it
     file = io.StringIO()
     file.flush = Mock(side_effect=OSError(errno.EIO, "of a disk"))
     monkeypatch.setattr(sys, "stdout", file)

@@ -1,4 +1,4 @@
-"""The picture of what the model saw: every frame in its place, and room for any text."""
+"""Contact sheets of the frames that the model was given: order of frames, and layout of any text."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ CAPTION = Caption("step 1 · prompt 0", "How many?", (Answer("3", Reward(0.5, {"
 
 
 def sheet_of(plan, caption=CAPTION):
-    """A sheet of frames of one colour each, none of them white or grey."""
+    """Return (sheet, shade of each frame) of single-colour frames, none of them white or grey."""
     shades = np.array(shown_frames([plan])[0]) * 251 % 256
     frames = np.zeros((len(shades), plan.height, plan.width, 3), np.uint8)
     frames[..., 0], frames[..., 1] = 255, shades[:, None, None]
@@ -54,7 +54,7 @@ def test_every_frame_is_shown_once_in_order(clip, sampling):
 
 
 @pytest.mark.slow
-def test_a_plan_of_more_frames_shows_some_evenly():
+def test_long_plans_show_evenly_spaced_frames():
     plan = plan_video(ClipMetadata(4000.0, 24.0, 28, 28), SeedSampling(budget=2000, levels=(1,)))
     sheet, shades = sheet_of(plan)
     assert plan.frames == 2000 and len(shades) == MOST_FRAMES and sheet.shape[0] < 4000
@@ -65,7 +65,7 @@ def test_shown_frames_of_several_plans():
     assert shown_frames([few, IMAGE]) == [[0, 1], [0]]
     shown = shown_frames([few, IMAGE, many])
     assert [len(each) for each in shown] == [1, 1, MOST_FRAMES - 2] and shown[2][-1] == 1277
-    assert shown_frames([IMAGE] * 700)[-1] == [0] == shown_frames([IMAGE] * 700)[1], "at least one of each"
+    assert shown_frames([IMAGE] * 700)[-1] == [0] == shown_frames([IMAGE] * 700)[1], "at least one frame of each"
 
 
 @pytest.mark.slow
@@ -80,7 +80,7 @@ def test_shown_frames_of_several_plans():
     ],
     ids=["empty", "no spaces", "long", "many lines", "scripts"],
 )
-def test_any_text_fits(answer, reward):
+def test_any_text_fits_on_the_sheet(answer, reward):
     plan = plan_video(ClipMetadata(2.0, 24.0, 56, 56), SeedSampling())
     sheet, _ = sheet_of(plan, Caption("t" * 500, answer, (Answer(answer, reward),) * 5, answer))
     assert (sheet[:, -MARGIN:] == 255).all() and (sheet[-MARGIN:] == 255).all()
@@ -89,25 +89,25 @@ def test_any_text_fits(answer, reward):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [0, 1, 7, MAX_ANSWERS, 500])
-def test_all_answers_stand_below_the_frames(count):
+def test_all_answers_are_shown_below_the_frames(count):
     plan = plan_video(ClipMetadata(2.0, 24.0, 56, 56), SeedSampling())
     answers = tuple(Answer(f"answer {number}", Reward(float(number % 2))) for number in range(count))
     sheet, _ = sheet_of(plan, Caption("step 1 · prompt 0", "How many?", answers))
     rewards = [(np.abs(sheet.astype(int) - colour).max(axis=2) < 8).any() for colour in ((194, 56, 90), (31, 138, 76))]
-    assert rewards == [count > 0, count > 1] and sheet.shape[0] < 8000, "bad in red, good in green"
+    assert rewards == [count > 0, count > 1] and sheet.shape[0] < 8000, "low rewards are red, high ones green"
 
 
 @pytest.mark.slow
-def test_every_logged_sample_has_a_sheet_and_a_clip_or_image_that_is_gone_has_none(tmp_path):
+def test_logged_samples_have_a_sheet_unless_a_clip_or_image_is_missing(tmp_path):
     plan = plan_of([0.0, 0.5])
-    here, gone = write_video(tmp_path / "here.mp4", steady(10), size=(28, 224)), str(tmp_path / "gone.mp4")
+    present, missing = write_video(tmp_path / "here.mp4", steady(10), size=(28, 224)), str(tmp_path / "gone.mp4")
     Image.new("RGB", (84, 56), RED).save(tmp_path / "here.png")
     at = np.arange(2, dtype=np.int32)
-    clip = Visual(at, None, here, plan)
+    clip = Visual(at, None, present, plan)
     videos = (
         (clip, Visual(at, None, str(tmp_path / "here.png"), IMAGE)),
         (),
-        (Visual(at, None, gone, plan),),
+        (Visual(at, None, missing, plan),),
         (clip, Visual(at, None, str(tmp_path / "gone.png"), IMAGE)),
     )
     response = Response(np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", 0, "three")
@@ -119,10 +119,10 @@ def test_every_logged_sample_has_a_sheet_and_a_clip_or_image_that_is_gone_has_no
     sheets = sheets_of(samples, None)
     assert sheets.keys() == {f"7/{shown}/{sibling}" for shown in (0, 2, 3) for sibling in range(2)}
     assert sheets_of(samples, 1).keys() == {"7/0/0", "7/0/1"}
-    assert sheets["7/0/0"] == sheets["7/0/1"], "one a prompt"
+    assert sheets["7/0/0"] == sheets["7/0/1"], "one sheet per prompt"
     assert sheets_of(samples, 0) == {}
     draw_sheets(tmp_path, 7, [light(sample) for sample in samples if sample.id in sheets], sheets, 20.0)
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*.png")} == {sheets["7/0/0"]}
     red = (np.asarray(Image.open(tmp_path / sheets["7/0/0"])) == RED).all(axis=2)
     starts = red & ~np.roll(red, 1, axis=0) & ~np.roll(red, 1, axis=1)
-    assert starts.sum() == 1, "an image is shown once, whatever its temporal patch"
+    assert starts.sum() == 1, "an image is shown once for any temporal patch size"

@@ -1,4 +1,4 @@
-"""Video containers: which frame is shown at which time, and its orientation and aspect ratio."""
+"""Video containers: presentation time of each frame, orientation and aspect ratio."""
 
 import numpy as np
 import pytest
@@ -75,7 +75,7 @@ WHOLE = {
 }
 
 FIRST = {kind: name for name, (kind, _) in reversed(WHOLE.items())}.values()
-"""A name for each kind of container."""
+"""One entry of `WHOLE` for each container."""
 
 
 @pytest.mark.parametrize("name", [n if n in FIRST else pytest.param(n, marks=pytest.mark.slow) for n in WHOLE])
@@ -86,7 +86,7 @@ def test_each_frame_is_shown_from_its_time_until_the_next(tmp_path, name):
 
 
 @pytest.mark.parametrize("kind", ["mp4", "mkv", "mov", "ts", "flv", "webm", "gif"])
-def test_where_the_rate_varies_each_frame_is_shown_for_as_long_as_it_lasts(tmp_path, kind):
+def test_variable_frame_rates_keep_the_duration_of_each_frame(tmp_path, kind):
     options = {"webm": VP9, "gif": {"codec": "gif", "pix_fmt": "rgb8"}}.get(kind, PYRAMID)
     assert_shows(write_video(tmp_path / f"clip.{kind}", UNEVEN, **options), UNEVEN)
 
@@ -119,7 +119,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_odd_sizes(tmp_path, name):
+def test_odd_frame_sizes(tmp_path, name):
     kind, codec, pix_fmt = ODD[name]
     path = write_video(tmp_path / f"odd.{kind}", steady(12), codec=codec, pix_fmt=pix_fmt, size=(33, 129))
     facts = probe(path)
@@ -140,17 +140,17 @@ def test_transparent_gif_pixels_are_white(tmp_path):
     assert numbers(pixels[:, 10:]) == list(range(12)) and pixels[:, :5].min() > 250
 
 
-def test_open_groups_of_pictures_in_avi_are_not_late(tmp_path):
+def test_open_gops_in_avi_have_no_offset(tmp_path):
     path = write_video(tmp_path / "open.avi", steady(40), **OPEN)
     assert [numbers(decode(path, plan_of([number / 10]))) for number in (13, 24, 37)] == [[13], [24], [37]]
 
 
-def test_b_frames_packed_as_by_divx(tmp_path):
+def test_divx_packed_b_frames(tmp_path):
     assert_shows(write_packed(tmp_path / "plain.avi", 41), steady(41))
 
 
 @pytest.mark.parametrize("disposal", [0, 1, 2])
-def test_gifs_of_parts_and_of_uneven_pictures(tmp_path, disposal):
+def test_gifs_with_partial_frames_and_uneven_durations(tmp_path, disposal):
     stays = [0.05, 0.1, 0.3, 1.2, 0.06] * 6
     pictures = [Image.fromarray(np.array(numbered(number, 32, 128))) for number in range(len(stays))]
     path, milliseconds = tmp_path / "parts.gif", [round(1000 * stay) for stay in stays]
@@ -165,12 +165,12 @@ EDITS = {
     "a piece": ([(2.0, 2.0)], [*range(20, 40)]),
     "later than the sound": ([(None, 1.0), (0.0, 6.0)], [*range(60)]),
     "a piece later than the sound": ([(None, 1.0), (1.5, 3.0)], [*range(15, 45)]),
-    "begins within a frame": ([(0.75, 5.0)], [*range(8, 58)]),  # FFmpeg drops the rest of it with the next packet
+    "begins within a frame": ([(0.75, 5.0)], [*range(8, 58)]),  # FFmpeg drops the rest of that frame
 }
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_an_edit_list_s_piece_is_the_clip(tmp_path, name):
+def test_an_edit_list_selects_the_clip(tmp_path, name):
     parts, expected = EDITS[name]
     path = write_edited(tmp_path / "edited.mp4", write_video(tmp_path / "whole.mp4", steady(60), **PYRAMID), parts)
     facts = probe(path)
@@ -207,11 +207,11 @@ STREAMS = {
     "the default": ([("libx264", 0, 20, NONE), ("libx264", 100, 5, DEFAULT)], 0.5, [100, 103]),
     "else the longest": ([("libx264", 100, 5, NONE), ("libx264", 0, 20, NONE)], 2.0, [0, 3]),
 }
-"""The last not in MP4, where one is always the default."""
+"""The last entry does not apply to MP4, where one stream is always the default."""
 
 
 @pytest.mark.parametrize(("kind", "name"), [*((kind, name) for kind in ("mkv", "mp4") for name in STREAMS)][:-1])
-def test_of_several_streams_the_one_that_a_player_shows(tmp_path, kind, name):
+def test_the_stream_that_a_player_selects_is_decoded(tmp_path, kind, name):
     streams, duration, expected = STREAMS[name]
     path = write_streams(tmp_path / f"streams.{kind}", *streams)
     assert probe(path).duration_s == pytest.approx(duration)
@@ -219,7 +219,7 @@ def test_of_several_streams_the_one_that_a_player_shows(tmp_path, kind, name):
 
 
 @pytest.mark.parametrize("kind", ["avi", "ts"])
-def test_a_cover_where_streams_have_no_flags(tmp_path, kind):
+def test_cover_images_are_skipped_in_containers_without_stream_flags(tmp_path, kind):
     path = write_streams(tmp_path / f"cover.{kind}", ("mjpeg", 200, 1, NONE), ("libx264", 0, 20, NONE))
     assert numbers(decode(path, plan_of([0.0, 0.3]))) == [0, 3]
 
@@ -227,7 +227,7 @@ def test_a_cover_where_streams_have_no_flags(tmp_path, kind):
 @pytest.mark.parametrize("kind", ["mp4", "mkv", "mov", "ts", "avi", "webm"])
 def test_non_square_pixels_are_scaled(tmp_path, kind):
     path = tmp_path / f"wide.{kind}"
-    if kind == "webm":  # stores the display width in the container, replacing other fields
+    if kind == "webm":  # write the display width over other fields of the container
         write_video(path, steady(3), codec="libvpx-vp9", size=(64, 64), color_range="tv")
         colours, width = b"\x55\xb0\x84\x55\xb9\x81\x01", b"\x54\xb0\x82\x00\x80\xec\x80"
         path.write_bytes(path.read_bytes().replace(colours, width))
@@ -266,7 +266,7 @@ def test_interlaced_fields_become_frames(tmp_path, name, order):
 @pytest.mark.parametrize("kind", ["avi", "mp4", "mkv"])
 @pytest.mark.parametrize("codec", ["mjpeg", "libx264", "mpeg4", "ffv1"])
 @pytest.mark.parametrize("fps", [10, 25])
-def test_a_clip_of_one_frame_lasts_as_long_as_its_file_says(tmp_path, kind, codec, fps):
+def test_the_duration_of_a_single_frame_is_read_from_the_file(tmp_path, kind, codec, fps):
     pixels = "yuvj420p" if codec == "mjpeg" else "yuv420p"
     path = write_video(tmp_path / f"one.{kind}", [0.0], codec=codec, fps=fps, pix_fmt=pixels)
     facts = probe(path)

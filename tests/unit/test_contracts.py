@@ -1,4 +1,4 @@
-"""What we ask of vLLM, DeepSpeed, torch and Ray, bound to what is installed: most of it runs on GPUs only."""
+"""Calls of vLLM, DeepSpeed, torch and Ray match the installed signatures, including calls that run only on GPUs."""
 
 import ast
 import inspect
@@ -19,7 +19,7 @@ import rlfuse
 from rlfuse.config.rollout import RolloutConfig
 from rlfuse.config.schema import ActorConfig, ModelConfig
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # importing it takes long: by one process
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # one process: importing vLLM is slow
 
 ROOT = Path(rlfuse.__file__).parent
 DEEPSPEED, ZERO_1 = "deepspeed.DeepSpeedEngine", "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
@@ -50,10 +50,10 @@ RECEIVERS = {
     "engines/vllm/offline_engine.py: self._llm": LLM,
     "engines/vllm/offline_engine.py: llm": LLM,
 }
-"""What expressions without an annotation hold."""
+"""Classes of expressions without an annotation."""
 PASSED = {"engines/pipeline/schedule_executor.py: call": ("torch.distributed.isend", "torch.distributed.irecv")}
-"""Which functions a name may stand for."""
-LEAST = {"vllm": 50, "deepspeed": 25, "ray": 30, "torch.distributed": 25, "torch.cuda": 14}
+"""Functions that are passed as an argument of this name."""
+MIN_CALLS = {"vllm": 50, "deepspeed": 25, "ray": 30, "torch.distributed": 25, "torch.cuda": 14}
 ON_GPUS = {
     f"{ASYNC_LLM}.sleep",
     f"{ASYNC_LLM}.wake_up",
@@ -74,23 +74,23 @@ ON_GPUS = {
     "torch.distributed.init_process_group",
     "torch.optim.AdamW",
 }
-"""Some that no other test reaches."""
+"""Calls that no other test executes."""
 
 
 def sources():
     return {str(file.relative_to(ROOT)): file.read_text() for file in sorted(ROOT.rglob("*.py"))}
 
 
-def test_every_call_of_a_library_fits_what_is_installed(record_property):
+def test_every_library_call_matches_the_installed_signature(record_property):
     reading = read(sources(), RECEIVERS, PASSED)
     assert not reading.problems, "\n".join(reading.problems)
     found = Counter(name for bound in reading.bound for name in LIBRARIES if bound.target.startswith(name))
     print(", ".join(f"{name}: {count}" for name, count in found.most_common()))
     record_property("bound", dict(found))
-    assert all(found[library] >= count for library, count in LEAST.items()), found
+    assert all(found[library] >= count for library, count in MIN_CALLS.items()), found
     assert {bound.target for bound in reading.bound} >= ON_GPUS
-    held = {bound.target.rpartition(".")[0] for bound in reading.bound}
-    assert held >= {DEEPSPEED, ZERO_1, ASYNC_LLM, LLM, "torch.distributed.Work"}
+    classes = {bound.target.rpartition(".")[0] for bound in reading.bound}
+    assert classes >= {DEEPSPEED, ZERO_1, ASYNC_LLM, LLM, "torch.distributed.Work"}
 
 
 MISTAKES = {
@@ -104,9 +104,9 @@ MISTAKES = {
         import torch.distributed as dist
         def wait(work: dist.Work):
             work.wait(1, 2)""",
-    "wrong.py:2: nothing installed is called torch.distributed.renamed": """
+    "wrong.py:2: torch.distributed.renamed is not in the installed version": """
         from torch.distributed import renamed""",
-    "wrong.py:3: nothing installed is called torch.cuda.ipc_gather": """
+    "wrong.py:3: torch.cuda.ipc_gather is not in the installed version": """
         import torch
         torch.cuda.ipc_gather()""",
     "wrong.py:5: torch.distributed.ProcessGroupNCCL.Options has no renamed": """
@@ -117,16 +117,16 @@ MISTAKES = {
     "wrong.py:3: dist.ProcessGroupNCCL.Options(): got an unexpected keyword argument 'priority'": """
         import torch.distributed as dist
         dist.ProcessGroupNCCL.Options(priority=True)""",
-    "wrong.py:2: worker.is_completed() may be torch.distributed.Work's: say in the table what worker is": """
+    "wrong.py:2: worker.is_completed() may be a method of torch.distributed.Work: add worker to the receivers": """
         worker.is_completed()""",
     "wrong.py:3: call(): got an unexpected keyword argument 'rank'": """
         def start(call):
             call(tensor, rank=1)""",
-    "wrong.py:4: PlacementGroup has no wait_all, so nobody calls it": """
+    "wrong.py:4: PlacementGroup has no wait_all, so the override is never called": """
         import ray.util.placement_group as placed
         class Mine(placed.PlacementGroup):
             def wait_all(self): ...""",
-    "wrong.py:4: wait() of PlacementGroup is called otherwise: too many positional arguments": """
+    "wrong.py:4: wait() of PlacementGroup has another signature: too many positional arguments": """
         from ray.util.placement_group import PlacementGroup
         class Mine(PlacementGroup):
             def wait(self): ...""",
@@ -134,14 +134,14 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("expected", MISTAKES)
-def test_a_call_that_does_not_fit_is_told(expected):
+def test_a_call_that_does_not_match_is_reported(expected):
     source = inspect.cleandoc("\n" + MISTAKES[expected])
     receivers, passed = {"other.py: work": "torch.distributed.Work"}, {"wrong.py: call": ("torch.distributed.isend",)}
     reading = read({"wrong.py": "\n" + source}, receivers, passed)
     assert [problem for problem in reading.problems if problem == expected], reading.problems
 
 
-# What goes by names in dictionaries -----------------------------------------------------------------------------------
+# Names in dictionaries and strings ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.parametrize("device, width, drafted", [("cuda", 1, 0), ("cuda", 2, 0), ("cuda", 1, 4), ("cpu", 2, 4)])
-def test_vllm_takes_our_arguments(model, device, width, drafted):
+def test_vllm_accepts_the_engine_arguments(model, device, width, drafted):
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from rlfuse.engines.vllm.setup import engine_arguments
@@ -163,13 +163,13 @@ def test_vllm_takes_our_arguments(model, device, width, drafted):
     arguments = engine_arguments(model, rollout, 256, device, drafted)
     known = {field.name: field.type for field in fields(AsyncEngineArgs)}
     assert arguments.keys() <= known.keys()
-    taken = AsyncEngineArgs(**arguments)
-    assert taken.distributed_executor_backend == ("ray" if (device, width) == ("cuda", 2) else "mp")
-    assert taken.enable_sleep_mode is (device == "cuda")
-    assert taken.logprobs_mode == "processed_logprobs"
+    parsed = AsyncEngineArgs(**arguments)
+    assert parsed.distributed_executor_backend == ("ray" if (device, width) == ("cuda", 2) else "mp")
+    assert parsed.enable_sleep_mode is (device == "cuda")
+    assert parsed.logprobs_mode == "processed_logprobs"
 
 
-def test_the_connector_and_the_weight_transfer_are_known_by_these_names():
+def test_connectors_and_weight_transfers_are_registered():
     from vllm.config import KVTransferConfig, WeightTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -184,14 +184,14 @@ def test_the_connector_and_the_weight_transfer_are_known_by_these_names():
         for transfer in CONNECTORS
     }
     assert found == {"shm": shared_memory.MigrationConnector, "nixl": nixl.NixlMigrationConnector}
-    assert worker_extension.WorkerExtension  # what vLLM's workers import; registers the transfer through shared memory
+    assert worker_extension.WorkerExtension  # imported by vLLM's workers; registers the shared-memory transfer
     for device in ("cpu", "cuda"):
         backend = WeightTransferConfig(backend=resolve_transfer("auto", device)).backend
         assert backend in WeightTransferEngineFactory._registry
 
 
-def test_shared_weights_reach_vllm_as_it_expects_them(monkeypatch):
-    """The handles' places are those of torch, the names those of vLLM, and both survive the way into the engine."""
+def test_ipc_weight_handles_have_the_format_of_vllm(monkeypatch):
+    """Check torch's order in handles, vLLM's names of fields, and the serialization of both to the engine."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
     from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
     from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine, IPCWeightTransferUpdateInfo
@@ -203,7 +203,7 @@ def test_shared_weights_reach_vllm_as_it_expects_them(monkeypatch):
     from rlfuse.engines.weights import cuda_ipc
 
     rebuilt = list(inspect.signature(rebuild_cuda_tensor).parameters)
-    assert rebuilt[6] == "storage_device", "vLLM puts its own device there"
+    assert rebuilt[6] == "storage_device", "vLLM sets its device at this index"
     assert "list_args[6] = device_index" in inspect.getsource(packed_ipc_consumer)
     received = inspect.getsource(IPCWeightTransferEngine.receive_weights)
     assert "packed_ipc_consumer(" in received and "self.packed" in received
@@ -238,7 +238,7 @@ def test_shared_weights_reach_vllm_as_it_expects_them(monkeypatch):
 
 
 def strings(function) -> set[str]:
-    """Texts in its source."""
+    """Return the string constants in the function's source."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     return {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
@@ -247,7 +247,7 @@ def plain(value):
     return tuple(value) if isinstance(value, list | tuple) else value
 
 
-def test_parts_of_an_engine_sleep_by_the_names_that_vllm_has():
+def test_parts_of_an_engine_match_vllm_sleep_tags():
     from vllm.device_allocator import DEFERRABLE_TAGS
     from vllm.v1.executor.abstract import SLEEP_TAGS
 
@@ -257,12 +257,12 @@ def test_parts_of_an_engine_sleep_by_the_names_that_vllm_has():
 
 
 def source_of(path, name):
-    """A function of a file of vLLM's that needs CUDA to be imported."""
+    """Return the source of a function in a vLLM module that cannot be imported without CUDA."""
     tree = ast.parse((Path(find_spec("vllm").origin).parent / path).read_text())
     return next(ast.unparse(node) for node in ast.walk(tree) if getattr(node, "name", None) == name)
 
 
-def test_weights_that_a_sleep_discards_come_back_by_a_push_and_buffers_by_themselves():
+def test_level_2_sleep_discards_weights_and_restores_buffers():
     from vllm.device_allocator.sleep_mode_backend import CuMemBackend
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.worker.worker_base import WorkerBase
@@ -280,7 +280,7 @@ def test_weights_that_a_sleep_discards_come_back_by_a_push_and_buffers_by_themse
     assert "'weights' in tags" in woken and "buffer.data.copy_(self._sleep_saved_buffers[name].data)" in woken
 
 
-def test_an_engine_that_is_given_its_cache_measures_nothing():
+def test_an_explicit_kv_cache_size_skips_memory_profiling():
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     given = {"kv_cache_memory_bytes": 1 << 30, "enable_sleep_mode": False, "gpu_memory_utilization": 0.01}
@@ -289,11 +289,11 @@ def test_an_engine_that_is_given_its_cache_measures_nothing():
     before, _, after = measured.partition("if (kv_cache_memory_bytes := self.cache_config.kv_cache_memory_bytes):")
     assert after and "memory_profiling" not in before and "return" in after.split("memory_profiling")[0]
     demanded = source_of("v1/worker/utils.py", "request_memory")
-    assert "total_memory * cache_config.gpu_memory_utilization" in demanded, "all that must be free at the start"
+    assert "total_memory * cache_config.gpu_memory_utilization" in demanded, "the memory that must be free at startup"
     inspect.signature(torch.cuda.set_per_process_memory_fraction).bind(0.5)
 
 
-def test_a_special_token_may_be_a_stop_text():
+def test_a_special_token_can_be_a_stop_string():
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
@@ -312,7 +312,7 @@ def test_a_special_token_may_be_a_stop_text():
     assert reader.update([7, tokenizer.pad_token_id], False) == PAD
 
 
-def test_variables_of_vllm_and_ray_are_read_by_them():
+def test_environment_variables_are_known_to_vllm_and_ray():
     import ray
     import vllm.envs
 
@@ -331,7 +331,7 @@ def test_variables_of_vllm_and_ray_are_read_by_them():
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("offload", [False, True])
-def test_deepspeed_knows_our_keys(stage, offload):
+def test_deepspeed_accepts_the_config(stage, offload):
     from deepspeed.runtime import constants
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config
@@ -351,13 +351,13 @@ def test_deepspeed_knows_our_keys(stage, offload):
         (offloaded, DeepSpeedZeroOffloadOptimizerConfig),
     ):
         assert keys.keys() <= {name for key, field in config.model_fields.items() for name in (key, field.alias)}
-    taken = DeepSpeedConfig(given)
-    assert taken.zero_config.stage == stage and taken.bfloat16_config.enabled
-    assert taken.gradient_clipping == given["gradient_clipping"]
-    assert (taken.zero_config.offload_optimizer is not None) == offload
+    parsed = DeepSpeedConfig(given)
+    assert parsed.zero_config.stage == stage and parsed.bfloat16_config.enabled
+    assert parsed.gradient_clipping == given["gradient_clipping"]
+    assert (parsed.zero_config.offload_optimizer is not None) == offload
 
 
-def test_what_only_steps_read_is_where_deepspeed_keeps_it_and_its_own_moves_are_not_for_us():
+def test_optimizer_states_have_the_expected_deepspeed_attributes():
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Sharded
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as Zero
@@ -374,7 +374,7 @@ def test_what_only_steps_read_is_where_deepspeed_keeps_it_and_its_own_moves_are_
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("width", [1, 2])
-def test_ray_takes_our_options(device, width):
+def test_ray_accepts_the_actor_options(device, width):
     import ray
     from ray.runtime_env import RuntimeEnv
     from ray.util.placement_group import PlacementGroup

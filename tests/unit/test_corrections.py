@@ -16,7 +16,7 @@ def truncated(trainer, engine, mask, cap):
     return correction_weights(RolloutCorrection("token", cap), trainer, engine, mask)
 
 
-def test_weights_by_hand():
+def test_weights_against_manual_values():
     engine = torch.tensor([0.5, 0.1, 0.2, 0.4]).log().unsqueeze(0)
     trainer = torch.tensor([0.5, 0.15, 0.8, 0.1]).log().unsqueeze(0)
     weights = truncated(trainer, engine, torch.ones(1, 4), cap=2.0)
@@ -37,7 +37,7 @@ def test_weights_have_no_gradient_and_do_not_overflow():
 
 
 def test_uncapped_weights_make_the_estimate_unbiased():
-    """E_engine[w f] = E_trainer[f] over a whole vocabulary; with a cap it cannot be larger, for f >= 0."""
+    """Check E_engine[w f] = E_trainer[f] over the whole vocabulary; a cap can only lower it for f >= 0."""
     engine, trainer, f = [0.6, 0.3, 0.1], [0.2, 0.3, 0.5], [1.0, 2.0, 3.0]
 
     def estimate(cap: float) -> float:
@@ -82,7 +82,7 @@ def test_truncation_and_icepop_of_tokens_and_responses(level, lower):
 
 
 KL = {
-    "k1": lambda ratio: 1 / ratio,  # compared with bounds of the ratio, engine over trainer
+    "k1": lambda ratio: 1 / ratio,  # bounds apply to the ratio engine / trainer
     "k2": lambda ratio: math.log(ratio) ** 2 / 2,
     "k3": lambda ratio: ratio - 1 - math.log(ratio),
 }
@@ -99,7 +99,7 @@ def test_rejection_of_tokens_and_responses(name, is_level):
     for row, n in enumerate(LENGTHS):
         each = [KL[kind](ratio) for ratio in ratios(row)]
         if level != "token":
-            if kind == "k1":  # sum and mean of log-ratios: product and geometric mean of ratios
+            if kind == "k1":  # sum and mean of log-ratios are the product and geometric mean of ratios
                 each = [math.prod(each) if level == "seq_sum" else statistics.geometric_mean(each)] * n
             else:
                 each = [OVER[level.removeprefix("seq_")](each)] * n
@@ -138,20 +138,20 @@ def test_metrics_of_equal_log_probs():
     assert set(metrics.values()) == {0.0}
 
 
-def test_figures_that_do_not_exist_are_nan():
+def test_undefined_metrics_are_nan():
     metrics = mismatch_metrics([-1.0], [-1.5])
     assert math.isnan(metrics["training/rollout_probs_diff_std"])
     assert math.isnan(metrics["training/rollout_actor_probs_pearson_corr"])
 
 
 @pytest.mark.parametrize(("engine", "trainer"), [([], []), ([1.0], [1.0, 2.0]), ([[1.0]], [[1.0]])])
-def test_arrays_that_do_not_match_are_refused(engine, trainer):
+def test_arrays_of_different_shapes_are_refused(engine, trainer):
     with pytest.raises(ValueError, match="two flat, equally long, non-empty"):
         mismatch_metrics(engine, trainer)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "mean", "most", "broken"),
+    ("dtype", "mean", "largest", "broken"),
     [
         ("float32", 1e-6, 1e-3, False),
         ("float32", 1e-6, 1.1e-3, True),
@@ -161,7 +161,7 @@ def test_arrays_that_do_not_match_are_refused(engine, trainer):
         ("bfloat16", 0.02, 2.1, True),
     ],
 )
-def test_what_rounding_explains(dtype, mean, most, broken):
-    metrics = {"training/rollout_log_probs_diff_mean": mean, "training/rollout_log_probs_diff_max": most}
+def test_differences_that_rounding_explains(dtype, mean, largest, broken):
+    metrics = {"training/rollout_log_probs_diff_mean": mean, "training/rollout_log_probs_diff_max": largest}
     assert BOUNDS[dtype].is_exceeded_by(metrics) is broken
     assert not BOUNDS[dtype].is_exceeded_by({}), "nothing was measured"

@@ -1,4 +1,4 @@
-"""Token selection of Clip-Cov and KL-Cov: against loops over tokens, and the same for any order of work."""
+"""Token selection of Clip-Cov and KL-Cov against per-token loops, and independent of the order of samples."""
 
 import numpy as np
 import pytest
@@ -14,19 +14,19 @@ def drawn():
     return random.normal(-1, 1, sum(LENGTHS)).astype(np.float32), random.normal(0, 2, sum(LENGTHS)).astype(np.float32)
 
 
-def by_hand(log_probs, advantages):
+def reference_covariances(log_probs, advantages):
     of_log_probs, of_advantages = sum(map(float, log_probs)) / 100, sum(map(float, advantages)) / 100
     pairs = zip(map(float, log_probs), map(float, advantages), strict=True)
     return [(x - of_log_probs) * (a - of_advantages) for x, a in pairs]
 
 
 def test_the_covariance_is_the_product_of_the_deviations():
-    assert covariances(*drawn()) == pytest.approx(by_hand(*drawn()), rel=1e-5, abs=1e-6)
+    assert covariances(*drawn()) == pytest.approx(reference_covariances(*drawn()), rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize(("ratio", "count"), [(0.0002, 1), (0.055, 5), (1.0, 100)])
 def test_kl_cov_selects_the_highest_covariances(ratio, count):
-    covariance = by_hand(*drawn())
+    covariance = reference_covariances(*drawn())
     selected = select_tokens(ActorConfig(loss_mode="kl_cov", kl_cov_ratio=ratio), np.array(covariance), SEEDS, LENGTHS)
     highest = sorted(range(100), key=lambda token: -covariance[token])[:count]
     assert sorted(np.flatnonzero(selected)) == sorted(highest)
@@ -36,7 +36,7 @@ def test_kl_cov_selects_the_highest_covariances(ratio, count):
     ("ratio", "lower", "upper"), [(0.05, 0.5, 4.0), (1.0, 0.5, 4.0), (0.001, -1.0, 1.0), (1, 90, 99)]
 )
 def test_clip_cov_draws_tokens_between_the_bounds(ratio, lower, upper):
-    covariance = by_hand(*drawn())
+    covariance = reference_covariances(*drawn())
     actor = ActorConfig(loss_mode="clip_cov", clip_cov_ratio=ratio, clip_cov_lb=lower, clip_cov_ub=upper)
     selected = select_tokens(actor, np.array(covariance), SEEDS, LENGTHS)
     eligible = {token for token, each in enumerate(covariance) if lower < each < upper}
@@ -46,8 +46,8 @@ def test_clip_cov_draws_tokens_between_the_bounds(ratio, lower, upper):
     assert (selected != others).any() == (0 < selected.sum() < len(eligible))
 
 
-def test_the_draw_follows_the_response_not_its_place():
-    covariance = np.split(np.array(by_hand(*drawn())), np.cumsum(LENGTHS)[:-1])
+def test_selected_tokens_are_independent_of_the_order_of_responses():
+    covariance = np.split(np.array(reference_covariances(*drawn())), np.cumsum(LENGTHS)[:-1])
     actor = ActorConfig(loss_mode="clip_cov", clip_cov_ratio=0.1, clip_cov_lb=0.1)
     order = [2, 0, 3, 1]
     shuffled = [[each[i] for i in order] for each in (covariance, SEEDS, LENGTHS)]

@@ -1,4 +1,4 @@
-"""Passes as CUDA graphs, emulated on CPUs, under real DeepSpeed engines: the numbers of passes that are launched."""
+"""Passes replayed as CUDA graphs, emulated on CPUs with real DeepSpeed engines, equal launched passes."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ QWEN = dict(
 
 
 @pytest.mark.parametrize("family", LAID_OUT)
-def test_padding_changes_no_number_of_a_token(family):
+def test_padding_does_not_change_logits(family):
     model, _ = pair(family, SMALL | LAID_OUT[family])
     plain, padded = (collate(answers(), True, shared=True, sizes=sizes) for sizes in ((), SIZES))
     assert padded.inputs["input_ids"].shape == (1, 64) and plain.inputs["input_ids"].shape == (1, 42)
@@ -44,15 +44,15 @@ def test_padding_changes_no_number_of_a_token(family):
 
 
 @pytest.fixture
-def said(monkeypatch):
+def output(monkeypatch):
     lines = []
     monkeypatch.setattr(watchdog, "say", lines.append)
     monkeypatch.setattr(cuda_graphs, "CudaRecording", EmulatedRecording)
     return lines
 
 
-def rank_of(stage, dtype, how, checkpointing=False, tied=True):
-    """A rank with an actor and a critic; `how` passes run: recorded, padded to the same sizes, or as they are."""
+def rank_of(stage, dtype, mode, checkpointing=False, tied=True):
+    """Return a rank with an actor and a critic; `mode` of passes: recorded, padded to the same sizes, or neither."""
     config, sizes = Config(), dict(QWEN, tie_word_embeddings=tied)
     config.actor.zero_stage, config.algorithm.adv_estimator = stage, "gae"
     rank = TrainerRank(config, 0, 1, "cpu")
@@ -66,9 +66,9 @@ def rank_of(stage, dtype, how, checkpointing=False, tied=True):
         rank.engines[name] = DeepSpeedModel(trainable(model, config.actor, OptimConfig(lr=1e-2), "cpu"), 1)
     rank.tower, rank.sums, rank.ropes, rank.tensor = None, {}, {"actor": None, "critic": None}, None
     rank.packed, rank.shares, rank.parallel = True, True, SimpleNamespace(part=lambda degree: None)
-    if how == "recorded":
+    if mode == "recorded":
         rank.graphs = PassGraphs({name: each.module for name, each in rank.engines.items()}, SIZES, rank.recorder)
-    elif how == "padded":
+    elif mode == "padded":
         rank.graphs = SimpleNamespace(sizes=SIZES)
     return rank
 
@@ -83,11 +83,11 @@ def micro_batch(seed, *lengths):
     return MicroBatch(tuple(rows))
 
 
-def play(rank):
-    """Two steps of both models with scores between them; every number that comes of it, in order."""
+def run_two_steps(rank):
+    """Run two steps of both models; return all scores, gradients, norms and weights in order."""
     found = []
     for step in range(2):
-        lengths = ((9, 12), (30, 20), (4,), (70,))  # of the last one, no size is large enough
+        lengths = ((9, 12), (30, 20), (4,), (70,))  # the last is larger than every size
         batches = [micro_batch(10 * step + seed, *each) for seed, each in enumerate(lengths)]
         scored = [each for model in ("actor", "critic") for each in rank.score((model,), batches)[model][0]]
         found += [torch.from_numpy(array) for arrays in scored for array in arrays]
@@ -104,37 +104,39 @@ def play(rank):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("stage", [0, 1])
-def test_recorded_passes_give_the_numbers_of_launched_ones(said, stage, dtype):
-    """Also where embedding and head are one tensor, and where layers would be run again."""
+def test_recorded_passes_equal_padded_launched_passes(output, stage, dtype):
+    """Cover tied embeddings and gradient checkpointing."""
     settings = dict(checkpointing=stage == 1, tied=stage == 0)
-    recorded, padded, plain = (rank_of(stage, dtype, how, **settings) for how in ("recorded", "padded", "as they are"))
-    found, same, close = map(play, (recorded, padded, plain))
-    assert not said and recorded.graphs.sizes == SIZES
+    recorded, padded, plain = (
+        rank_of(stage, dtype, mode, **settings) for mode in ("recorded", "padded", "as they are")
+    )
+    found, same, close = map(run_two_steps, (recorded, padded, plain))
+    assert not output and recorded.graphs.sizes == SIZES
     assert all(map(torch.equal, found, same))
     passes = [(span.cause, span.attributes["tokens"]) for span in recorded.recorder.drain() if span.kind == "record"]
     assert sorted(passes) == sorted([(name, size) for name in ("actor", "critic") for size in SIZES] * 2)
-    if stage == 0:  # scores and the actor's gradients, before any update
+    if stage == 0:  # scores and the actor's gradients of the first step
         gradients = slice(12, 12 + len(list(plain.engines["actor"].module.parameters())))
         for part in [slice(i, i + 1) for i in range(12)] + [gradients]:
             one, other = (torch.cat([each.flatten() for each in numbers[part]]) for numbers in (found, close))
             assert (one - other).abs().max() <= {"float32": 1e-6, "bfloat16": 2e-2}[dtype] * other.abs().max()
 
 
-def waiting(model, monkeypatch):
+def synchronizing(model, monkeypatch):
     layer = model.base_model.layers[0]
     forward = layer.forward
     monkeypatch.setattr(layer, "forward", lambda x, *rest, **named: forward(x * float(x.sum() != 0), *rest, **named))
 
 
-def returning_more(model, monkeypatch):
+def returning_hidden_states(model, monkeypatch):
     monkeypatch.setattr(model.config, "output_hidden_states", True)
 
 
-def replaying_nothing(model, monkeypatch):
+def replaying_zeros(model, monkeypatch):
     monkeypatch.setattr(Graph, "replay", lambda graph: graph.calls[-1][3][-1].zero_())
 
 
-def moving(model, monkeypatch):
+def moving_weights(model, monkeypatch):
     parameter = model.base_model.norm.weight
     parameter.data = parameter.data.clone()
 
@@ -143,14 +145,20 @@ def moving(model, monkeypatch):
 @pytest.mark.parametrize(
     "change, recorded_first, why",
     [
-        (waiting, False, "a pass of the actor cannot be captured: operation not permitted"),
-        (returning_more, False, "a pass of the actor cannot be captured: Qwen2Model returns more than hidden states"),
-        (replaying_nothing, False, "a pass of the actor cannot be captured: a replay differs from a launched pass by"),
-        (moving, True, "weights have moved"),
+        (synchronizing, False, "a pass of the actor cannot be captured: operation not permitted"),
+        (
+            returning_hidden_states,
+            False,
+            "a pass of the actor cannot be captured: Qwen2Model returns more than hidden states",
+        ),
+        (replaying_zeros, False, "a pass of the actor cannot be captured: a replay differs from a launched pass by"),
+        (moving_weights, True, "weights have moved"),
     ],
 )
-def test_what_cannot_be_recorded_is_launched_and_one_line_says_why(said, monkeypatch, change, recorded_first, why):
-    ranks = [rank_of(0, "float32", how) for how in ("as they are", "recorded")]
+def test_passes_that_cannot_be_recorded_are_launched_and_reported_once(
+    output, monkeypatch, change, recorded_first, why
+):
+    ranks = [rank_of(0, "float32", mode) for mode in ("as they are", "recorded")]
     found = []
     for rank in ranks:
         model = rank.engines["actor"].module
@@ -162,11 +170,11 @@ def test_what_cannot_be_recorded_is_launched_and_one_line_says_why(said, monkeyp
         rank.accumulate(("actor",), [micro_batch(0, 9)])
         found.append([torch.from_numpy(array) for arrays in scored for array in arrays] + [model.lm_head.weight.grad])
     assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(*found, strict=True))
-    assert ranks[1].graphs.sizes == () and len(said) == 1 and why in said[0]
+    assert ranks[1].graphs.sizes == () and len(output) == 1 and why in output[0]
 
 
 @pytest.mark.slow
-def test_a_pass_whose_memory_was_used_again_has_no_backward(said):
+def test_backward_after_reuse_of_the_graph_memory_is_an_error(output):
     rank = rank_of(0, "float32", "recorded")
     engine, batches = rank.engines["actor"], [rank._collate("actor", micro_batch(i, 9).rows, None) for i in range(2)]
     first, _ = (response_logits(engine, batch) for batch in batches)
@@ -179,7 +187,7 @@ def torch_cuda(monkeypatch):
     """Return (calls of torch.cuda in order, streams entered); `torch.cuda.graph` is the original."""
     calls, streams = [], ["main"]
 
-    def does(name):
+    def recorded(name):
         return lambda *given: calls.append((name, *given))
 
     class Graph:
@@ -196,7 +204,7 @@ def torch_cuda(monkeypatch):
         streams.pop()
 
     names = ("synchronize", "set_sync_debug_mode", "empty_cache")
-    stubs = {name: does(name) for name in names} | {"graph_pool_handle": lambda: "pool", "stream": stream}
+    stubs = {name: recorded(name) for name in names} | {"graph_pool_handle": lambda: "pool", "stream": stream}
     stubs |= {"Stream": iter(("rehearsal", "capture")).__next__, "current_stream": lambda: streams[-1]}
     stubs |= {"CUDAGraph": Graph, "set_stream": lambda to: streams.__setitem__(slice(None), [to])}
     for name, stub in stubs.items():
@@ -206,7 +214,7 @@ def torch_cuda(monkeypatch):
     return calls, streams
 
 
-def test_torch_is_asked_to_rehearse_and_record_in_this_order(torch_cuda):
+def test_warmup_and_capture_calls_have_this_order(torch_cuda):
     calls, streams = torch_cuda
     recording = CudaRecording()
     with recording.warm_up():
@@ -217,7 +225,7 @@ def test_torch_is_asked_to_rehearse_and_record_in_this_order(torch_cuda):
     assert calls[-1] == ("end",) and streams == ["main"]
 
 
-def test_a_recording_that_fails_leaves_the_stream_that_was_current(torch_cuda, monkeypatch):
+def test_a_failed_recording_restores_the_current_stream(torch_cuda, monkeypatch):
     def fails(graph):
         raise RuntimeError("operation failed due to a previous error during capture")
 
@@ -228,14 +236,14 @@ def test_a_recording_that_fails_leaves_the_stream_that_was_current(torch_cuda, m
     assert streams == ["main"]
 
 
-def test_models_that_leave_their_device_are_not_recorded(said, monkeypatch):
+def test_models_that_are_offloaded_are_not_recorded(output, monkeypatch):
     rank = TrainerRank(Config(), 0, 1, "cpu")
     rank.graphs = PassGraphs({}, SIZES, rank.recorder)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     rank.share(DeviceSharing(alternates=False))
     assert rank.graphs.sizes == SIZES
     rank.share(DeviceSharing(alternates=True))
-    assert rank.graphs.sizes == () and "are offloaded for the engine" in said[0]
+    assert rank.graphs.sizes == () and "are offloaded for the engine" in output[0]
 
 
 def job(**changed):
@@ -255,7 +263,7 @@ BLOCKED = {
 
 
 @pytest.mark.parametrize("name", BLOCKED)
-def test_a_setting_that_rules_graphs_out_is_named(name):
+def test_settings_that_exclude_graphs_are_reported(name):
     assert set(BLOCKED) == {*BLOCKERS, "actor.zero_stage"}
     changed = {name.replace(".", "__"): BLOCKED[name]}
     why = no_graphs_reason(job(**changed), 1.0)

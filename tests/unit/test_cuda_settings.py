@@ -1,4 +1,4 @@
-"""Settings for GPUs, against the installed sources that read them, and against what processes get."""
+"""Environment variables and arguments for GPUs: known to the installed libraries, and set in each process."""
 
 import ast
 import importlib.util
@@ -46,9 +46,9 @@ READERS = {
     "VLLM_USE_FLASHINFER_SAMPLER": "vllm/envs.py",
     "TRITON_F32_DEFAULT": "triton/knobs.py",
 }
-"""Variable -> who reads it."""
+"""Variable -> the installed file that reads it."""
 OF_CUDA = {"NCCL_DEBUG", "CUBLAS_WORKSPACE_CONFIG"}
-"""Read by libraries that are not installed without GPUs."""
+"""Variables of libraries that are installed only with GPUs."""
 
 
 def site_packages():
@@ -61,7 +61,7 @@ def allocator(settings):
 
 
 @pytest.mark.slow
-def test_every_variable_is_read_by_what_is_installed():
+def test_every_variable_is_known_to_an_installed_library():
     config = Config()
     config.trainer.deterministic = True
     chosen = [*cuda.worker_settings(), *cuda.rank_settings(config, 8), *gpu.engine_settings("float32")]
@@ -70,19 +70,19 @@ def test_every_variable_is_read_by_what_is_installed():
     for name, reader in READERS.items():
         with (site_packages() / reader).open("rb") as file:
             text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            assert text.find(name.encode()) >= 0, f"{reader} knows no {name}"
+            assert text.find(name.encode()) >= 0, f"{reader} does not contain {name}"
 
 
 @pytest.mark.slow
-def test_torch_takes_the_allocators_settings_from_the_variable_that_is_set():
-    """The other variable, which a node may set, has no effect."""
+def test_torch_reads_the_allocator_settings_from_the_variable_that_is_set():
+    """Check that PYTORCH_ALLOC_CONF, which a node may set, has no effect."""
     code = "import torch; print(torch._C._accelerator_getAllocatorSettings())"
     variables = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", cuda.ALLOCATOR: allocator(gpu.engine_settings())}
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | variables, capture_output=True, text=True)
     assert done.stdout.strip() == "expandable_segments:False", done.stderr
 
 
-def test_ranks_that_share_weights_by_cuda_ipc_have_no_expandable_segments():
+def test_ranks_with_cuda_ipc_weight_transfer_have_no_expandable_segments():
     config = Config()
     for transfer, stages in product(("auto", "shm", "ipc"), (1, 2)):
         if (transfer, stages) == ("ipc", 2):  # the configuration's checks refuse it
@@ -91,12 +91,12 @@ def test_ranks_that_share_weights_by_cuda_ipc_have_no_expandable_segments():
         shared = resolve_transfer(transfer, "cuda", stages) == "ipc"
         assert allocator(cuda.rank_settings(config)) == f"expandable_segments:{not shared},{cuda.PINNING}"
     config.trainer.task = "reward_model"
-    assert allocator(cuda.rank_settings(config)).startswith("expandable_segments:True,"), "which has no engines"
+    assert allocator(cuda.rank_settings(config)).startswith("expandable_segments:True,"), "this task has no engines"
     assert rollout_env("cuda")[cuda.ALLOCATOR] == "expandable_segments:False"
 
 
 class NotStarted(Exception):
-    """In place of an engine; its argument is the environment that the engine's process would have."""
+    """Raised in place of starting an engine; its argument is the environment of the engine's process."""
 
 
 def rollout_engine(monkeypatch, device, config):
@@ -128,7 +128,7 @@ def test_engine_actors_import_vllm_while_the_ranks_of_a_gpu_job_load(monkeypatch
 
 
 def reward_engine(monkeypatch, device, config):
-    """As reward models and judges start it, in the reward's process."""
+    """Start an engine as reward models and judges do, in the reward process."""
 
     def build(settings, device):
         raise NotStarted(dict(os.environ))
@@ -154,7 +154,7 @@ NO_FLASHINFER, IEEE = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}, {"TRITON_F32_DEFAULT
         ("cpu", "float32", {}, {}),
     ],
 )
-def test_the_process_of_an_engine_has_its_variables_before_it_imports_vllm(
+def test_an_engine_process_has_its_variables_before_vllm_is_imported(
     monkeypatch, engine, device, dtype, engine_kwargs, expected
 ):
     monkeypatch.setattr(os, "environ", {name: each for name, each in os.environ.items() if name not in READERS})
@@ -168,7 +168,7 @@ def test_the_process_of_an_engine_has_its_variables_before_it_imports_vllm(
         assert {name: found[name] for name in NO_FLASHINFER | IEEE if name in found} == expected
 
 
-def test_vllm_knows_every_argument_and_says_of_each_why():
+def test_every_engine_argument_is_known_to_vllm_and_has_a_reason():
     tree = ast.parse((site_packages() / "vllm/engine/arg_utils.py").read_text())
     (engine_args,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs")
     known = {node.target.id for node in engine_args.body if isinstance(node, ast.AnnAssign)}
@@ -176,25 +176,25 @@ def test_vllm_knows_every_argument_and_says_of_each_why():
     arguments = gpu.gpu_arguments(rollout, 4096)
     assert arguments.keys() <= known
     assert arguments.keys() == gpu.REASONS.keys()
-    assert arguments["cudagraph_capture_sizes"][-1] == 1024, "a full batch decodes by CUDA graphs"
+    assert arguments["cudagraph_capture_sizes"][-1] == 1024, "a full batch decodes with CUDA graphs"
 
 
 @pytest.mark.parametrize(
     ("sequences", "length", "expected"), [(256, 4096, 8192), (16, 100, 1600), (10_000, 4096, 10_000)]
 )
-def test_a_step_holds_every_sequence_and_no_more_tokens_than_there_can_be(sequences, length, expected):
+def test_batched_tokens_cover_every_sequence_and_are_capped(sequences, length, expected):
     rollout = replace(Config().rollout, max_num_seqs=sequences)
     assert gpu.gpu_arguments(rollout, length)["max_num_batched_tokens"] == expected
 
 
-def test_what_is_shown_is_what_this_job_gets():
+def test_displayed_settings_are_those_of_the_job():
     config = Config()
     config.rollout.engine_kwargs = {"enforce_eager": True, "speculative_config": {"method": "ngram"}}
     config.rollout.gpu_memory_utilization, config.cluster.timeout_s = 0.61, 100.0
     shown = {each.name: each for each in gpu.gpu_settings(config, {}) if each.where == cuda.ENGINES}
     assert shown["gpu_memory_utilization"].value == "0.61"
     assert (shown["enforce_eager"].value, shown["enforce_eager"].why) == ("True", "set by rollout.engine_kwargs")
-    assert "async_scheduling" not in shown, "vLLM decides where the job brings its own way of drafting"
+    assert "async_scheduling" not in shown, "vLLM decides for a custom speculative_config"
     ranks = {each.name: each.value for each in gpu.gpu_settings(config, {}) if each.where == cuda.RANKS}
     assert ranks["time limit of a collective"] == "80 s" and ranks["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "100"
     assert ranks["TORCH_FR_DUMP_TEMP_FILE"] == str(config.run_folder / "stacks" / "nccl_rank_")
@@ -204,7 +204,7 @@ def test_what_is_shown_is_what_this_job_gets():
     assert gpu.gpu_settings(config, {}) == []
 
 
-def test_what_a_deterministic_job_needs_is_not_left_to_the_environment(monkeypatch):
+def test_settings_of_a_deterministic_job_override_the_environment(monkeypatch):
     config = Config()
     assert cuda.deterministic_settings(config) == []
     config.trainer.deterministic = True
@@ -219,7 +219,7 @@ def test_what_a_deterministic_job_needs_is_not_left_to_the_environment(monkeypat
     )
 
 
-def test_ranks_of_pipelines_have_what_lets_receives_wait_beside_what_computes():
+def test_pipeline_ranks_have_the_settings_for_overlapped_receives():
     config, given = Config(), {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_NCCL_BLOCKING_WAIT": "1"}
     assert not cuda.environment(cuda.rank_settings(config), given).keys() & set(cuda.STREAMS)
     config.training.pipeline_parallel_size = 2
@@ -232,27 +232,27 @@ def test_ranks_of_pipelines_have_what_lets_receives_wait_beside_what_computes():
     }
 
 
-def test_a_variable_that_is_set_where_the_job_is_started_wins_but_for_the_fixed():
+def test_environment_variables_override_all_but_fixed_settings():
     given = {"NCCL_DEBUG": "INFO", cuda.ALLOCATOR: "expandable_segments:True", "OTHER": "1"}
     settings = cuda.rank_settings(Config(), 8) + cuda.worker_settings()[:2]
     variables = cuda.environment(settings, given)
     assert variables["NCCL_DEBUG"] == "INFO" and variables["OMP_NUM_THREADS"] == "8" and "OTHER" not in variables
-    assert variables[cuda.ALLOCATOR].startswith("expandable_segments:False,"), "or the first push would fail"
+    assert variables[cuda.ALLOCATOR].startswith("expandable_segments:False,"), "otherwise the first weight push fails"
     (shown,) = (asdict(each) for each in gpu.gpu_settings(Config(), given) if each.name == "NCCL_DEBUG")
     assert shown["value"] == "INFO" and shown["why"] == "as set in the environment of the job"
 
 
 @pytest.mark.parametrize(("slots", "encoders", "models"), list(product((1, 3, 8), (0, 1, 3, 8, 20), (0, 1, 2, 7))))
-def test_all_who_live_on_a_slot_fit_ray_s_shares_of_it(slots, encoders, models):
+def test_actors_of_a_slot_fit_its_ray_resources(slots, encoders, models):
     taken = [2 * cuda.SHARE] * slots
     for slot, share in [cuda.encoder_place(i, encoders, slots) for i in range(encoders)]:
         taken[slot] += share
     for slot, share in [cuda.reward_place(i, models, slots) for i in range(models)]:
         taken[slot] += share
-    assert max(taken) <= 1 + 1e-9, "a request that does not fit would never run"
+    assert max(taken) <= 1 + 1e-9, "Ray would never schedule the actors"
 
 
-def test_few_encoder_ranks_are_on_all_nodes():
+def test_few_encoder_ranks_are_spread_over_slots():
     slots_of = {ranks: [cuda.encoder_place(rank, ranks, 8)[0] for rank in range(ranks)] for ranks in (1, 2, 4, 8)}
     assert slots_of == {1: [0], 2: [0, 4], 4: [0, 2, 4, 6], 8: list(range(8))}
 
@@ -262,16 +262,16 @@ def test_cuda_graphs_of_few_sizes_cover_every_batch(sequences):
     sizes = gpu.graph_sizes(sequences)
     assert sizes == sorted(set(sizes)) and {1, sequences} <= set(sizes)
     assert sizes[-1] == max(sequences, min(2 * sequences, gpu.MAX_GRAPH_TOKENS)), (
-        "steps that also prefill have graphs as well"
+        "steps with prefill have graphs as well"
     )
     wider = [next(size for size in sizes if size >= batch) for batch in range(1, sequences + 1)]
     assert all(size <= max(2 * batch, batch + 127) for batch, size in enumerate(wider, 1))
-    own = [1, 2, 4, *range(8, 256, 8), *range(256, max(513, sequences + 1), 16)]
-    assert len(sizes) <= 14 or len(sizes) < len(own) / 4, "vLLM captures 4x as many"
+    vllm_sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max(513, sequences + 1), 16)]
+    assert len(sizes) <= 14 or len(sizes) < len(vllm_sizes) / 4, "vLLM captures 4x as many"
 
 
 @pytest.mark.parametrize("key", sorted(gpu.GRAPH_ARGUMENTS))
-def test_a_user_s_cuda_graphs_are_left_alone(key):
+def test_custom_cuda_graph_arguments_are_kept(key):
     rollout = replace(Config().rollout, engine_kwargs={key: 1})
     assert "cudagraph_capture_sizes" not in gpu.gpu_arguments(rollout, 4096)
 
@@ -290,7 +290,7 @@ def test_a_user_s_cuda_graphs_are_left_alone(key):
     ids=str,
 )
 def test_flashinfer_is_tuned_only_for_models_that_may_use_it(tmp_path, device, rollout, experts, tunes):
-    """vLLM's default tunes on Hopper and later GPUs, whatever the model, unless the argument is False."""
+    """Set the argument to False, since vLLM otherwise autotunes on Hopper and later GPUs for any model."""
     from vllm.config import vllm as defaults
     from vllm.model_executor.warmup import kernel_warmup
 

@@ -1,4 +1,4 @@
-"""A user's own figures of a step's samples: the page's example by hand, where they go, and what goes wrong."""
+"""Custom metrics of a step's samples: the documented example, logging, and errors of metric functions."""
 
 import re
 from pathlib import Path
@@ -32,10 +32,10 @@ def write(tmp_path, monkeypatch):
 
 
 def metrics(*names):
-    """Those functions of `mine.py`, and what is said of them."""
-    config, said = Config(), []
+    """Return the metrics of these functions of `mine.py`, and the list of messages about them."""
+    config, messages = Config(), []
     config.trainer.metrics = [f"mine.py:{name}" for name in names]
-    return CustomMetrics(config, said.append), said
+    return CustomMetrics(config, messages.append), messages
 
 
 def problems(*names):
@@ -45,7 +45,7 @@ def problems(*names):
 
 
 def samples(*rewards):
-    """One sample of each of as many prompts."""
+    """Return one sample for each reward, of different prompts."""
     return [finished(4, number, reward) for number, reward in enumerate(rewards)]
 
 
@@ -53,25 +53,25 @@ def block(language):
     return re.search(rf"```{language}\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
 
 
-def test_the_pages_metric_by_hand(write):
+def test_the_documented_metric_against_manual_values(write):
     write(block("python"))
     named = re.search(r"trainer\.metrics=\[(.*?)\]", PAGE.read_text())[1]
     assert problems(named) == []
-    mine, said = metrics(named.partition(":")[2])
+    custom, messages = metrics(named.partition(":")[2])
     one, two, three = samples(Reward(1.0), Reward(0.0), RewardFailure("judge", "timed out"))
-    assert mine.of([one, one, two, three]) == {
+    assert custom.of([one, one, two, three]) == {
         "custom/groups/solved": pytest.approx(1 / 3),
         "custom/groups/tokens_of_right": 5.0,
     }
-    assert mine.of([two], "val-custom") == {"val-custom/groups/solved": 0.0} and not said
+    assert custom.of([two], "val-custom") == {"val-custom/groups/solved": 0.0} and not messages
 
 
-async def test_figures_go_to_the_folder_the_sinks_and_the_terminal(sink, write, tmp_path, monkeypatch):  # noqa: F811
+async def test_metrics_are_written_to_the_run_folder_loggers_and_terminal(sink, write, tmp_path, monkeypatch):  # noqa: F811
     write("def share(samples): return {'right': sum(s.reward or 0 for s in samples) / len(samples)}\n"
           "def count(samples): return len(samples)\n")  # fmt: skip
     (tmp_path / "run").mkdir()
-    log, said = log_in(tmp_path / "run", timeline_freq=0, metrics=["mine.py:share", "mine.py:count"]), []
-    monkeypatch.setattr(log.loggers.terminal, "say", said.append)
+    log, messages = log_in(tmp_path / "run", timeline_freq=0, metrics=["mine.py:share", "mine.py:count"]), []
+    monkeypatch.setattr(log.loggers.terminal, "say", messages.append)
     held_out = samples(Reward(1.0), Reward(1.0))
     log.metrics.log_validation(0, SimpleNamespace(groups=[Group(held_out[0].prompt, held_out)]))
     await run_step(log, 1, [Reward(1.0), Reward(0.0), RewardFailure("judge", "timed out"), Reward(0.0)])
@@ -81,11 +81,11 @@ async def test_figures_go_to_the_folder_the_sinks_and_the_terminal(sink, write, 
     assert (first["custom/share/right"], first["custom/count"]) == (0.25, 4.0)
     logged = dict(sink.of("log"))
     assert logged[0]["val-custom/count"] == 2.0 and logged[1]["custom/count"] == 4.0
-    assert "val-custom/share/right 1.000" in said[0] and "share/right 0.25  count 4" in "\n".join(said)
+    assert "val-custom/share/right 1.000" in messages[0] and "share/right 0.25  count 4" in "\n".join(messages)
     assert "share/right 0.25  count 4" in step_line(1, 3, first)
 
 
-def test_a_function_gets_what_a_reward_gets_and_what_came_of_the_sample(write):
+def test_a_function_receives_copies_of_all_sample_fields(write):
     write("import pathlib\ndef seen(samples):\n"
           "    s = samples[0]\n"
           "    pathlib.Path('seen').write_text(repr((s.id, s.step, s.prompt_index, s.prompt_text, s.response,"
@@ -93,15 +93,15 @@ def test_a_function_gets_what_a_reward_gets_and_what_came_of_the_sample(write):
           "    s.parts.clear(), s.response_ids.clear(), s.columns.clear()\n    return {}\n")  # fmt: skip
     [sample] = samples(Reward(0.5, {"exact": 1.0}))
     sample.prompt.columns["extra_info"] = {"level": 3}
-    mine, _ = metrics("seen")
-    assert mine.of([sample]) == {}
+    custom, _ = metrics("seen")
+    assert custom.of([sample]) == {}
     wanted = ("4/0/0", 4, 0, "how many?", "seven", "sums", "7", [0, 1, 2, 3, 4], "stop", 0.5, {"exact": 1.0})
     assert Path("seen").read_text() == repr(wanted)
     assert sample.reward.parts == {"exact": 1.0} and sample.prompt.columns == {"extra_info": {"level": 3}}
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "message"),
     [
         ("return 1 / 0", r"raised ZeroDivisionError: division by zero(.|\n)*mine.py., line 2, in f"),
         ("raise SystemExit(3)", "raised SystemExit: 3"),
@@ -112,29 +112,29 @@ def test_a_function_gets_what_a_reward_gets_and_what_came_of_the_sample(write):
         ("import torch\n    return {'a': torch.ones(2), 'b': torch.tensor(2)}", "a: returned an array of shape"),
     ],
 )
-def test_what_goes_wrong_is_told_once_and_costs_that_figure_alone(write, body, says):
+def test_errors_are_reported_once_and_omit_only_that_metric(write, body, message):
     write(f"def f(samples):\n    {body}\ndef g(samples):\n    return 7\n")
-    mine, said = metrics("f", "g")
+    custom, messages = metrics("f", "g")
     for _ in range(3):
-        found = mine.of(samples(Reward(1.0)))
+        found = custom.of(samples(Reward(1.0)))
         assert found == {"custom/g": 7.0} | ({"custom/f/b": 2.0} if "'b'" in body else {})
-    (line,) = said
-    assert line.startswith("trainer.metrics=mine.py:f: ") and re.search(says, line), line
+    (line,) = messages
+    assert line.startswith("trainer.metrics=mine.py:f: ") and re.search(message, line), line
     assert "custom_metrics.py" not in line and "The run continues without this metric" in line
 
 
-def test_one_that_hangs_is_left_and_not_asked_again(write, monkeypatch):
+def test_a_metric_that_hangs_is_disabled(write, monkeypatch):
     monkeypatch.setattr(custom_metrics, "TIME_LIMIT_S", 0.2)
     write("import threading\nasked = []\ndef f(samples):\n    asked.append(1)\n    threading.Event().wait(60)\n"
           "def g(samples): return len(asked)\n")  # fmt: skip
-    mine, said = metrics("f", "g")
-    assert [mine.of(samples(Reward(1.0))) for _ in range(2)] == [{"custom/g": 1.0}] * 2
-    assert said == ["trainer.metrics=mine.py:f: took longer than 0.2 s and is disabled. The run continues without "
+    custom, messages = metrics("f", "g")
+    assert [custom.of(samples(Reward(1.0))) for _ in range(2)] == [{"custom/g": 1.0}] * 2
+    assert messages == ["trainer.metrics=mine.py:f: took longer than 0.2 s and is disabled. The run continues without "
                     "this metric; reported once."]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("other.py:f", "the file .*other.py does not exist; correct the path"),
         ("mine.py:best", "has no function `best`; its functions: f, g, k; name one"),
@@ -143,15 +143,15 @@ def test_one_that_hangs_is_left_and_not_asked_again(write, monkeypatch):
         ("mine.py", "does not name a function in a file; write path/file.py:name"),
     ],
 )
-def test_what_cannot_be_used_is_told_before_anything_starts(write, name, says):
+def test_invalid_functions_are_reported_at_startup(write, name, message):
     write("def f(samples): ...\ndef g(samples, step): ...\nasync def k(samples): ...\n")
     (problem,) = problems(name)
-    assert problem.startswith(f"trainer.metrics={name}: ") and re.search(says, problem), problem
+    assert problem.startswith(f"trainer.metrics={name}: ") and re.search(message, problem), problem
     assert problems("mine.py:f") == []
     assert re.search("two functions are named f, .*rename one", problems("mine.py:f", "other/mine.py:f")[-1])
 
 
-def test_a_file_that_fails_is_told_with_what_else_is_wrong_and_leaves_no_trace_of_a_run(write, tmp_path):
+def test_a_file_that_fails_is_reported_with_other_problems_and_no_run_folder_is_created(write, tmp_path):
     write("def f(samples): ...\n1 / 0\n")
     config, (train, _) = Config(), write_parquet(tmp_path, 8, 2, seed=1)
     config.model.path, config.data.train_files, config.data.train_batch_size = str(tmp_path / "model"), [str(train)], 4
@@ -160,16 +160,16 @@ def test_a_file_that_fails_is_told_with_what_else_is_wrong_and_leaves_no_trace_o
     build_tokenizer().save_pretrained(tmp_path / "model")
     Qwen2Config(hidden_size=8, num_hidden_layers=1).save_pretrained(tmp_path / "model")
     job = Job(config, tmp_path / "run", None, {"step": 0}, 0.0)
-    fails = r"metrics=mine\.py:f: its file can't be executed: ZeroDivisionError"
-    with pytest.raises(ConfigError, match=fails):
+    problem = r"metrics=mine\.py:f: its file can't be executed: ZeroDivisionError"
+    with pytest.raises(ConfigError, match=problem):
         _attempt(job, None)
     assert not job.folder.exists()
     config.fusion.policy = "half"
-    with pytest.raises(ConfigError, match=rf"(?s)1. fusion.policy=half: .*2. trainer.{fails}"):
+    with pytest.raises(ConfigError, match=rf"(?s)1. fusion.policy=half: .*2. trainer.{problem}"):
         _attempt(job, None)
 
 
-def test_tensors_and_booleans_are_figures(write):
+def test_tensors_and_booleans_are_valid_metrics(write):
     write("import torch\ndef f(samples): return {'a': torch.tensor(0.5), 'b': True, 3: 1}\n")
     found = metrics("f")[0].of(samples(Reward(1.0)))
     assert found == {"custom/f/a": 0.5, "custom/f/b": 1.0, "custom/f/3": 1.0}

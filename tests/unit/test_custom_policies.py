@@ -1,4 +1,4 @@
-"""Custom fusion policies: the example of the README, and the messages for invalid ones."""
+"""Custom fusion policies: the README's example, registration, and error messages for invalid decisions."""
 
 import json
 import re
@@ -36,21 +36,21 @@ exploring = settings(deadline=None, derandomize=True, max_examples=8)
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory):
-    """The README's policy, by the name that a user gives."""
+def readme_policy(tmp_path_factory):
+    """Return the name path/file.py:function of the README's policy."""
     path = tmp_path_factory.mktemp("policy") / "mine.py"
     path.write_text(re.search(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)[1])
     return f"{path}:half_and_half"
 
 
-def played(policy, scene):
-    """Scenes name policies of that table."""
+def play_with_policy(policy, scene):
+    """Play a scene with this policy; scenes refer to policies by name in `POLICIES`."""
     with patch.dict(POLICIES, {"own": policy}):
         return play(replace(scene, policy="own"))
 
 
-def policy(folder, body, top=""):
-    """The name of a policy with this body."""
+def write_policy(folder, body, top=""):
+    """Write a policy with this body and return its name."""
     path = folder / "policy.py"
     helpers = "from rlfuse.fusion.decisions import *\nfrom rlfuse.fusion.policies import *\n"
     path.write_text(f"{helpers}from rlfuse.fusion.assignment import *\n{top}\ndef mine(view):\n    {body}\n")
@@ -60,8 +60,8 @@ def policy(folder, body, top=""):
 # The README's example ------------------------------------------------------------------------------------------------
 
 
-def learned(run):
-    """What a step generated, and of each model the samples of one optimizer step after the other."""
+def trained_samples(run):
+    """Return (response length of each sample, model -> samples of each optimizer step)."""
     lengths = {span.samples[0]: span.tokens for span in run.spans if span.kind == "generate"}
     steps, open_ = defaultdict(list), defaultdict(set)
     for span in sorted(run.spans, key=lambda span: span.end):
@@ -75,66 +75,73 @@ def learned(run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"failures": [{"slot": 3, "at_s": 2.0}]}], ids=["example", "a lost engine"])
-def test_the_example_ends_with_the_samples_and_mini_batches_of_serial(own, more):
+def test_the_example_has_the_samples_and_mini_batches_of_serial(readme_policy, more):
     workload = parse(EXAMPLE | more)
-    serial, mine = simulate(workload, "serial"), simulate(workload, own)
-    assert mine.result.policy == own
-    lengths, steps = learned(mine)
-    assert (lengths, steps) == learned(serial)
+    serial, custom = simulate(workload, "serial"), simulate(workload, readme_policy)
+    assert custom.result.policy == readme_policy
+    lengths, steps = trained_samples(custom)
+    assert (lengths, steps) == trained_samples(serial)
     assert len(lengths) == 256 and {model: len(each) for model, each in steps.items()} == {"actor": 4}
-    assert mine.result.step_s < serial.result.step_s
+    assert custom.result.step_s < serial.result.step_s
 
 
 @pytest.mark.slow
 @exploring
 @given(scene=scenes())
-def test_whatever_finishes_first_and_fails_each_sample_is_learned_from_once(own, scene):
-    assert len(played(load_policy(own), scene).learned) == 1
+def test_each_sample_is_trained_on_once_in_any_order_and_with_failures(readme_policy, scene):
+    assert len(play_with_policy(load_policy(readme_policy), scene).learned) == 1
 
 
 @pytest.mark.slow
 @exploring
 @given(scene=scenes(steps=2, reference=True, estimator="grpo"))
-def test_pipelines_that_score_in_their_bubbles_keep_every_rule(own, scene):
+def test_pipelines_that_score_in_their_bubbles_are_valid(readme_policy, scene):
     pipelined = replace(scene.settings, lockstep=True, lockstep_backward=True, pipelined=True)
-    assert len(played(load_policy(own), replace(scene, settings=pipelined)).learned) == 2
+    assert len(play_with_policy(load_policy(readme_policy), replace(scene, settings=pipelined)).learned) == 2
 
 
 @pytest.mark.slow
-def test_the_command_puts_it_beside_the_others(own, tmp_path, capsys):
+def test_the_command_lists_a_custom_policy_next_to_built_in_ones(readme_policy, tmp_path, capsys):
     (tmp_path / "workload.json").write_text(json.dumps(EXAMPLE))
-    arguments = [str(tmp_path / "workload.json"), "--policy", "serial", own, "--out", str(tmp_path / "out.json")]
+    arguments = [
+        str(tmp_path / "workload.json"),
+        "--policy",
+        "serial",
+        readme_policy,
+        "--out",
+        str(tmp_path / "out.json"),
+    ]
     assert main(["simulate", *arguments]) == 0
-    assert [result["policy"] for result in json.loads((tmp_path / "out.json").read_text())] == ["serial", own]
-    lines = capsys.readouterr().out.splitlines()  # an import may print something first
+    assert [result["policy"] for result in json.loads((tmp_path / "out.json").read_text())] == ["serial", readme_policy]
+    lines = capsys.readouterr().out.splitlines()  # an import may print lines first
     start = lines.index(next(line for line in lines if line.startswith("policy ")))
     head, *rows = lines[start : start + 3]
-    assert len(rows) == 2 and all(len(row) == len(head) for row in rows) and rows[1].startswith(f"{own}  ")
+    assert len(rows) == 2 and all(len(row) == len(head) for row in rows) and rows[1].startswith(f"{readme_policy}  ")
 
 
 # The registry --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_a_policy_of_a_file_may_state_traits_and_is_tuned(tmp_path):
+def test_a_custom_policy_may_declare_traits_and_is_tuned(tmp_path):
     top = (
         'from rlfuse.fusion.decisions import fusion_policy\n@fusion_policy(tuned=("threshold", "max_decode_slowdown"))'
     )
-    name = policy(tmp_path, "return rlhfuse(view)", top)
+    name = write_policy(tmp_path, "return rlhfuse(view)", top)
     assert traits_of(load_policy(name)) == Traits(("threshold", "max_decode_slowdown"))
     assert name not in POLICIES and "mine" not in POLICIES
     assert tune(SMALL, name) == tune(SMALL, "rlhfuse")
     with pytest.raises(FunctionError, match=r"tuned=\['treshold'\]: not tunable settings; use threshold"):
-        load_policy(policy(tmp_path, "return []", top.replace('"thr', '"tr')))
+        load_policy(write_policy(tmp_path, "return []", top.replace('"thr', '"tr')))
 
 
 @pytest.mark.slow
-def test_an_edit_changes_what_is_found_but_not_what_a_run_tunes(tmp_path):
+def test_an_edited_file_changes_new_runs_but_not_the_loaded_policy(tmp_path):
     top = 'from rlfuse.fusion.decisions import fusion_policy\n@fusion_policy(tuned=("threshold",))'
-    name = policy(tmp_path, "return rlhfuse(view)", top)
+    name = write_policy(tmp_path, "return rlhfuse(view)", top)
     load_policy(name)
     before = tune(SMALL, name)
-    policy(tmp_path, "return oh no")
+    write_policy(tmp_path, "return oh no")
     assert tune(SMALL, name) == before
     with pytest.raises(FunctionError, match="SyntaxError"):
         simulate(SMALL, name)
@@ -143,7 +150,7 @@ def test_an_edit_changes_what_is_found_but_not_what_a_run_tunes(tmp_path):
 # The name ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_key_takes_a_file_and_tells_the_form_of_another_name():
+def test_the_key_accepts_a_file_and_reports_the_required_form():
     def problems(value):
         config = Config()
         config.fusion.policy = value
@@ -178,7 +185,7 @@ def test_the_key_takes_a_file_and_tells_the_form_of_another_name():
         ),
     ],
 )
-def test_a_wrong_name_is_reported_with_valid_ones(text, name, message, tmp_path, monkeypatch, capsys):
+def test_an_invalid_name_is_reported_with_valid_ones(text, name, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(text or "")
     Path("workload.json").write_text(json.dumps(EXAMPLE))
@@ -188,7 +195,7 @@ def test_a_wrong_name_is_reported_with_valid_ones(text, name, message, tmp_path,
     assert re.search(f"--policy {name}: .*{message}", capsys.readouterr().err)
 
 
-def test_a_job_with_a_policy_that_is_missing_starts_nothing(tmp_path):
+def test_a_job_with_a_missing_policy_does_not_start(tmp_path):
     config, (train, held_out) = Config(), write_parquet(tmp_path, 8, 2, seed=1)
     config.model.path, config.fusion.policy = str(tmp_path / "model"), f"{tmp_path}/nothing.py:f"
     config.data.train_files, config.data.val_files, config.data.train_batch_size = [str(train)], [str(held_out)], 4
@@ -252,8 +259,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize("body", WRONG)
-def test_wrong_decisions_are_reported_and_nothing_hangs(body, tmp_path):
-    name = policy(tmp_path, body)
+def test_invalid_decisions_are_reported_without_a_hang(body, tmp_path):
+    name = write_policy(tmp_path, body)
     with pytest.raises(FunctionError, match=WRONG[body]) as refused:
         simulate(SMALL, name)
     assert str(refused.value).startswith(f"the fusion policy {name} ")
@@ -271,10 +278,10 @@ def test_wrong_decisions_are_reported_and_nothing_hangs(body, tmp_path):
         ),
     ],
 )
-def test_a_drained_slot_gets_nothing_from_it(body, why, tmp_path):
-    name = policy(tmp_path, body)
+def test_decisions_for_a_drained_slot_are_refused(body, why, tmp_path):
+    name = write_policy(tmp_path, body)
     with pytest.RaisesGroup(pytest.RaisesExc(FunctionError, match=why)) as refused:
-        played(load_policy(name), Scene("serial", slots=3, drained=(1,)))
+        play_with_policy(load_policy(name), Scene("serial", slots=3, drained=(1,)))
     assert str(refused.value.exceptions[0]).startswith(f"the fusion policy {name} ")
 
 
@@ -284,8 +291,8 @@ def test_a_drained_slot_gets_nothing_from_it(body, why, tmp_path):
 )
 @exploring
 @given(scene=scenes(steps=2))
-def test_nothing_that_built_in_policies_decide_is_refused(name, scene):
+def test_decisions_of_built_in_policies_are_valid(name, scene):
     reading = CheckedPolicy(POLICIES[name], name, {})
-    assert len(played(reading, scene).learned) == 2
+    assert len(play_with_policy(reading, scene).learned) == 2
     pipelined = replace(scene.settings, lockstep=True, lockstep_backward=True, pipelined=True)
-    assert len(played(reading, replace(scene, settings=pipelined)).learned) == 2
+    assert len(play_with_policy(reading, replace(scene, settings=pipelined)).learned) == 2

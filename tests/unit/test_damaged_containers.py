@@ -1,4 +1,4 @@
-"""What is wrong with files of every container: what can be read is read right, all else is refused by its name."""
+"""Damaged video files in every container: readable frames are decoded correctly, other files are refused."""
 
 import struct
 from pathlib import Path
@@ -27,7 +27,7 @@ from rlfuse.errors import VideoError
 from rlfuse.video.decoding import decode, probe
 
 
-def test_b_frames_in_avi_are_refused_where_counting_does_not_tell_when_they_are_shown(tmp_path):
+def test_avi_b_frames_without_known_presentation_times_are_refused(tmp_path):
     pauses = write_video(tmp_path / "pauses.avi", UNEVEN, fps=20, **MPEG4)
     within = write_packets(tmp_path / "within.avi", write_video(tmp_path / "whole.mkv", steady(60), **MPEG4), first=5)
     for path, what in ((pauses, "pauses"), (within, "no keyframe at its start")):
@@ -47,7 +47,7 @@ def test_avi_without_an_index(tmp_path, options):
 
 
 @pytest.mark.parametrize("options", [PYRAMID, OPEN, MPEG4, X265, VP9])
-def test_an_index_that_takes_all_pictures_for_keyframes(tmp_path, options):
+def test_an_index_without_keyframe_flags(tmp_path, options):
     path = Path(write_video(tmp_path / "clip.mp4", steady(60), **options))
     path.write_bytes(path.read_bytes().replace(b"stss", b"free"))
     assert_shows(str(path), steady(60))
@@ -63,11 +63,11 @@ WITHIN = {
     "mpeg2 ts": ("ts", MPEG2, 12),
     "mpeg2 mpg": ("mpg", MPEG2, 12),
 }
-"""Container, codec, and the first frame that can be decoded without the first five."""
+"""(container, codec, first frame that can be decoded without the first five packets)."""
 
 
 @pytest.mark.parametrize("name", WITHIN)
-def test_a_recording_begins_with_its_first_keyframe(tmp_path, name):
+def test_a_recording_starts_at_its_first_keyframe(tmp_path, name):
     kind, options, first = WITHIN[name]
     fps = options.get("fps", 10)
     whole = write_video(tmp_path / "whole.mkv", steady(60, fps), **options)
@@ -95,11 +95,11 @@ CUT = {
 
 
 ENDS_MARKED = ("mp4", "mov", "mkv", "gif")
-"""Of others an end may be cut off that nothing else in the file tells of."""
+"""Containers that record their length; in others, a missing end may go undetected."""
 
 
 @pytest.mark.parametrize("name", CUT)
-def test_what_is_cut_is_refused_or_shorter_and_never_shows_another_frame(tmp_path, name):
+def test_truncated_files_are_refused_or_shorter_without_wrong_frames(tmp_path, name):
     path = tmp_path / f"cut.{name.split()[-1].replace('fragments', 'mp4')}"
     whole = Path(write_video(path, steady(60), **CUT[name])).read_bytes()
     refused = 0
@@ -109,21 +109,21 @@ def test_what_is_cut_is_refused_or_shorter_and_never_shows_another_frame(tmp_pat
             seen = numbers(decode(str(path), plan_of(steady(probe(str(path)).frames))))
             *front, last = seen
             assert len(front) > 5 and front == [*range(len(front))]
-            assert last in (len(front), len(front) - 1)  # a picture cut in two is lost
+            assert last in (len(front), len(front) - 1)  # a partial frame is lost
         except VideoError as error:
             assert error.file == str(path)
             refused += 1
     assert name not in ENDS_MARKED or refused == 4
 
 
-def test_a_line_end_behind_a_gif_is_none_of_it(tmp_path):
+def test_a_newline_after_a_gif_is_ignored(tmp_path):
     path = Path(write_video(tmp_path / "line.gif", steady(20), **CUT["gif"]))
     path.write_bytes(path.read_bytes() + b"\r\n")
     assert numbers(decode(str(path), plan_of(steady(20)))) == [*range(20)]
 
 
 @pytest.mark.parametrize("options", [PYRAMID, {"bf": "0", "g": "12"}, X265, MPEG2])
-def test_pictures_around_lost_packets_are_refused_from_keyframe_to_keyframe(tmp_path, options):
+def test_frames_between_the_keyframes_around_lost_packets_are_refused(tmp_path, options):
     fps, path = options.get("fps", 10), tmp_path / "lost.ts"
     whole = Path(write_video(path, steady(60, fps), **options)).read_bytes()
     with av.open(str(path)) as container:
@@ -139,7 +139,7 @@ def test_pictures_around_lost_packets_are_refused_from_keyframe_to_keyframe(tmp_
     assert 42 < len(seen) < 59 and {*range(20), *range(40, 60)} <= set(seen)
 
 
-def test_segments_one_behind_the_other_lost_nothing(tmp_path):
+def test_concatenated_segments_are_complete(tmp_path):
     write_video(tmp_path / "part%d.ts", steady(60), container="segment", segment_time="1.2", **PYRAMID)
     parts = [path.read_bytes() for path in sorted(tmp_path.glob("part*"))]
     (path := tmp_path / "stream.ts").write_bytes(b"".join(parts))
@@ -157,13 +157,13 @@ def test_streams_without_a_container_are_refused(tmp_path, kind):
         probe(path)
 
 
-def test_program_streams_that_stamp_few_frames_are_refused(tmp_path):
+def test_program_streams_with_few_time_stamps_are_refused(tmp_path):
     path = write_video(tmp_path / "few.mpg", steady(60), **PYRAMID)
     with pytest.raises(VideoError, match=r"few.mpg: has frames without time stamps. Put the stream into"):
         probe(path)
 
 
-def test_recordings_one_behind_the_other_are_refused_where_time_starts_anew(tmp_path):
+def test_concatenated_recordings_with_restarting_time_stamps_are_refused(tmp_path):
     part = Path(write_video(tmp_path / "part.ts", steady(40), **PYRAMID)).read_bytes()
     (path := tmp_path / "both.ts").write_bytes(part * 2)
     with pytest.raises(VideoError, match=r"both.ts: .*a time stamp is damaged"):
@@ -171,7 +171,7 @@ def test_recordings_one_behind_the_other_are_refused_where_time_starts_anew(tmp_
 
 
 @pytest.mark.parametrize(("kind", "options"), [("webm", VP9), ("mkv", MJPEG)])
-def test_shapes_that_change_on_the_way_are_refused_and_sizes_are_not(tmp_path, kind, options):
+def test_changes_of_aspect_ratio_are_refused_but_not_of_size(tmp_path, kind, options):
     parts = {
         size: write_video(tmp_path / f"{size}.mkv", steady(20), size=(size // 4, size), **options)
         for size in (128, 256)
@@ -197,7 +197,7 @@ def test_several_edits_are_refused(tmp_path, parts):
             read(path)
 
 
-def test_pictures_that_are_single_fields_are_refused(tmp_path):
+def test_fields_stored_as_separate_frames_are_refused(tmp_path):
     options = {"codec": "libx265", "x265-params": "interlace=tff:log-level=none", "fps": 50}
     path = write_video(tmp_path / "fields.ts", steady(6, 50), **options)
     for read in (probe, lambda path: decode(path, plan_of([0.0]))):
@@ -206,7 +206,7 @@ def test_pictures_that_are_single_fields_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("codec", ["mjpeg", "libx264", "ffv1"])
-def test_an_avi_of_which_one_picture_is_left_is_refused(tmp_path, codec):
+def test_an_avi_truncated_to_one_frame_is_refused(tmp_path, codec):
     whole = Path(
         write_video(
             tmp_path / "whole.avi", steady(60), codec=codec, pix_fmt="yuvj420p" if codec == "mjpeg" else "yuv420p"
@@ -229,7 +229,7 @@ LISTS = {
 
 @pytest.mark.parametrize("name", ["clip.mp4", "clip.ffconcat", "clip.m3u8"])
 @pytest.mark.parametrize("kind", LISTS)
-def test_lists_of_other_files_are_refused_before_one_of_these_is_opened(tmp_path, kind, name):
+def test_playlists_are_refused_without_opening_their_files(tmp_path, kind, name):
     (tmp_path / name).write_text(LISTS[kind].format("absent.ts"))
     refused = r"has a damaged header or an unsupported format|can't be read as a video \(Invalid data"
     for read in (probe, lambda path: decode(path, plan_of([0.0]))):

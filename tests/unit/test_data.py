@@ -1,4 +1,4 @@
-"""Real files in, prompts out; every kind of bad row is named."""
+"""Loading of prompts from data files; every kind of invalid row is reported by file, row and field."""
 
 import json
 import re
@@ -48,7 +48,7 @@ def jsonl(path, *rows):
     return str(path)
 
 
-def test_every_format_gives_the_same_row(tmp_path):
+def test_every_file_format_gives_the_same_row(tmp_path):
     pq.write_table(pa.Table.from_pylist([VERL]), tmp_path / "a.parquet")
     (tmp_path / "a.json").write_text(json.dumps([VERL]))
     jsonl(tmp_path / "a.jsonl", VERL)
@@ -59,7 +59,7 @@ def test_every_format_gives_the_same_row(tmp_path):
     assert rows[0].columns["extra_info"] == {"split": "train", "index": 7}
 
 
-def test_trl_row_keeps_its_columns_and_finds_its_answer(tmp_path, tokenizer):
+def test_a_trl_row_keeps_its_columns_and_its_answer(tmp_path, tokenizer):
     (prompt,), report = load_prompts([jsonl(tmp_path / "sums.jsonl", TRL)], tokenizer, settings())
     assert prompt.ground_truth == "6" and prompt.data_source == "sums" and prompt.columns["level"] == 2
     assert prompt.text == "1 2 3" and prompt.messages == ({"role": "user", "content": "1 2 3"},)
@@ -67,7 +67,7 @@ def test_trl_row_keeps_its_columns_and_finds_its_answer(tmp_path, tokenizer):
     assert "1 prompts" in str(report)
 
 
-def test_chat_template_is_applied_where_there_is_one(tmp_path, tokenizer):
+def test_a_chat_template_is_applied_if_there_is_one(tmp_path, tokenizer):
     file = jsonl(tmp_path / "a.jsonl", VERL)
     assert load_prompts([file], tokenizer, settings())[0][0].text == "add\n1 2"
     tokenizer.chat_template = (
@@ -93,13 +93,13 @@ def test_chat_template_is_applied_where_there_is_one(tmp_path, tokenizer):
         ([1], ["line 2", "object", "list"]),
     ],
 )
-def test_bad_rows_are_named_by_file_row_and_field(tmp_path, row, words):
+def test_invalid_rows_are_reported_by_file_row_and_field(tmp_path, row, words):
     with pytest.raises(DataError) as error:
         read_rows(jsonl(tmp_path / "bad.jsonl", TRL, row), "prompt")
     assert all(word in str(error.value) for word in ["bad.jsonl", *words]), str(error.value)
 
 
-def test_unusable_files_say_what_to_do(tmp_path):
+def test_unusable_files_are_reported_with_a_remedy(tmp_path):
     for name, content, words in (
         ("none.jsonl", None, ["does not exist", "data.train_files"]),
         ("empty.jsonl", "", ["no rows"]),
@@ -154,7 +154,7 @@ COLUMNS = [
 
 
 @pytest.mark.parametrize(("row", "wanted", "advised"), COLUMNS, ids=[str([*row]) for row, *_ in COLUMNS])
-def test_a_missing_column_is_answered_with_one_that_holds_prompts(tmp_path, row, wanted, advised):
+def test_a_missing_column_is_reported_with_a_column_that_has_prompts(tmp_path, row, wanted, advised):
     file = jsonl(tmp_path / "a.jsonl", row)
     with pytest.raises(DataError) as error:
         read_rows(file, wanted)
@@ -163,13 +163,13 @@ def test_a_missing_column_is_answered_with_one_that_holds_prompts(tmp_path, row,
         assert str(error.value).endswith("Set data.prompt_key to the column with the prompts.")
     else:
         assert str(error.value).endswith(f"Set data.prompt_key={advised}.")
-        assert len(read_rows(file, advised)) == 1, "what is advised can be read"
+        assert len(read_rows(file, advised)) == 1, "the suggested column can be read"
 
 
 @pytest.mark.parametrize(("text", "added"), [("1 2", True), ("<eos> 1 2", False)])
 @pytest.mark.parametrize("adds", [True, False])
-def test_prompts_with_clips_begin_as_those_of_text(tokenizer, text, added, adds):
-    """Without a chat template, with the start token where the tokenizer adds one."""
+def test_prompts_with_clips_start_like_text_prompts(tokenizer, text, added, adds):
+    """Add a BOS token if the tokenizer does, without a chat template."""
     inner = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     if adds:
         inner.post_processor = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 1)])
@@ -260,7 +260,7 @@ def test_overlong_prompts(tmp_path, tokenizer):
         load_prompts([file], tokenizer, settings(max_prompt_length=1, filter_overlong_prompts=True))
 
 
-def test_order_is_deterministic_covers_an_epoch_and_resumes(tmp_path, tokenizer):
+def test_the_order_is_deterministic_covers_an_epoch_and_resumes(tmp_path, tokenizer):
     file = jsonl(tmp_path / "a.jsonl", *({"prompt": str(i)} for i in range(10)))
     prompts, _ = load_prompts([file], tokenizer, settings())
 
@@ -341,15 +341,15 @@ TEXTS = [
 
 
 @pytest.mark.parametrize(("row", "values", "text"), TEXTS)
-def test_prompts_are_what_the_chat_template_makes_of_a_row(tmp_path, chat_tokenizer, row, values, text):
+def test_prompts_are_rendered_by_the_chat_template(tmp_path, chat_tokenizer, row, values, text):
     [prompt], _ = load_prompts([jsonl(tmp_path / "a.jsonl", row)], chat_tokenizer, settings(**values))
     assert prompt.text == text
     given = prompt.columns["prompt"]
-    assert isinstance(given, str) or tuple(given) == prompt.messages, "rewards read what the template read"
+    assert isinstance(given, str) or tuple(given) == prompt.messages, "rewards have the same columns as the template"
     assert "\ufdd0" not in json.dumps([prompt.messages, prompt.text], ensure_ascii=False)
 
 
-def test_nulls_of_nested_columns_do_not_reach_the_template(tmp_path, chat_tokenizer):
+def test_nulls_in_nested_columns_are_removed_before_the_template(tmp_path, chat_tokenizer):
     rows = [
         {"prompt": [USER, CALL, {"role": "tool", "content": "3", "name": "add"}], "tools": [TOOL | {"strict": True}]},
         {"prompt": [USER, {"role": "assistant", "content": "3"}], "tools": [TOOL]},
@@ -391,7 +391,7 @@ def test_nulls_of_nested_columns_do_not_reach_the_template(tmp_path, chat_tokeni
         ({"prompt": "<image>", "images": ["a.png"]}, {}, ["images", "text-only model"]),
     ],
 )
-def test_rows_that_make_no_prompt_are_named_by_file_row_and_field(tmp_path, chat_tokenizer, row, values, words):
+def test_rows_without_a_valid_prompt_are_reported_by_file_row_and_field(tmp_path, chat_tokenizer, row, values, words):
     with pytest.raises(DataError) as error:
         load_prompts([jsonl(tmp_path / "bad.jsonl", TRL, row)], chat_tokenizer, settings(**values))
     assert all(word in str(error.value) for word in ["bad.jsonl", *words]), str(error.value)
@@ -409,7 +409,7 @@ def test_rows_that_make_no_prompt_are_named_by_file_row_and_field(tmp_path, chat
     ],
     ids=["misspelt", "not a variable", "no template", "tools without template", "tools not read"],
 )
-def test_what_a_chat_template_would_ignore_is_refused(tmp_path, chat_tokenizer, template, row, given, words):
+def test_values_that_the_chat_template_ignores_are_refused(tmp_path, chat_tokenizer, template, row, given, words):
     chat_tokenizer.chat_template = template
     with pytest.raises(UserError) as error:
         load_prompts([jsonl(tmp_path / "a.jsonl", row)], chat_tokenizer, settings(apply_chat_template_kwargs=given))

@@ -1,4 +1,4 @@
-"""Files of rows: byte order marks, CSV."""
+"""Data files with byte order marks, and CSV files."""
 
 import pytest
 
@@ -22,7 +22,7 @@ MARKED_FILES = {
 
 
 @pytest.mark.parametrize("name", MARKED_FILES)
-def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path, name):
+def test_a_byte_order_mark_is_skipped(tmp_path, name):
     for file, content in ((tmp_path / "plain" / name, b""), (tmp_path / "marked" / name, BOM)):
         file.parent.mkdir()
         file.write_bytes(content + MARKED_FILES[name])
@@ -30,7 +30,7 @@ def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path, name):
     assert plain == marked and plain[0].columns["prompt"] == "1 2" and plain[0].messages[0]["content"] == "1 2"
 
 
-def test_cells_of_a_csv_file_are_texts(tmp_path):
+def test_cells_of_a_csv_file_are_strings(tmp_path):
     (tmp_path / "a.csv").write_bytes('prompt,answer,level\r\n"1, ""2""\n\u2028 3",007,\r\n'.encode())
     [row] = read_rows(str(tmp_path / "a.csv"), "prompt")
     assert row.columns == {"prompt": '1, "2"\n\u2028 3', "answer": "007", "level": None} and row.ground_truth == "007"

@@ -1,4 +1,4 @@
-"""Decoding in processes: hanging and crashing files, bounds in clips and bytes, and nothing left behind."""
+"""Video decoding in worker processes: files that hang or crash, limits in clips and bytes, and cleanup."""
 
 import errno
 import multiprocessing.spawn
@@ -69,7 +69,7 @@ def pool():
 
 
 def opened_by_its_reader(pipe: Path) -> int:
-    """A descriptor to write to the pipe, once somebody is opening it to read."""
+    """Return a descriptor to write to the pipe, once a decoder has opened it for reading."""
     until = time.monotonic() + 30
     while time.monotonic() < until:
         try:
@@ -77,25 +77,25 @@ def opened_by_its_reader(pipe: Path) -> int:
         except OSError as error:
             assert error.errno == errno.ENXIO
             time.sleep(0.01)
-    raise TimeoutError(f"nobody opened {pipe}")
+    raise TimeoutError(f"no process opened {pipe}")
 
 
 @pytest.mark.slow
-def test_results_come_in_order_and_equal_those_of_this_process(pool, good):
+def test_results_are_in_order_and_equal_those_of_this_process(pool, good):
     assert list(pool.probe([good] * 2)) == [decoding.probe(good)] * 2
     clips = [Clip(good, PLAN, first) for first in (0, 3, 1, 5, 2, 4)]
     list(pool.stream(clips))
     open_before = len(os.listdir("/proc/self/fd"))
     for clip, frames in zip(clips, pool.stream(clips), strict=True):
         assert numbers(frames) == [0, 5, 10, 15, 20, 25][clip.first :]
-    del frames  # its mapping has a descriptor
+    del frames  # its memory mapping has a descriptor
     assert len(os.listdir("/proc/self/fd")) == open_before
     whole = decoding.decode(good, PLAN)
     assert np.array_equal(pool.decode(good, PLAN, 2, 5), whole[2:5])
 
 
 @pytest.mark.slow
-def test_a_file_that_hangs_or_is_bad_costs_only_its_sample(pool, folder, good):
+def test_a_file_that_hangs_or_is_invalid_fails_only_its_sample(pool, folder, good):
     names = ["good", "silent", "good", "text", "gone", "good"]
     clips = [Clip(str(folder / f"{name}.mp4"), PLAN, sample=f"7/{i}/0") for i, name in enumerate(names)]
     results = list(pool.stream(clips))
@@ -110,7 +110,7 @@ def test_a_file_that_hangs_or_is_bad_costs_only_its_sample(pool, folder, good):
 
 
 @pytest.mark.slow
-def test_a_crash_costs_only_its_sample(tmp_path, good):
+def test_a_decoder_crash_fails_only_its_sample(tmp_path, good):
     os.mkfifo(tmp_path / "crash.mp4")
     others = set(psutil.Process().children(recursive=True))
     with DecodePool(timeout_s=60.0) as pool:
@@ -127,7 +127,7 @@ def test_a_crash_costs_only_its_sample(tmp_path, good):
 
 
 def signal_workers(number):
-    """Send a signal to all workers of this process; their number."""
+    """Send a signal to all workers of this process and return their number."""
     workers = [each for each in multiprocessing.active_children() if each.name == POOL_WORKER]
     for worker in workers:
         os.kill(worker.pid, number)
@@ -136,8 +136,8 @@ def signal_workers(number):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_workers_that_are_killed_or_stopped_are_replaced_and_no_file_is_blamed(good, number):
-    """At work, and idle for long enough that their death is known."""
+def test_killed_or_stopped_workers_are_replaced_without_failing_a_file(good, number):
+    """Signal workers both while they decode and while they are idle."""
     with DecodePool(workers=1, timeout_s=60.0) as pool:
         for done, frames in enumerate(pool.stream([Clip(good, PLAN)] * 6)):
             assert numbers(frames) == [0, 5, 10, 15, 20, 25]
@@ -150,22 +150,22 @@ def test_workers_that_are_killed_or_stopped_are_replaced_and_no_file_is_blamed(g
 
 
 @pytest.mark.slow
-def test_a_file_whose_decoder_is_killed_each_time_costs_its_sample(tmp_path, good, monkeypatch):
+def test_a_file_whose_decoder_is_killed_each_time_fails_its_sample(tmp_path, good, monkeypatch):
     os.mkfifo(tmp_path / "large.mp4")
     monkeypatch.setattr(decode_pool, "ATTEMPTS", 2)
     with DecodePool(timeout_s=60.0) as pool, ThreadPoolExecutor(1) as thread:
-        asked = thread.submit(lambda: list(pool.stream([Clip(str(tmp_path / "large.mp4"), PLAN), Clip(good, PLAN)])))
+        results = thread.submit(lambda: list(pool.stream([Clip(str(tmp_path / "large.mp4"), PLAN), Clip(good, PLAN)])))
         for _ in range(2):
             writer = opened_by_its_reader(tmp_path / "large.mp4")
             signal_workers(signal.SIGKILL)
             os.close(writer)
             time.sleep(0.5)
-        lost, whole = asked.result(60)
+        lost, whole = results.result(60)
     assert "lost its decoder 2 times (exit code -9)" in str(lost) and numbers(whole)[-1] == 25
 
 
-def test_a_pool_that_breaks_where_the_file_lost_a_decoder_before_costs_its_sample(good):
-    """As when a worker is killed before pebble has learned what it does."""
+def test_a_broken_pool_fails_a_sample_whose_decoder_was_lost_earlier(good):
+    """Reproduce a worker that is killed before pebble has registered its task."""
 
     def broken(exit_code):
         future = Future()
@@ -192,11 +192,11 @@ def test_a_slow_consumer_pauses_the_decoders(pool, good, monkeypatch, bound, val
 
     for done, frames in enumerate(pool.stream(clips())):
         assert frames.nbytes == BYTES
-        assert taken <= done + most + 1  # one is looked at and waits for room
+        assert taken <= done + most + 1  # one more is read and waits for space
 
 
 @pytest.mark.slow
-def test_a_clip_that_never_fits_is_an_error_with_numbers(pool, good, monkeypatch):
+def test_a_clip_larger_than_the_limit_is_an_error(pool, good, monkeypatch):
     monkeypatch.setattr(pool, "max_bytes", BYTES - 1)
     error, part = pool.stream([Clip(good, PLAN), Clip(good, PLAN, 1)])
     assert f"{BYTES} bytes (6 x 28 x 224 x 3), but the pool's limit is {BYTES - 1}" in str(error)
@@ -204,17 +204,17 @@ def test_a_clip_that_never_fits_is_an_error_with_numbers(pool, good, monkeypatch
 
 
 @pytest.mark.slow
-def test_a_pool_travels_as_its_settings(pool, good):
+def test_a_pool_is_pickled_as_its_settings(pool, good):
     assert list(pool.probe([good]))
-    there = pickle.loads(pickle.dumps(pool))
-    assert (there.workers, there.timeout_s) == (2, 3.0)
-    assert numbers(there.decode(good, PLAN))[1] == 5
-    there.close()
-    there.close()
+    unpickled = pickle.loads(pickle.dumps(pool))
+    assert (unpickled.workers, unpickled.timeout_s) == (2, 3.0)
+    assert numbers(unpickled.decode(good, PLAN))[1] == 5
+    unpickled.close()
+    unpickled.close()
 
 
 @pytest.mark.slow
-def test_a_stream_given_up_leaves_the_pool_usable(pool, folder, good):
+def test_closing_a_stream_leaves_the_pool_usable(pool, folder, good):
     stream = pool.stream([Clip(good, PLAN), Clip(str(folder / "silent.mp4"), PLAN)])
     next(stream)
     stream.close()
@@ -222,8 +222,8 @@ def test_a_stream_given_up_leaves_the_pool_usable(pool, folder, good):
 
 
 @pytest.mark.slow
-def test_workers_that_cant_start_are_no_fault_of_the_clip(good, monkeypatch):
-    resource_tracker.ensure_running()  # by this interpreter, not the one that workers get
+def test_workers_that_cannot_start_are_an_engine_error(good, monkeypatch):
+    resource_tracker.ensure_running()  # started with this interpreter, not with that of the workers
     monkeypatch.setattr(decode_pool, "START_S", 1.0)
     python = multiprocessing.spawn.get_executable()
     multiprocessing.set_executable("/bin/false")
@@ -238,15 +238,15 @@ def test_workers_that_cant_start_are_no_fault_of_the_clip(good, monkeypatch):
 
 
 @pytest.mark.slow
-def test_workers_import_nothing_that_computes():
-    """Each starts anew, often several beside every encoder rank: torch would be most of that, and of their memory."""
+def test_workers_do_not_import_large_libraries():
+    """Check that new worker processes do not import torch, which would dominate their start time and memory."""
     code = "import sys, rlfuse.video.decode_pool; print(sorted({'torch', 'transformers', 'ray'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "[]\n", done.stderr
 
 
 @pytest.mark.slow
-def test_workers_end_with_a_killed_parent_also_in_the_middle_of_a_file(tmp_path):
+def test_workers_end_with_a_killed_parent_while_decoding(tmp_path):
     os.mkfifo(tmp_path / "silent.mp4")
     program = f"""
         from rlfuse.video.decode_pool import DecodePool
@@ -271,7 +271,7 @@ def test_settings_are_checked(setting):
 
 
 @pytest.mark.slow
-def test_no_lock_of_a_pool_is_left_in_shared_memory_or_held_where_its_process_is_killed(good, tmp_path):
+def test_pool_locks_are_released_if_their_process_is_killed(good, tmp_path):
     before = scratch.held_by([psutil.Process()])
     with DecodePool() as pool:
         list(pool.probe([good]))

@@ -1,6 +1,6 @@
-"""The scheduler of rollout engines next to vLLM's own: the same steps, state and tokens, whatever happens to requests.
+"""The decode scheduler of rollout engines has the same steps, state and tokens as vLLM's scheduler.
 
-Real schedulers of both kinds are driven through the same events by a model that draws by seed and position.
+Real schedulers of both kinds process the same events with a model that samples by seed and position.
 """
 
 import itertools
@@ -16,15 +16,15 @@ import torch
 
 from rlfuse.engines.vllm.request_arguments import DRAFT, HISTORY_ENGINE, drafts_from_history, has_draft
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # importing it takes long: by one process
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]  # one process: importing vLLM is slow
 
 EOS, STOP, VOCABULARY, BLOCK, DRAFTS = 1, 7, 300, 16, 3
 REQUESTS, EVERY = 28, 4
-"""Requests of a run; a new one arrives every so many steps once half of them have."""
+"""Requests of a run; after half of them, a new one arrives every `EVERY` steps."""
 
 
 def draw(seed, position, likely_end):
-    """A token and its log-prob, by seed and position alone."""
+    """Return a token and its log-prob, which depend only on seed and position."""
     generator = random.Random(seed * 100_003 + position)
     token = generator.choice((EOS, STOP)) if generator.random() < likely_end else generator.randrange(8, VOCABULARY)
     return token, np.float32(-10 * generator.random())
@@ -72,7 +72,7 @@ def build(model, kind, is_async, blocks=400, seqs=16, batched=512, drafts=False)
 
 
 class StopTable:
-    """Knows the tokens of some stop texts, as the table of a byte-level tokenizer does."""
+    """Return the stop tokens of one stop string, as the table of a byte-level tokenizer does."""
 
     ends, incomplete = frozenset(range(8, VOCABULARY, 6)), frozenset(range(8, VOCABULARY, 30))
 
@@ -83,7 +83,7 @@ class StopTable:
 
 
 class Grammar:
-    """Accepts all tokens, as a compiled grammar of them would."""
+    """Accept all tokens, in place of a compiled grammar."""
 
     def accept_tokens(self, request_id, tokens):
         return True
@@ -105,24 +105,24 @@ def request(number, prompt, structured=False, image=False, **sampling):
     params = SamplingParams(**{"logprobs": 0, "max_tokens": 60, "seed": number} | sampling)
     params.update_from_generation_config({}, EOS)
     seen = MultiModalFeatureSpec(None, "image", f"image {number % 3}", PlaceholderRange(4, 12))
-    made = Request(
+    built = Request(
         f"r{number}", prompt, params, None, mm_features=[seen] if image else None, arrival_time=float(number),
         block_hasher=get_request_block_hasher(BLOCK, sha256),
     )  # fmt: skip
     if structured:
-        made.structured_output_request.grammar = Grammar()
-    return made
+        built.structured_output_request.grammar = Grammar()
+    return built
 
 
 class Core:
-    """vLLM's engine core with a model that draws by seed and position: steps, aborts and pauses as there."""
+    """vLLM's engine core with a model that samples by seed and position: the same steps, aborts and pauses."""
 
     def __init__(self, scheduler, likely_end):
         self.scheduler, self.likely_end, self.queue = scheduler, likely_end, deque()
         self.depth = 2 if scheduler.use_v2_model_runner else 1
         self.steps, self.version, self.trace = 0, 0, []
         self.tokens, self.ends = {}, {}
-        """Of each request: (token, log-prob, version of the weights); (reason, step) of its end."""
+        """Request -> (token, log-prob, version of the weights) of each token; request -> (finish reason, step)."""
 
     def step(self):
         scheduler = self.scheduler
@@ -169,7 +169,7 @@ class Core:
         )
 
     def draft(self):
-        """What comes next, but for every third token."""
+        """Draft the next tokens correctly, except every third."""
         from vllm.v1.outputs import DraftTokenIds
 
         if self.scheduler.num_spec_tokens:
@@ -190,7 +190,7 @@ class Core:
         for each in outputs.values():
             for output in each.outputs:
                 if output.request_id in self.ends:
-                    continue  # as the front end does
+                    continue  # the frontend ignores it too
                 known = self.tokens.setdefault(output.request_id, [])
                 if output.new_token_ids:
                     log_probs = output.new_logprobs.logprobs[:, 0].tolist()
@@ -207,13 +207,13 @@ class Core:
 
         ABORT = FinishReason.ABORT
         self.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
-        if not hasattr(self.scheduler, "held"):  # vLLM's own front end ends them with what it has
+        if not hasattr(self.scheduler, "held"):  # vLLM's frontend finishes them with the tokens so far
             self.receive(
                 {0: EngineCoreOutputs(outputs=[EngineCoreOutput(each, [], finish_reason=ABORT) for each in names])}
             )
 
     def push(self):
-        """New weights: pause, finish what runs, forget what was computed, go on."""
+        """Push new weights: pause, finish running steps, reset the prefix cache, and resume."""
         from vllm.v1.core.sched.interface import PauseState
 
         self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
@@ -225,7 +225,7 @@ class Core:
 
 
 def scheduled(output):
-    """All of a step that the model runner gets."""
+    """Return all fields of a step's output that the model runner receives."""
     found = {field.name: getattr(output, field.name) for field in fields(output)}
     found["scheduled_new_reqs"] = [
         (
@@ -243,7 +243,7 @@ def scheduled(output):
 
 
 def state(scheduler):
-    """Of requests and blocks after a step."""
+    """Return the state of requests and KV-cache blocks after a step."""
     manager = scheduler.kv_cache_manager
     requests = [
         (name, each.status.name, each.num_computed_tokens, each.num_output_placeholders, each.num_in_flight_tokens,
@@ -256,7 +256,7 @@ def state(scheduler):
 
 
 def run(scheduler, sampling, aborts=False, pushes=False, likely_end=0.01):
-    """All that happened to requests, most of which share one of four prompts."""
+    """Run all requests, each with one of four prompts, and return the `Core` with their tokens and ends."""
     core, chance = Core(scheduler, likely_end), random.Random(5)
     prompts = [[chance.randrange(8, VOCABULARY) for _ in range(chance.randrange(20, 90))] for _ in range(4)]
     arrivals = [(0 if n < REQUESTS // 2 else EVERY * n, n) for n in range(REQUESTS)]
@@ -309,7 +309,7 @@ SCENARIOS = {
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_steps_state_and_tokens_are_those_of_vllm_s_own_scheduler(model, monkeypatch, scenario, is_async):
+def test_steps_state_and_tokens_equal_those_of_vllm_scheduler(model, monkeypatch, scenario, is_async):
     from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -337,7 +337,7 @@ def test_steps_state_and_tokens_are_those_of_vllm_s_own_scheduler(model, monkeyp
     assert not core.scheduler.held and not core.scheduler._outbox
 
 
-def test_the_tokens_of_a_sample_leave_with_its_first_and_its_last(model):
+def test_tokens_are_sent_with_the_first_and_the_last_token(model):
     from rlfuse.engines.vllm.decode_scheduler import AsyncDecodeScheduler
 
     core, messages = Core(build(model, AsyncDecodeScheduler, True), 0.0), []
@@ -351,7 +351,7 @@ def test_the_tokens_of_a_sample_leave_with_its_first_and_its_last(model):
     assert sizes == [[1] * 4, [19], [20], [21], [22]]
 
 
-def test_a_token_that_may_complete_a_stop_text_leaves_at_once_with_all_before_it(model):
+def test_a_token_that_may_complete_a_stop_string_is_sent_immediately(model):
     from rlfuse.engines.vllm.decode_scheduler import AsyncDecodeScheduler
 
     core, messages = Core(build(model, AsyncDecodeScheduler, True), 0.0), []
@@ -361,9 +361,9 @@ def test_a_token_that_may_complete_a_stop_text_leaves_at_once_with_all_before_it
     while core.queue or core.scheduler.has_requests():
         core.step()
     groups = [output.new_token_ids for outputs in messages for output in outputs]
-    leaving = set(range(8, VOCABULARY)), StopTable.ends
+    sent_immediately = set(range(8, VOCABULARY)), StopTable.ends
     for before, group in itertools.pairwise(groups[:-1]):
-        watched = leaving[before[-1] not in StopTable.incomplete]
+        watched = sent_immediately[before[-1] not in StopTable.incomplete]
         assert group[-1] in watched and not watched.intersection(group[:-1])
     assert sum(map(len, groups)) == 200 and len(groups) < 60
 
@@ -381,7 +381,7 @@ def test_a_token_that_may_complete_a_stop_text_leaves_at_once_with_all_before_it
         ("cpu", {"scheduler": "vllm"}, None),
     ],
 )
-def test_a_key_selects_vllm_s_own_scheduler_and_front_end(model, device, rollout, expected):
+def test_a_key_selects_the_scheduler_and_frontend_of_vllm(model, device, rollout, expected):
     from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm.v1.engine import output_processor
 
@@ -399,7 +399,7 @@ def test_a_key_selects_vllm_s_own_scheduler_and_front_end(model, device, rollout
     assert kept == ("SampledLogProbs" if is_ours else "LogprobsProcessor")
 
 
-def test_requests_without_an_earlier_response_verify_no_drafts_in_an_asynchronous_engine(model):
+def test_async_engines_verify_drafts_only_of_requests_with_an_earlier_response(model):
     from rlfuse.engines.vllm.decode_scheduler import AsyncDecodeScheduler
 
     core = Core(build(model, AsyncDecodeScheduler, True, drafts="history"), likely_end=0.0)

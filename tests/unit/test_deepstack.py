@@ -1,5 +1,5 @@
-"""Qwen3-VL: a prompt with two clips, images and text is its processor's, log-probs and gradients are those of Hugging
-Face from pixels; what its tower sees in several layers reaches as many of the text part, in every layout of a batch."""
+"""Qwen3-VL with DeepStack features: prompts equal those of the Hugging Face processor, log-probs and gradients those of
+the Hugging Face model from pixels, in every batch layout."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -58,7 +58,7 @@ PICTURES = [pixels(1, 64, 32), pixels(7, 96, 64), pixels(1, 32, 96), pixels(4, 6
 
 @pytest.fixture(scope="module")
 def shown(folder):
-    """The prompt, its images and clips with their features by the tower, in float32."""
+    """Return (token ids, visuals with their tower features in float32) of a prompt with two images and two clips."""
     model, tower = VideoModel.from_pretrained(str(folder)), Tower(folder)
     bounds, geometry = PixelBounds(min_pixels=1, max_pixels=10**6), model.geometry
     times = tuple(i / 2 for i in (*range(7), 6))
@@ -78,7 +78,7 @@ def shown(folder):
 
 @pytest.fixture(scope="module")
 def inputs(folder):
-    """What the model's own processor makes of the same."""
+    """Return the output of the model's Hugging Face processor for the same prompt."""
     marked = {f"<{kind}>": f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video")}
     text = TEXT
     for marker, words in marked.items():
@@ -94,7 +94,7 @@ def inputs(folder):
     )  # fmt: skip
 
 
-def test_the_prompt_and_its_positions_are_the_processors_and_transformers(whole, shown, inputs):
+def test_prompt_and_positions_equal_those_of_transformers(whole, shown, inputs):
     ids, visual = shown
     assert ids.tolist() == inputs["input_ids"][0].tolist()
     names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw")
@@ -107,7 +107,7 @@ def test_the_prompt_and_its_positions_are_the_processors_and_transformers(whole,
 
 
 @pytest.mark.slow
-def test_positions_of_several_clips_are_vllms(whole, shown):
+def test_positions_of_several_clips_equal_those_of_vllm(whole, shown):
     from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration as Served
 
     ids, visual = shown
@@ -117,7 +117,7 @@ def test_positions_of_several_clips_are_vllms(whole, shown):
 
 
 def rows_of(shown) -> list[Row]:
-    """Three answers to the prompt, one to its text alone, two to another."""
+    """Return three responses to the prompt, one to a text prompt, and two to another text prompt."""
     ids, visual = shown
     rng, text = np.random.default_rng(0), np.arange(40, 60, dtype=np.int32)
     answers = [rng.integers(5, 200, length).astype(np.int32) for length in (5, 9, 4, 7, 6, 3)]
@@ -126,7 +126,7 @@ def rows_of(shown) -> list[Row]:
 
 
 def expected_logits(whole, row: Row, inputs) -> torch.Tensor:
-    """[T, V] by Hugging Face, from pixels, one sequence at a time."""
+    """Return the logits [T, V] of one row by the Hugging Face model, from pixels."""
     ids = torch.from_numpy(np.concatenate([row.prompt_ids, row.response_ids])).long()[None]
     seen = {}
     if row.visual:
@@ -140,7 +140,7 @@ def expected_logits(whole, row: Row, inputs) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_logits_and_gradients_are_the_whole_models(folder, whole, shown, inputs, way, recomputed):
+def test_logits_and_gradients_equal_those_of_the_whole_model(folder, whole, shown, inputs, way, recomputed):
     policy = load_policy(str(folder), replace(SETTINGS, enable_gradient_checkpointing=recomputed)).train()
     assert attends_by_layout(policy) and packs_exactly(policy, 200, torch.float32, "cpu")
     graded = [
@@ -160,7 +160,7 @@ def test_logits_and_gradients_are_the_whole_models(folder, whole, shown, inputs,
         assert (parameter.grad - wanted).norm() <= 1e-5 * wanted.norm(), name
     levels = torch.cat([each.source.rows.grad for each in graded]).split(128, dim=1)
     assert len(levels) == 3 and all(level.norm() > 0 for level in levels)
-    tower = Tower(folder, trainable=True)  # and on, through all levels, into the tower
+    tower = Tower(folder, trainable=True)  # gradients continue through all levels into the tower
     for frames, each in zip(PICTURES, graded, strict=True):
         tower.encode(frames).backward(each.source.rows.grad)
     for name, parameter in tower.module.named_parameters():
@@ -169,7 +169,7 @@ def test_logits_and_gradients_are_the_whole_models(folder, whole, shown, inputs,
 
 
 @torch.no_grad()
-def test_batches_of_text_and_slices_without_a_clip_are_fed_nothing(whole, policy, shown, inputs):
+def test_text_batches_and_slices_without_a_clip_have_no_features(whole, policy, shown, inputs):
     rows = [row for row in rows_of(shown) if not row.visual]
     expected = torch.cat([expected_logits(whole, row, inputs) for row in rows])
     found = response_logits(policy, collate(rows, True, rope=m_rope(policy.config)))
@@ -189,15 +189,15 @@ def test_batches_of_text_and_slices_without_a_clip_are_fed_nothing(whole, policy
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_a_critic_is_fed_as_the_policy_is(folder, whole, shown, inputs):
+def test_a_critic_receives_the_features_like_the_policy(folder, whole, shown, inputs):
     critic, rows = load_critic(str(folder), SETTINGS).eval(), rows_of(shown)
     critic.score.weight.normal_(generator=torch.Generator().manual_seed(0))
-    heard = []
-    hook = whole.lm_head.register_forward_pre_hook(lambda _, hidden: heard.append(hidden[0][0]))
+    captured = []
+    hook = whole.lm_head.register_forward_pre_hook(lambda _, hidden: captured.append(hidden[0][0]))
     for row in rows:
         expected_logits(whole, row, inputs)
     hook.remove()
-    hidden = [each[len(row.prompt_ids) - 1 : -1] for each, row in zip(heard, rows, strict=True)]
+    hidden = [each[len(row.prompt_ids) - 1 : -1] for each, row in zip(captured, rows, strict=True)]
     found = response_values(critic, collate(rows, True, rope=m_rope(critic.config)))
     torch.testing.assert_close(found, critic.score(torch.cat(hidden))[:, 0], atol=1e-4, rtol=1e-5)
 
@@ -211,8 +211,8 @@ def test_features_of_too_few_layers_are_refused(policy, shown):
         response_logits(policy, collate([row], True, rope=m_rope(policy.config)))
 
 
-def test_the_engine_gets_one_placeholder_for_what_it_writes_itself(whole, shown, tmp_path):
-    """Of the clip with its times, and of each image."""
+def test_the_engine_receives_one_placeholder_per_visual_that_it_expands(whole, shown, tmp_path):
+    """Check one placeholder for each clip, together with its timestamps, and one for each image."""
     ids, visual = shown
     cached = []
     for each in visual:

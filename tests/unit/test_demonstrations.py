@@ -1,4 +1,4 @@
-"""Tokens and loss masks of demonstrations and of a policy's preference pairs, from rows in files."""
+"""Tokens and loss masks of demonstrations and preference pairs, read from files; the DPO loss."""
 
 import json
 
@@ -33,7 +33,7 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-def said(text):
+def assistant(text):
     return {"role": "assistant", "content": text}
 
 
@@ -44,8 +44,8 @@ def load(tmp_path, *rows, template=None, loader=load_demonstrations, **settings)
     return loader([str(path)], tokenizer, DataConfig(train_files=[], **settings))
 
 
-QUESTION, ANSWER = user("20 mod 6 ="), said("14 ; 2")
-TURNS = [QUESTION, ANSWER, user("5"), said("6")]
+QUESTION, ANSWER = user("20 mod 6 ="), assistant("14 ; 2")
+TURNS = [QUESTION, ANSWER, user("5"), assistant("6")]
 
 
 @pytest.mark.parametrize("template", [None, MARKED], ids=["prefixes", "marks"])
@@ -58,10 +58,10 @@ TURNS = [QUESTION, ANSWER, user("5"), said("6")]
         ({"prompt": TURNS[:3], "completion": TURNS[3:]}, " 20 mod 6 = 14 ; 2<end> 5[ 6<end>]"),
         ({"prompt": TURNS[:3], "completion": TURNS}, " 20 mod 6 = 14 ; 2<end> 5[ 6<end>]"),
         ({"prompt": "20 mod 6 =", "completion": "14 ; 2"}, " 20 mod 6 =[ 14 ; 2<end>]"),
-        ({"messages": [said("5"), said("6")]}, " 5[<end>][ 6<end>]"),  # nothing predicts the first token
+        ({"messages": [assistant("5"), assistant("6")]}, " 5[<end>][ 6<end>]"),  # no logit predicts the first token
     ],
 )
-def test_the_loss_is_on_the_assistants_tokens(tmp_path, row, whole, template):
+def test_the_loss_mask_covers_the_assistant_tokens(tmp_path, row, whole, template):
     (found,), report = load(tmp_path, row, template=template)
     assert report.startswith("data  1 demonstrations from")
     pieces = whole.replace("]", "[").split("[")
@@ -75,7 +75,7 @@ def test_the_loss_is_on_the_assistants_tokens(tmp_path, row, whole, template):
 
 
 @pytest.mark.parametrize(("template", "is_chat"), [(None, False), ("none", True)])
-def test_texts_end_with_the_end_of_a_sequence(tmp_path, template, is_chat):
+def test_texts_end_with_one_eos_token(tmp_path, template, is_chat):
     rows = [{"prompt": " 20 mod", "completion": text} for text in (" 6 = 2", " 6 = 2<end>")]
     for found in load(tmp_path, *rows, template=template, prompt_is_chat=is_chat)[0]:
         assert build_tokenizer().decode(found.ids) == " 20 mod 6 = 2<end>" and found.mask.tolist() == [0, 0, 1, 1, 1, 1]
@@ -96,10 +96,14 @@ def test_texts_end_with_the_end_of_a_sequence(tmp_path, template, is_chat):
         ({"messages": TURNS}, {"template": "none"}, "field messages: model.path has no chat template for messages"),
         ({"messages": TURNS}, {"template": "{{ 1 / 0 }}"}, "field messages: the chat template of model.path raised"),
         ({"prompt": "5", "completion": [ANSWER]}, {"prompt_is_chat": False}, "expected a non-empty string, as the"),
-        ({"messages": [QUESTION, said("6 " * 40)]}, {}, "a sequence has 45 tokens.* is 20.*filter_overlong_prompts"),
+        (
+            {"messages": [QUESTION, assistant("6 " * 40)]},
+            {},
+            "a sequence has 45 tokens.* is 20.*filter_overlong_prompts",
+        ),
     ],
 )
-def test_a_bad_row_is_named_by_file_row_and_field(tmp_path, row, settings, message):
+def test_an_invalid_row_is_reported_by_file_row_and_field(tmp_path, row, settings, message):
     settings = {"max_prompt_length": 10, "max_response_length": 10} | settings
     with pytest.raises(DataError, match=rf"rows.jsonl, line 1.*{message}"):
         load(tmp_path, row, **settings)
@@ -107,7 +111,7 @@ def test_a_bad_row_is_named_by_file_row_and_field(tmp_path, row, settings, messa
 
 def test_long_demonstrations_are_filtered_if_configured(tmp_path):
     limits = {"max_prompt_length": 5, "max_response_length": 5, "filter_overlong_prompts": True}
-    rows = {"messages": [QUESTION, said("6 " * 40)]}, {"messages": [QUESTION, said("2")]}
+    rows = {"messages": [QUESTION, assistant("6 " * 40)]}, {"messages": [QUESTION, assistant("2")]}
     found, report = load(tmp_path, *rows, **limits)
     assert len(found) == 1 and "1 dropped (over 10 tokens)" in report
     with pytest.raises(DataError, match="no demonstrations are left; all 1 are longer than 10 tokens"):
@@ -117,13 +121,13 @@ def test_long_demonstrations_are_filtered_if_configured(tmp_path):
 @pytest.mark.parametrize(
     "row",
     [
-        {"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [said("14 ; 3")]},
+        {"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [assistant("14 ; 3")]},
         {"prompt": "20 mod 6 =", "chosen": "14 ; 2", "rejected": "14 ; 3"},
-        {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, said("14 ; 3")]},
-        {"prompt": [QUESTION], "chosen": [QUESTION, ANSWER], "rejected": [QUESTION, said("14 ; 3")]},
+        {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, assistant("14 ; 3")]},
+        {"prompt": [QUESTION], "chosen": [QUESTION, ANSWER], "rejected": [QUESTION, assistant("14 ; 3")]},
     ],
 )
-def test_a_policys_pairs_have_a_loss_on_whole_completions(tmp_path, row):
+def test_policy_preference_pairs_have_a_loss_on_whole_completions(tmp_path, row):
     pairs, _ = load(tmp_path, row, loader=load_policy_preferences)
     decode = build_tokenizer().decode
     assert [(decode(each.prompt_ids), decode(each.response_ids), each.id) for pair in pairs for each in pair.rows] == [
@@ -138,16 +142,16 @@ def test_a_policys_pairs_have_a_loss_on_whole_completions(tmp_path, row):
         ({"prompt": "5", "chosen": "6"}, "field rejected: None where a non-empty string or list"),
         ({"prompt": "5", "chosen": "6", "rejected": "6"}, "chosen and rejected are equal. Remove the row"),
         ({"chosen": "5 6", "rejected": "5 7"}, "field prompt: missing; chosen is a text, whose prompt is not known"),
-        ({"chosen": [ANSWER], "rejected": [said("3")]}, "have no first message in common. Add a column prompt"),
+        ({"chosen": [ANSWER], "rejected": [assistant("3")]}, "have no first message in common. Add a column prompt"),
     ],
 )
-def test_a_bad_pair_is_named_by_file_row_and_field(tmp_path, row, message):
+def test_an_invalid_pair_is_reported_by_file_row_and_field(tmp_path, row, message):
     with pytest.raises(DataError, match=rf"rows.jsonl, line 1.*{message}"):
         load(tmp_path, row, loader=load_policy_preferences)
 
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
-def test_dpo_is_the_papers_formula(loss_type):
+def test_dpo_loss_equals_the_formula_of_the_paper(loss_type):
     policy = torch.tensor([[-3.0, -5.0], [-2.0, -1.0]], requires_grad=True)
     reference, lengths, beta = torch.tensor([[-4.0, -4.5], [-2.5, -2.5]]), torch.tensor([[2.0, 4.0], [1.0, 5.0]]), 0.5
     loss, sums = dpo(policy, reference, lengths, beta, loss_type)
@@ -177,7 +181,7 @@ def test_dpo_is_the_papers_formula(loss_type):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_settings_that_an_offline_task_lacks_are_refused_together(task):
+def test_settings_without_effect_in_an_offline_task_are_refused_together(task):
     config = Config()
     config.data.train_files, config.model.path, config.trainer.task = ["rows.parquet"], "model", task
     config.actor.ppo_mini_batch_size, config.reward.functions = 7, ["used only by RL"]
@@ -199,6 +203,6 @@ def test_settings_that_an_offline_task_lacks_are_refused_together(task):
         ("reward_model", "loss 0.500  acc 0.500  margin 0.500  grad_norm 0.500  held out: 0.500"),
     ],
 )
-def test_a_steps_line_has_the_metrics_of_its_task(task, line):
+def test_the_line_of_a_step_has_the_metrics_of_its_task(task, line):
     metrics = dict.fromkeys([*OFFLINE[task].fields(), OFFLINE[task].validation], 0.5)
     assert step_line(3, 9, metrics | {"perf/time_per_step": 2.0}) == f"step 3/9  {line.replace(':', '')}  2.0 s"

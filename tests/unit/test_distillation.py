@@ -1,4 +1,4 @@
-"""The objective of on-policy distillation against the exact reverse KL, and against TRL's loss on the same rows."""
+"""The on-policy distillation objective against the exact reverse KL, and against TRL's loss on the same rows."""
 
 import asyncio
 from collections import defaultdict
@@ -20,7 +20,7 @@ LENGTHS, VOCABULARY, TEMPERATURE = (5, 1, 3), 11, 0.7
 
 
 def loss_of(log_probs, teacher, mask):
-    """Return the mean loss per token of the first update, whose old log-probs are those of the policy itself."""
+    """Return the mean loss per token of the first update, whose old log-probs equal the current ones."""
     old = log_probs.detach()
     advantages, _ = advantages_and_returns(
         "distill", torch.zeros_like(old), None, None, mask, old_log_probs=old, ref_log_probs=teacher
@@ -30,11 +30,11 @@ def loss_of(log_probs, teacher, mask):
     return loss / mask.sum()
 
 
-def test_the_expected_gradient_is_that_of_the_reverse_kl():
+def test_the_expected_gradient_equals_that_of_the_reverse_kl():
     torch.manual_seed(0)
     student, teacher = (torch.randn(VOCABULARY, dtype=torch.float64) for _ in range(2))
     sampled, exact = (student.clone().requires_grad_() for _ in range(2))
-    for token, probability in enumerate(student.softmax(-1)):  # every token, as often as it would be sampled
+    for token, probability in enumerate(student.softmax(-1)):  # every token, weighted by its probability
         log_prob, wanted = (each.log_softmax(-1)[token].view(1, 1) for each in (sampled, teacher))
         (probability * loss_of(log_prob, wanted, torch.tensor([[True]]))).backward()
     log_probs = exact.log_softmax(-1)
@@ -42,7 +42,7 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl():
     torch.testing.assert_close(sampled.grad, exact.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_without_a_reward_function_no_process_starts_and_nothing_is_scored():
+def test_no_reward_process_starts_without_a_reward_function():
     prompt = Prompt(0, np.array([1], np.int32), "p", (), "any source", None)
 
     async def run(pool):
@@ -58,7 +58,7 @@ def test_without_a_reward_function_no_process_starts_and_nothing_is_scored():
 
 
 @pytest.mark.slow
-def test_gradient_and_loss_are_those_of_trl_without_importance_weights():
+def test_gradient_and_loss_equal_those_of_trl_without_importance_weights():
     from trl.experimental.iw_opd.iw_opd_trainer import IWOPDTrainer
 
     torch.manual_seed(0)
@@ -81,7 +81,7 @@ def test_gradient_and_loss_are_those_of_trl_without_importance_weights():
     )
     other.backward()
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6)
-    # Values differ, as ours is the ratio's surrogate: the advantage times the ratio 1, not times the log-prob.
+    # The loss values differ: rlfuse multiplies the advantage by the ratio, which is 1, and TRL by the log-prob.
     advantages = (sampled(teacher) - sampled(logits)) * mask
     assert loss.item() == pytest.approx(-advantages.sum().item() / mask.sum().item(), abs=1e-6)
     assert other.item() == pytest.approx(-(advantages * sampled(logits)).sum().item() / mask.sum().item(), abs=1e-5)

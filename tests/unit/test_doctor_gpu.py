@@ -1,4 +1,4 @@
-"""`rlfuse doctor` on machines with GPUs, by data; and its self-test's steps, run on CPUs."""
+"""`rlfuse doctor` on machines with GPUs, from recorded data, and the steps of its self-test on CPUs."""
 
 import pytest
 
@@ -15,17 +15,17 @@ NVIDIA H200, 143771 MiB, 580.95.05, Disabled, Exclusive_Process, [N/A], [N/A]
 """
 
 
-def judged(gpus=(H200, H200), seconds=0.3, torch=SOUND, engine="vllm", nccl="2.29.7", devices=2):
+def findings(gpus=(H200, H200), seconds=0.3, torch=SOUND, engine="vllm", nccl="2.29.7", devices=2):
     return {each.what: each for each in check_gpus(devices, gpus, seconds, torch, engine, nccl)}
 
 
-def test_a_sound_machine_has_no_remedies():
-    found = judged()
+def test_a_healthy_machine_has_no_remedies():
+    found = findings()
     assert {each.state for each in found.values()} == {"ok"} and not any(each.remedy for each in found.values())
     assert found["peer access"].found == "between all 2 GPUs"
     assert found["pinned memory"].found == "52.0 GB/s to the GPU"
     assert found["driver"].found == "580.95.05; torch is built for CUDA 13.0"
-    assert judged(gpus=(), devices=0)["GPUs"].found == "none; jobs run on CPUs"
+    assert findings(gpus=(), devices=0)["GPUs"].found == "none; jobs run on CPUs"
 
 
 @pytest.mark.parametrize(
@@ -56,31 +56,31 @@ def test_a_sound_machine_has_no_remedies():
         ({"seconds": 9.0}, "driver response", "warning", "nvidia-smi -pm 1"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_gpus_and_what_to_do(changes, what, state, remedy):
-    finding = judged(**changes)[what]
+def test_gpu_findings_and_their_remedies(changes, what, state, remedy):
+    finding = findings(**changes)[what]
     assert finding.state == state and remedy in finding.remedy
-    assert bool(finding.remedy) == (state != "ok"), "whatever is not well has a remedy"
+    assert bool(finding.remedy) == (state != "ok"), "every problem has a remedy"
 
 
-def test_what_nvidia_smi_prints_is_read_and_judged():
+def test_the_output_of_nvidia_smi_is_parsed_and_checked():
     sound, odd = parse_gpus(SMI)
     assert (sound.name, sound.driver, sound.ecc) == ("NVIDIA H200", "580.95.05", "0")
-    found = judged(gpus=[sound, odd])
+    found = findings(gpus=[sound, odd])
     assert (
         found["compute mode"].found == "Exclusive_Process" and "nvidia-smi -c DEFAULT" in found["compute mode"].remedy
     )
     mig = GpuInfo("H200", "16 GiB", "580.1", mig="Enabled", ecc="3")
-    assert {"MIG", "ECC"} <= set(judged(gpus=[mig])) and judged(gpus=[mig])["ECC"].found == "3 uncorrected errors"
+    assert {"MIG", "ECC"} <= set(findings(gpus=[mig])) and findings(gpus=[mig])["ECC"].found == "3 uncorrected errors"
 
 
 @pytest.mark.slow
-def test_the_self_test_runs_all_its_steps_in_processes_of_its_own():
+def test_the_self_test_runs_all_its_steps_in_separate_processes():
     found = self_test.self_test("cpu", 2, limit_s=60.0)
     assert [each.what for each in found] == [f"self-test: {step}" for step in ("gloo", "compute", "copy", "ipc")]
     assert [each for each in found if each.state != "ok"] == []
 
 
-def test_a_step_that_fails_dies_or_differs_is_named():
+def test_a_failing_or_deviating_self_test_step_is_reported():
     expected = {"gloo": 2, "compute": 2, "ipc": 2}
     sound = [Report(step, rank, 4.0) for step in ("gloo", "compute") for rank in range(2)]
     *_, ipc = check_steps([*sound, Report("ipc", 1, error="RuntimeError: invalid device context")], expected)

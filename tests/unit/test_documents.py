@@ -1,4 +1,4 @@
-"""Documents are correct: linked files and headings, commands with their options, jobs, keys and messages."""
+"""Links, commands, options, jobs, keys and messages in the documentation are valid."""
 
 import argparse
 import ast
@@ -30,16 +30,16 @@ ROOT = Path(__file__).resolve().parents[2]
 JOBS = ROOT / "jobs"
 
 
-def listed():
+def tracked_documents():
     """Return all Markdown files that git does not ignore; without git, those of known folders."""
-    ask = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"]
-    told = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True).stdout.split("\n")
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"]
+    tracked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.split("\n")
     folders = ("", "conf/", "jobs/", "rlfuse/engines/", "tests/benchmarks/", "tests/gpu/")
     found = {path.relative_to(ROOT).as_posix() for folder in folders for path in ROOT.glob(f"{folder}*.md")}
-    return sorted(name for name in found | {*filter(None, told)} if (ROOT / name).exists())
+    return sorted(name for name in found | {*filter(None, tracked)} if (ROOT / name).exists())
 
 
-DOCUMENTS = listed()
+DOCUMENTS = tracked_documents()
 OURS = [name for name in DOCUMENTS if name.startswith("jobs/") and name != "jobs/first_day.md"]
 
 
@@ -47,18 +47,18 @@ def text_of(name):
     return (ROOT / name).read_text()
 
 
-def parted(text):
+def split_fences(text):
     """Return the text outside of code fences, and (language, content) of each fence."""
     parts = re.split(r"^```(\w*)(?:\n|\Z)", text, flags=re.MULTILINE)
     return "".join(parts[0::4]), list(zip(parts[1::4], parts[2::4], strict=True))
 
 
 def without_code(text):
-    return parted(text)[0]
+    return split_fences(text)[0]
 
 
 def blocks(text, language):
-    return [content for each, content in parted(text)[1] if each == language]
+    return [content for each, content in split_fences(text)[1] if each == language]
 
 
 # Links ----------------------------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def anchors(text):
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_relative_links_lead_somewhere(name):
+def test_relative_links_are_valid(name):
     text = re.sub(r"`[^`]*`", "", without_code(text_of(name)))
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match(r"[a-z]+:", target):
@@ -99,7 +99,7 @@ NEEDED = (
     ("model", "path", "model.path=m"),
     ("reward", "functions", "reward.functions=[a.py:f]"),
 )
-"""Settings that a partial job in a document leaves out: (group, key, setting)."""
+"""Required settings that partial jobs in documents omit: (group, key, setting)."""
 COMPOSED = cache(lambda words, files: to_config(compose_job([*words]), lambda _: Facts()))
 
 
@@ -113,7 +113,7 @@ def composed(words):
 
 
 @pytest.fixture
-def parsers_stop(monkeypatch):
+def stop_after_parsing(monkeypatch):
     """Make argument parsers raise `Parsed` after parsing, so that commands do nothing else."""
     known = argparse.ArgumentParser.parse_known_args
 
@@ -147,11 +147,11 @@ def typed(text):
 def split(words):
     """Return the commands of a line, without variable assignments and redirections."""
     end = next((at for at, word in enumerate(words) if word in ("&&", "||", "|", ">", ";")), len(words))
-    mine = words[:end]
-    while mine and re.fullmatch(r"[A-Z_]+=.*", mine[0]):
-        mine = mine[1:]
-    if mine:
-        yield mine
+    command = words[:end]
+    while command and re.fullmatch(r"[A-Z_]+=.*", command[0]):
+        command = command[1:]
+    if command:
+        yield command
     if words[end : end + 1] not in ([], [">"]):
         yield from split(words[end + 1 :])
 
@@ -179,7 +179,7 @@ def first_error(word):
     return f"{override.key_or_group}={next(override.sweep_string_iterator())}" if several else word
 
 
-def try_train(words):
+def check_train(words):
     """Check names, types and values of a job; of a sweep, of its first job."""
     if "--help" in words:
         return
@@ -191,12 +191,12 @@ def try_train(words):
     assert composed(words).model.path
 
 
-def try_command(words):
+def check_command(words):
     """Raise an error for an invalid command, and SystemExit for invalid options."""
     name, arguments = words[1], words[2:]
     assert name in COMMANDS, words
     if not arguments or name == "train":
-        return try_train(arguments) if arguments else None
+        return check_train(arguments) if arguments else None
     if name == "translate":
         if arguments[0] == "--":
             assert translate(read(arguments)).settings
@@ -218,8 +218,8 @@ def try_command(words):
     return None
 
 
-def try_script(words):
-    """Check a script of the repository that is called with settings: they compose with its last experiment."""
+def check_script(words):
+    """Check a script of the repository that is called with settings, which must compose with its last experiment."""
     at = next(at for at, word in enumerate(words) if re.search(r"/.*\.(sh|slurm|py|yaml)$", word))
     script = ROOT / words[at]
     assert script.exists(), words
@@ -232,7 +232,7 @@ def try_script(words):
 
 
 @pytest.fixture
-def beside(tmp_path, monkeypatch):
+def working_folder(tmp_path, monkeypatch):
     """Create a working folder with `jobs` and the files that a document shows by name."""
 
     def write(text):
@@ -253,44 +253,44 @@ def beside(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_commands_exist_and_their_jobs_compose(name, beside, parsers_stop):
+def test_commands_in_documents_are_valid_and_their_jobs_compose(name, working_folder, stop_after_parsing):
     text = text_of(name)
-    beside(text)
+    working_folder(text)
     for words in [*typed(text), *mentioned(text)]:
         if words[0] == "rlfuse" and len(words) > 1 and not words[1].startswith("-"):
-            try_command(words)
+            check_command(words)
         elif words[0] in ("bash", "sbatch") or re.match(r"kubectl apply|python \S+\.py", " ".join(words)):
-            try_script(words)
+            check_script(words)
         elif words[:2] == ["docker", "build"]:
             assert (ROOT / words[words.index("-f") + 1]).exists()
 
 
 @pytest.mark.slow
-def test_commands_in_job_files_and_help_compose(beside, parsers_stop):
+def test_commands_in_job_files_and_help_compose(working_folder, stop_after_parsing):
     found = [line for path in JOBS.glob("*.yaml") for line in re.findall(r"^# {3}(rlfuse .*?)(?: {3}.*)?$",
              path.read_text(), re.MULTILINE)]  # fmt: skip
     found += [task.then for task in TASKS.values()]
     assert len(found) > 8
     for line in found:
-        try_command(shlex.split(line))
+        check_command(shlex.split(line))
 
 
-def test_wrong_commands_are_found(beside, parsers_stop):
+def test_invalid_commands_are_detected(working_folder, stop_after_parsing):
     text = "```bash\nrlfuse runs && rlfuse train a.yaml \\\n  n=8   # a comment\nA=1 bash jobs/x.sh > b\n```\n"
     assert [*typed(text)] == [["rlfuse", "runs"], ["rlfuse", "train", "a.yaml", "n=8"], ["bash", "jobs/x.sh"]]
     refused = ("train my_job.yaml rolout.n=8", "evaluate my_job.yaml", "prepare gsm9k", "eval my_job.yaml --k 3")
     for wrong in (f"rlfuse {each}" for each in refused):
         with pytest.raises((ValueError, AssertionError)):
-            try_command(shlex.split(wrong))
+            check_command(shlex.split(wrong))
     for wrong in ("rlfuse trace a b", "rlfuse report a --output b"):
         with pytest.raises(SystemExit):
-            try_command(shlex.split(wrong))
+            check_command(shlex.split(wrong))
     with pytest.raises(AssertionError):
-        try_script(["bash", "jobs/nothing.sh"])
+        check_script(["bash", "jobs/nothing.sh"])
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_jobs_that_are_shown_compose(name, tmp_path):
+def test_jobs_in_documents_compose(name, tmp_path):
     for number, block in enumerate(blocks(text_of(name), "yaml")):
         file, shown = tmp_path / f"job{number}.yaml", yaml.safe_load(block)
         file.write_text(block)
@@ -307,18 +307,18 @@ def known(name):
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_keys_in_the_text_exist(name):
+def test_keys_in_documents_exist(name):
     tops = {group.partition(".")[0] for group in groups()}
     for piece in re.findall(r"(?<!`)`([^`]+)`(?!`)", without_code(text_of(name))):
         for word in piece.split():
             key = re.match(r"([a-z_]+(?:\.\w+)+)(=|$)", word.strip("',"))
-            if key and key[1].partition(".")[0] in tops and key[1] not in FOREIGN and not key[1].endswith(".X"):
+            if key and key[1].partition(".")[0] in tops and key[1] not in NAMES_OF_VERL and not key[1].endswith(".X"):
                 assert known(key[1]), f"{name}: {word}"
 
 
 VERLS = json.loads((Path(__file__).parent / "verl_keys.json").read_text())
-FOREIGN = {*VERLS, *VERL}
-"""Check verl's names: some of its groups have the same names as ours."""
+NAMES_OF_VERL = {*VERLS, *VERL}
+"""Names of verl's keys; some of its groups have the same names as those of rlfuse."""
 
 
 def rows(text, head):
@@ -338,22 +338,22 @@ def fields_of(*files):
     return found
 
 
-def test_names_of_verl_exist_and_become_what_the_table_says():
+def test_names_of_verl_exist_and_are_translated_as_documented():
     found = [row for row in rows(text_of("jobs/coming_from.md"), "verl \\| here") if ".X" not in str(row)]
     assert len(found) > 20
     for theirs, ours, *_ in found:
         assert all(map(known, ours)), ours
         for name in theirs:
-            assert name in FOREIGN, name
-            there = counterpart(name, frozenset(by_name()))
-            same = name in by_name() or any(key.startswith(tuple(ours)) for key in there.keys)
+            assert name in NAMES_OF_VERL, name
+            translation = counterpart(name, frozenset(by_name()))
+            same = name in by_name() or any(key.startswith(tuple(ours)) for key in translation.keys)
             assert same or name in CONVERSIONS, name
     for theirs, ours in (row[:2] for row in rows(text_of("jobs/coming_from.md"), "verl \\| here") if ".X" in str(row)):
-        for there, here in zip(theirs, ours, strict=False):
-            assert dict(VERL_PREFIXES)[there.removesuffix("X")] == here.removesuffix("X")
+        for verl_name, our_name in zip(theirs, ours, strict=False):
+            assert dict(VERL_PREFIXES)[verl_name.removesuffix("X")] == our_name.removesuffix("X")
 
 
-def test_names_of_trl_are_those_of_the_installed_one():
+def test_names_of_trl_exist_in_the_installed_version():
     theirs = fields_of("trl/trainer/grpo_config.py", "trl/trainer/rloo_config.py", "trl/trainer/base_config.py",
                        "transformers/training_args.py")  # fmt: skip
     found = list(rows(text_of("jobs/coming_from.md"), "TRL \\| here"))
@@ -364,7 +364,7 @@ def test_names_of_trl_are_those_of_the_installed_one():
 
 
 def templates():
-    """Return the source's texts as they are printed, with `...` for replacement fields."""
+    """Return the string literals of the source as they are printed, with `...` for replacement fields."""
     for path in (ROOT / "rlfuse").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
@@ -376,12 +376,12 @@ def templates():
 
 
 @pytest.mark.slow
-def test_messages_are_in_the_words_printed():
-    said = list(templates())
+def test_documented_messages_are_printed_by_the_source():
+    printed = list(templates())
     text = without_code(text_of("jobs/troubleshooting.md"))
     messages = [piece for row in rows(text, "(?:printed|title)") for piece in row[0]]
-    messages.remove("rlfuse: command not found")  # from the shell
+    messages.remove("rlfuse: command not found")  # printed by the shell
     assert len(messages) > 60
     for message in messages:
         pieces = [piece for piece in re.split(r"\.\.\.", message) if piece.strip()]
-        assert any(all(piece in each for piece in pieces) for each in said), message
+        assert any(all(piece in each for piece in pieces) for each in printed), message

@@ -1,4 +1,4 @@
-"""When engines draft from earlier responses: to repeat steps, over epochs, and never where a step could change."""
+"""Conditions under which engines draft from earlier responses: repeated steps, later epochs, and exclusions."""
 
 from types import SimpleNamespace
 
@@ -24,31 +24,31 @@ WITHOUT_DRAFTS = "Steps 4 to 5 are repeated without drafts: trainer.deterministi
     ids=str,
 )  # fmt: skip
 def test_a_run_that_continues_after_step_3(last_step, changes, draft, line, tiny):
-    said = []
+    messages = []
     config = with_values(Config(), {"model.path": tiny} | changes)
-    log = SimpleNamespace(responses=SimpleNamespace(last_step=last_step), say=said.append)
+    log = SimpleNamespace(responses=SimpleNamespace(last_step=last_step), say=messages.append)
     assert run_engines(config, 3, log).rollout.draft == draft
-    assert len(said) == (line is not None) and all(line in each for each in said), said
+    assert len(messages) == (line is not None) and all(line in each for each in messages), messages
     drafts = run_drafts(config, 3, log)
     assert drafts.epoch_limit_mb == (256 if changes.get("rollout.draft") == "history" else 0)
     assert drafts.are_wanted == (draft == "history" or line is not None) and drafts.repeated_until == last_step
 
 
-def test_a_run_without_a_store_drafts_nothing(tiny):
+def test_a_run_without_stored_responses_uses_no_drafts(tiny):
     log = SimpleNamespace(responses=None, say=pytest.fail)
     config = with_values(Config(), {"model.path": tiny})
     assert run_engines(config, 3, log) is config and not run_drafts(config, 3, log).are_wanted
 
 
-def test_an_evaluation_drafts_with_a_model_that_could_not_be_trained(tiny):
-    said = []
+def test_an_evaluation_can_draft_with_any_model(tiny):
+    messages = []
     config = with_values(Config(), {"model.path": tiny})
-    assert with_drafts(config, said.append, trains=False).rollout.draft == "history" and not said
+    assert with_drafts(config, messages.append, trains=False).rollout.draft == "history" and not messages
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """A folder with the configuration of a model."""
+    """Write the configuration of a tiny model and return its folder."""
     from transformers import Qwen2Config
 
     folder = tmp_path_factory.mktemp("model")

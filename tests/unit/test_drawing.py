@@ -1,4 +1,4 @@
-"""Pictures are drawn in another process, which may fail, hang, crash or be too slow."""
+"""Pictures are drawn in a separate process, which may fail, hang, crash or be too slow."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ HERE = Path(__file__).stem
 
 
 def write(path, text):
-    """A picture, with the process that drew it."""
+    """Write a text file in place of a picture, with the id, priority and group of the drawing process."""
     Path(path).write_text(f"{text} {os.getpid()} {os.getpriority(os.PRIO_PROCESS, 0)} {os.getpgid(0)}")
 
 
@@ -36,21 +36,21 @@ def hang(path):
 
 
 def write_memory(path):
-    """MiB resident, after allocations as a picture makes them: objects in cycles, and small blocks between them."""
+    """Write the resident MiB after allocations typical of a picture: cyclic objects and small blocks between them."""
     figure = [[bytearray(200 + number % 900) for number in range(20_000)]]
     figure.append(figure)
     Path(path).write_text(str(psutil.Process().memory_info().rss >> 20))
 
 
 @pytest.fixture
-def told():
+def messages():
     return []
 
 
 @pytest.fixture
-def pictures(told, monkeypatch):
+def pictures(messages, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}")
-    pictures = Drawing(told.append)
+    pictures = Drawing(messages.append)
     yield pictures
     pictures.close(0)
 
@@ -63,49 +63,49 @@ def wait_for(condition):
 
 
 @pytest.mark.slow
-def test_pictures_are_drawn_elsewhere_one_after_the_other_and_failures_are_told(pictures, told, tmp_path):
+def test_pictures_are_drawn_sequentially_in_another_process_and_failures_are_reported(pictures, messages, tmp_path):
     shown = []
     for number in range(2):
         pictures.submit("it", lambda n=number: shown.append(n), f"{HERE}:write", tmp_path / f"{number}", "drawn")
     pictures.submit("the third", lambda: shown.append("third"), f"{HERE}:fail")
     pictures.submit("the fourth", lambda: shown.append("fourth"), f"{HERE}:crash")
     pictures.submit("the fifth", lambda: shown.append(5), f"{HERE}:write", tmp_path / "5", "drawn")
-    assert shown == [], "nobody waits"
+    assert shown == [], "submit does not wait"
     pictures.close(60)
     assert shown == [0, 1, "third", "fourth", 5]
-    assert told == [
+    assert messages == [
         "the third was not drawn: ValueError: no such colour",
         "the fourth was not drawn: its process ended with status -11",
     ]
     first, second, later = ((tmp_path / name).read_text().split() for name in "015")
-    assert first == second != later, "one process draws, until it crashes"
+    assert first == second != later, "one process draws until it crashes"
     process, priority, group = map(int, first[1:])
     assert priority == 19 and process == group != os.getpid() and not psutil.pid_exists(int(later[1]))
 
 
 @pytest.mark.slow
-def test_what_hangs_is_given_up_and_what_is_too_much_is_left_out(pictures, told, tmp_path, monkeypatch):
+def test_a_picture_that_hangs_is_cancelled_and_a_full_queue_refuses_pictures(pictures, messages, tmp_path, monkeypatch):
     monkeypatch.setattr(drawing, "DRAWING_S", 1.5)
     monkeypatch.setattr(drawing, "MAX_QUEUED", 1)
     pictures.submit("one", lambda: None, f"{HERE}:hang", tmp_path / "begun")
     pictures.submit("two", lambda: None, f"{HERE}:fail")
     wait_for(lambda: not pictures._requests or pictures.report_finished())
-    assert told == ["one was not drawn: it took 1.5 s", "two was not drawn: 1 others are queued; draw less often"]
+    assert messages == ["one was not drawn: it took 1.5 s", "two was not drawn: 1 others are queued; draw less often"]
 
 
 @pytest.mark.slow
-def test_the_end_of_a_run_waits_no_longer_than_it_is_told(pictures, told, tmp_path):
+def test_closing_waits_no_longer_than_its_timeout(pictures, messages, tmp_path):
     pictures.submit("one", lambda: None, f"{HERE}:hang", tmp_path / "begun")
-    pictures.submit("two", lambda: told.append("tried"), f"{HERE}:write", tmp_path / "2", "drawn")
+    pictures.submit("two", lambda: messages.append("tried"), f"{HERE}:write", tmp_path / "2", "drawn")
     wait_for((tmp_path / "begun").exists)
     began = time.monotonic()
     pictures.close(0.1)
     assert time.monotonic() - began < 60 and not (tmp_path / "2").exists()
-    assert told == ["one was not drawn: the run ended first", "two was not drawn: the run ended first", "tried"]
+    assert messages == ["one was not drawn: the run ended first", "two was not drawn: the run ended first", "tried"]
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_pictures_are_waited_for_gives_them_up(pictures, told, tmp_path):
+def test_an_interrupt_while_closing_cancels_pictures(pictures, messages, tmp_path):
     pictures.submit("one", lambda: None, f"{HERE}:hang", tmp_path / "begun")
     pictures.submit("two", lambda: None, f"{HERE}:hang", tmp_path / "begun")
     wait_for((tmp_path / "begun").exists)
@@ -114,11 +114,13 @@ def test_ctrl_c_while_pictures_are_waited_for_gives_them_up(pictures, told, tmp_
     with pytest.raises(KeyboardInterrupt):
         pictures.close(60)
     assert pictures._process.poll() is not None
-    wait_for(lambda: not any(thread.is_alive() for thread in pictures._thread._threads))  # Python waits for it, too
+    wait_for(
+        lambda: not any(thread.is_alive() for thread in pictures._thread._threads)
+    )  # Python joins this thread at exit
 
 
 @pytest.mark.slow
-def test_the_process_ends_with_the_run_that_is_killed_and_not_by_what_its_terminal_sends(tmp_path):
+def test_the_drawing_process_ends_with_a_killed_run_but_ignores_terminal_signals(tmp_path):
     script = (
         "import sys; from rlfuse.observe.drawing import Drawing\n"
         f"pictures = Drawing(print); pictures.submit('it', print, '{HERE}:hang', '{tmp_path}/begun'); sys.stdin.read()"
@@ -136,7 +138,7 @@ def test_the_process_ends_with_the_run_that_is_killed_and_not_by_what_its_termin
 
 
 @pytest.mark.slow
-def test_the_process_that_draws_does_not_grow_with_the_number_of_pictures(pictures, tmp_path):
+def test_memory_of_the_drawing_process_does_not_grow(pictures, tmp_path):
     def draw(number):
         pictures.submit("memory", lambda: None, f"{HERE}:write_memory", tmp_path / str(number))
         wait_for((tmp_path / str(number)).exists)

@@ -1,4 +1,4 @@
-"""Training passes of every family are without dropout; what draws random numbers all the same is refused by name."""
+"""Training passes of every family run without dropout; modules with other randomness are refused by name."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ IDS = torch.arange(4, 12)[None]
 
 
 def passes(model):
-    """Logits of two passes as in training, but for the gradient."""
+    """Return the logits of two passes in training mode, without gradients."""
     model.train()
     with torch.no_grad():
         return [model(input_ids=IDS, use_cache=False).logits for _ in range(2)]
@@ -61,31 +61,31 @@ def passes(model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_training_passes_of_a_loaded_model_are_the_same(tmp_path, family):
+def test_training_passes_of_a_loaded_policy_are_deterministic(tmp_path, family):
     torch.manual_seed(0)
-    made = AutoModelForCausalLM.from_config(FAMILIES[family])
-    assert not torch.equal(*passes(made)), "else this would show nothing"
-    made.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family])
+    assert not torch.equal(*passes(model)), "the family has dropout by default"
+    model.save_pretrained(tmp_path)
     assert torch.equal(*passes(load_policy(str(tmp_path), ModelConfig(dtype="float32"))))
-    prepare_for_training(made, ModelConfig())  # built from a configuration, as plans have it
-    assert torch.equal(*passes(made))
+    prepare_for_training(model, ModelConfig())  # built from a configuration, as for plans
+    assert torch.equal(*passes(model))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("load", [load_critic, load_reward_model])
-def test_so_are_those_of_values_and_of_rewards(tmp_path, load):
-    """Which have dropout of their own before the head."""
+def test_training_passes_of_critics_and_reward_models_are_deterministic(tmp_path, load):
+    """Cover the additional dropout before the head of these models."""
     config = GPT2Config(
         vocab_size=64, n_embd=32, n_layer=1, n_head=2, pad_token_id=0, classifier_dropout=0.5, summary_first_dropout=0.5
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     model = load(str(tmp_path), ModelConfig(dtype="float32"), *([["score"]] if load is load_reward_model else []))
     for head in model.parameters():
-        nn.init.normal_(head)  # a fresh one gives nothing
+        nn.init.normal_(head)  # a new head returns zeros
     assert torch.equal(*passes(model))
 
 
-def test_fields_of_configurations_within_a_configuration_are_zeroed():
+def test_dropout_fields_of_nested_configurations_are_zeroed():
     config = Qwen2_5_VLConfig(text_config={"attention_dropout": 0.1, "num_hidden_layers": 2})
     config.vision_config.drop_path_rate = 0.2
     config.text_config.extra = {"ffn_dropout": 0.3, "drop_tokens": True, "rope_theta": 0.5}
@@ -94,11 +94,11 @@ def test_fields_of_configurations_within_a_configuration_are_zeroed():
     assert config.text_config.extra == {"ffn_dropout": 0.0, "drop_tokens": True, "rope_theta": 0.5}
 
 
-# Noise that has no known name -----------------------------------------------------------------------------------------
+# Noise of unknown modules ---------------------------------------------------------------------------------------------
 
 
 class Noisy(nn.Module):
-    """A module whose output is, or whose child's input is, noise; or one that leaves its child out at times."""
+    """Module that adds noise to its output or to its child's input, or that randomly skips its child."""
 
     def __init__(self, child, where):
         super().__init__()
@@ -111,8 +111,8 @@ class Noisy(nn.Module):
         return self.child(noise(x)) if self.where == "input" else noise(self.child(x))
 
 
-def one_of_two(seed):
-    """Whether one of two passes skips its child."""
+def skips_once(seed):
+    """Return whether exactly one of two passes skips the child."""
     return int((torch.rand(2, generator=torch.Generator().manual_seed(seed)) < 0.5).sum()) == 1
 
 
@@ -131,9 +131,9 @@ def small():
 
 
 @pytest.mark.parametrize("where", ["input", "output", "skips"])
-def test_noise_is_refused_with_the_name_of_its_module(where):
+def test_a_noisy_module_is_refused_by_name(where):
     model = with_noise(small(), where).eval()
-    torch.manual_seed(next(seed for seed in range(99) if one_of_two(seed)))
+    torch.manual_seed(next(seed for seed in range(99) if skips_once(seed)))
     before = torch.get_rng_state()
     run = lambda: model(input_ids=IDS, use_cache=False)  # noqa: E731
     with pytest.raises(EngineError, match=r"The critic's model\.layers\.0\.mlp, a Noisy, returned different values"):
@@ -146,9 +146,9 @@ def test_noise_is_refused_with_the_name_of_its_module(where):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("qwen2")
-    small().save_pretrained(made)
-    return str(made)
+    path = tmp_path_factory.mktemp("qwen2")
+    small().save_pretrained(path)
+    return str(path)
 
 
 def of_actor(config):
@@ -169,13 +169,13 @@ KINDS += [(of_stages, pipeline_rank, "load_stage", 1, "actor")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setup, room, load, stage, role", KINDS)
-def test_every_kind_of_rank_refuses_at_setup(monkeypatch, folder, setup, room, load, stage, role):
+@pytest.mark.parametrize("setup, module, load, stage, role", KINDS)
+def test_every_kind_of_rank_refuses_noise_at_setup(monkeypatch, folder, setup, module, load, stage, role):
     config = Config()
     config.algorithm.adv_estimator, config.model.path, config.actor.zero_stage = "grpo", folder, stage
-    loaded = getattr(room, load)
-    monkeypatch.setattr(room, load, lambda *arguments: with_noise(loaded(*arguments), "output"))
-    if room is not pipeline_rank:
+    loaded = getattr(module, load)
+    monkeypatch.setattr(module, load, lambda *arguments: with_noise(loaded(*arguments), "output"))
+    if module is not pipeline_rank:
         monkeypatch.setattr(trainer_rank.TrainerRank, "parallel", None, raising=False)
         monkeypatch.setattr(trainer_rank.TrainerRank, "tensor", None, raising=False)
     with pytest.raises(EngineError, match=rf"The {role}'s model\.layers\.0\.mlp, a Noisy, returned different values"):

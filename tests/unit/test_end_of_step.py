@@ -1,4 +1,4 @@
-"""In which order a step ends: devices, rows, checkpoint, and leaving when told to; by the real controller."""
+"""Order of events at the end of a step in the real controller: devices, rows, checkpoint, and requested stops."""
 
 import asyncio
 from contextlib import contextmanager
@@ -16,20 +16,20 @@ from rlfuse.stopping import Stopped, Stopping
 
 
 class Parts:
-    """All that a controller calls between two steps; each call is a word in `order`."""
+    """Record a controller's calls between two steps in `order`; SIGTERM arrives after the call `stop_at`."""
 
     lost = False
     due_at, full_after = (2, 3), None
 
-    def __init__(self, told):
-        self.order, self.told, self.stopping = [], told, Stopping(0.0, print)
+    def __init__(self, stop_at):
+        self.order, self.stop_at, self.stopping = [], stop_at, Stopping(0.0, print)
         self.step = self.written = self.writing = 0
         self.recorder, self.spans = self, []
         self.rates, self.costs = SimpleNamespace(current=[1.0, 1.5]), None
 
-    def did(self, word):
+    def record(self, word):
         self.order.append(word)
-        if word == self.told:
+        if word == self.stop_at:
             self.stopping.by = SIGTERM
 
     @contextmanager
@@ -37,31 +37,31 @@ class Parts:
         yield
 
     async def sleep(self, *_):
-        self.did("asleep")
+        self.record("asleep")
 
     async def wake(self, *_):
-        self.did("awake")
+        self.record("awake")
 
     sharing = DeviceSharing()
 
     async def acquire_device(self, slot):
-        self.did("ranks on")
+        self.record("ranks on")
 
     async def release_device(self, slot):
-        self.did("ranks off")
+        self.record("ranks off")
 
     async def push(self, version):
-        self.did(f"push {version}")
+        self.record(f"push {version}")
 
     async def collect(self, step):
         return self.spans
 
     def add(self, values):
-        assert values == {}, "nobody looks after these workers"
+        assert values == {}, "these workers have no monitor"
 
     def log_step(self, step, board, spans):
         assert spans is self.spans
-        self.did(f"rows {step}")
+        self.record(f"rows {step}")
 
     def is_due(self, step):
         return step in self.due_at
@@ -71,15 +71,15 @@ class Parts:
             raise NotSaved(f"no room after step {step}")
 
     def remember(self, step):
-        """State."""
+        """Do nothing: there is no state."""
 
     async def write(self, step, required=False):
-        self.did(f"write {step}")
+        self.record(f"write {step}")
         self.writing = step
 
     def publish(self):
         if self.written != self.step:
-            self.did(f"publish {self.written}")
+            self.record(f"publish {self.written}")
             self.step = self.written
 
     async def publish_written(self):
@@ -90,24 +90,24 @@ class Parts:
         self.publish()
 
     def learn(self, board, spans):
-        """Costs."""
+        """Do nothing: there are no costs to learn."""
 
     def folder(self, step):
         return f"saved {step}" if step == self.step else None
 
     async def replan(self, rates, saved):
         assert rates is self.rates.current
-        self.did(f"replan {saved}")
+        self.record(f"replan {saved}")
 
 
-class Played(Controller):
-    """Its steps and validations take no time."""
+class RecordingController(Controller):
+    """Controller whose steps and validations only record their names."""
 
     async def learn(self, step):
-        self.journal.did(f"learn {step}")
+        self.journal.record(f"learn {step}")
 
     async def validate(self, step):
-        self.journal.did(f"validate {step}")
+        self.journal.record(f"validate {step}")
 
 
 ROWS_1 = "learn 1, push 1, rows 1"
@@ -119,7 +119,7 @@ LAST = "learn 3, push 3, validate 3, asleep, ranks on, write 3, rows 3, publish 
 
 
 @pytest.mark.parametrize(
-    ("told", "order", "left"),
+    ("stop_at", "order", "left"),
     [
         ("", f"{SAVED_2}, rows 2, publish 2, {BACK}, {LAST}", None),
         ("learn 1", f"{ROWS_1}, asleep, ranks on, write 1, publish 1", 1),
@@ -132,9 +132,9 @@ LAST = "learn 3, push 3, validate 3, asleep, ranks on, write 3, rows 3, publish 
         ("write 3", f"{SAVED_2}, rows 2, publish 2, {BACK}, {LAST}", None),
     ],
 )
-def test_rows_come_before_the_checkpoint_counts_and_engines_wake_only_for_more(told, order, left):
-    parts = Parts(told)
-    controller = played(parts)
+def test_rows_precede_the_publication_and_engines_wake_only_for_another_step(stop_at, order, left):
+    parts = Parts(stop_at)
+    controller = controller_of(parts)
     if left is None:
         asyncio.run(controller.train(0))
     else:
@@ -150,52 +150,52 @@ def test_rows_come_before_the_checkpoint_counts_and_engines_wake_only_for_more(t
         (1, f"learn 2, push 2, validate 2, {SAVE_2}, rows 2, publish 2"),
     ],
 )
-def test_a_job_that_goes_on_elsewhere_validates_and_saves_before_it_leaves(done, order):
+def test_a_relocated_job_validates_and_saves_before_it_leaves_the_node(done, order):
     parts, left = Parts(""), NodeLeft("node b leaves", ("b",))
     parts.stopping.relocation = left
     parts.step = parts.written = parts.writing = done
     with pytest.raises(NodeLeft) as raised:
-        asyncio.run(played(parts).train(done))
+        asyncio.run(controller_of(parts).train(done))
     assert raised.value is left
     assert ", ".join(parts.order) == order
 
 
 @pytest.mark.parametrize("visual", [(), ("a clip",)])
-def test_clips_of_the_next_step_are_made_beside_this_one_unless_a_validation_with_clips_comes_first(visual):
-    controller, made = played(Parts("")), []
-    clips = SimpleNamespace(prefetch=lambda prompts, beside: made.append((prompts, beside)))
+def test_clips_of_the_next_validation_or_step_are_prefetched(visual):
+    controller, prefetched = controller_of(Parts("")), []
+    clips = SimpleNamespace(prefetch=lambda prompts, holder: prefetched.append((prompts, holder)))
     held_out, upcoming = [SimpleNamespace(visual=visual)], ["upcoming"]
     controller.engines = SimpleNamespace(clips=clips)
     controller.groups = SimpleNamespace(held_out=held_out, selection=SimpleNamespace(upcoming=lambda: upcoming))
-    for step, beside in ((1, "training"), (2, "training"), (2, "testing"), (3, "testing")):
-        controller._prefetch(step, beside)
+    for step, holder in ((1, "training"), (2, "training"), (2, "testing"), (3, "testing")):
+        controller._prefetch(step, holder)
     second = held_out if visual else upcoming
-    assert made == [(upcoming, "training"), (second, "training"), (upcoming, "testing")]
+    assert prefetched == [(upcoming, "training"), (second, "training"), (upcoming, "testing")]
 
 
-def test_a_checkpoint_is_early_where_it_will_not_fit_later_and_no_step_begins_that_cannot_be_saved():
+def test_a_checkpoint_is_written_early_and_no_step_starts_that_cannot_be_saved():
     parts = Parts("")
     parts.due_at, parts.full_after = (1,), 2
     with pytest.raises(NotSaved, match="no room after step 2"):
-        asyncio.run(played(parts).train(0))
+        asyncio.run(controller_of(parts).train(0))
     saved = "learn 1, push 1, asleep, ranks on, write 1, rows 1, publish 1, replan saved 1, ranks off, awake"
     assert ", ".join(parts.order) == f"{saved}, learn 2, push 2, validate 2, rows 2, replan None"
 
 
 class Full(Parts):
-    """There is no room for checkpoints: the first two are not written, which `write` tells a person."""
+    """Fail to write the first two checkpoints, as on a full disk."""
 
     async def write(self, step, required=False):
-        self.did(f"no room {step}")
+        self.record(f"no room {step}")
         self.failed = getattr(self, "failed", 0) + 1
         if self.failed > 2:
             self.writing = step
 
 
-def test_a_job_whose_step_could_not_be_saved_stays_where_it_is(capsys):
+def test_a_failed_checkpoint_cancels_the_relocation(capsys):
     parts = Full("")
     parts.stopping.relocation = NodeLeft("node b leaves", ("b",))
-    asyncio.run(played(parts).train(0))
+    asyncio.run(controller_of(parts).train(0))
     order = ", ".join(parts.order)
     failed = "asleep, ranks on, no room 1, ranks off, awake, learn 2, push 2, validate 2, asleep, ranks on, no room 2"
     assert order.startswith(f"{ROWS_1}, {failed}, rows 2, replan None, ranks off, awake, learn 3")
@@ -203,11 +203,11 @@ def test_a_job_whose_step_could_not_be_saved_stays_where_it_is(capsys):
     assert "Checkpoint of step 1 failed; node drain cancelled. Free disk space and retry." in capsys.readouterr().out
 
 
-def played(parts):
-    """A controller of three steps, made of these parts; it saves and validates every second one."""
+def controller_of(parts):
+    """Return a controller of three steps with these parts, which saves and validates every second step."""
     config = Config()
     config.trainer.save_freq = config.trainer.test_freq = 2
-    return Played(
+    return RecordingController(
         config=config,
         engines=SimpleNamespace(rollout=[parts], trainer=parts, weights=parts),
         policy=None,

@@ -1,4 +1,4 @@
-"""An engine's process that is a fork has nothing of its actor's, and ends with it; GPUs have vLLM's own way."""
+"""Forked engine processes share no resources with their actor and end with it; otherwise, vLLM's method is used."""
 
 import fcntl
 import gc
@@ -33,21 +33,21 @@ time.sleep(600)
 
 @pytest.fixture
 def actor(tmp_path, monkeypatch):
-    """This process as an actor is: (its end of a connection, the other end, a file that it has locked)."""
+    """Set up this process like an actor; return (its end of a connection, the other end, a locked file)."""
     ours, theirs = socket.socketpair()
     lock = (tmp_path / "lock").open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
     monkeypatch.setattr(ray._private.worker.global_worker, "_is_connected", True)
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
-    gc.callbacks.append(told := lambda *_: None)
+    gc.callbacks.append(callback := lambda *_: None)
     gc.disable()
     yield ours, theirs, lock
     gc.enable()
-    gc.callbacks.remove(told)
+    gc.callbacks.remove(callback)
     signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_fork_has_no_file_socket_lock_handler_or_garbage_of_its_actor_and_no_ray(actor):
+def test_a_fork_inherits_no_resources_of_its_actor(actor):
     ours, theirs, lock = actor
     receiving, sending = multiprocessing.Pipe(duplex=False)
 
@@ -66,14 +66,14 @@ def test_a_fork_has_no_file_socket_lock_handler_or_garbage_of_its_actor_and_no_r
     try:
         child.start()
         assert receiving.poll(60)
-        files, handlers, told, collects, keeps, connected = receiving.recv()
+        files, handlers, callbacks, collects, keeps, connected = receiving.recv()
         assert set(files.values()) == {"/dev/null"}
         assert handlers == (signal.SIG_DFL, signal.SIG_IGN)
-        assert (told, collects, keeps, connected) == ([], True, True, False)
-        assert receiving.recv() > 4, "numbers stay taken"
+        assert (callbacks, collects, keeps, connected) == ([], True, True, False)
+        assert receiving.recv() > 4, "descriptors stay reserved"
         ours.close()
         theirs.settimeout(30)
-        assert theirs.recv(1) == b"", "the other side hears at once that its peer has gone"
+        assert theirs.recv(1) == b"", "the peer sees the closed connection"
         lock.close()
         with open(lock.name) as again:
             fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,12 +88,12 @@ def test_a_fork_ends_with_its_actor():
     with subprocess.Popen([sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE, text=True) as actor:
         assert psutil.pid_exists(int(actor.stdout.readline()))
         actor.kill()
-        assert actor.communicate(timeout=30)[0] == "", "nobody holds the other end of their output any more"
+        assert actor.communicate(timeout=30)[0] == "", "no process holds their output open"
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("vllm")
-def test_what_the_capture_of_graphs_leaves_in_a_fork_is_collected_and_nothing_of_its_actor():
+def test_garbage_of_graph_capture_is_collected_in_a_fork_but_not_that_of_its_actor():
     from vllm.utils import gc_utils
 
     runner = Path(gc_utils.__file__).parents[1] / "v1" / "worker" / "gpu_model_runner.py"
@@ -126,8 +126,8 @@ def test_what_the_capture_of_graphs_leaves_in_a_fork_is_collected_and_nothing_of
 
 
 @pytest.mark.slow
-def test_an_actor_on_cpus_has_imported_the_worker_that_its_forks_run():
-    """Before vLLM replaces Triton's kernels, which it does in all modules that are there."""
+def test_an_actor_on_cpus_has_imported_the_worker_of_its_forks():
+    """Import the worker before vLLM replaces Triton kernels, which it does only in imported modules."""
     code = """
 import os, sys
 from rlfuse.engines.vllm.importing import CPU_ENVIRONMENT, import_vllm
@@ -148,7 +148,7 @@ class Link:
 
 
 def cycle():
-    """Return a weak reference to an object that holds itself."""
+    """Return a weak reference to an object in a reference cycle."""
     link = Link()
     link.link = link
     return weakref.ref(link)
@@ -156,15 +156,14 @@ def cycle():
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("vllm")
-def test_engines_are_forks_where_no_device_is_open_and_else_vllm_s_own(monkeypatch, tmp_path):
-    """Its manager of processes takes what makes them from the place that is replaced, and the process from that; and
-    what looks at a class of models is asked in a place that is replaced."""
+def test_engines_fork_if_no_device_is_open_and_use_vllm_method_otherwise(monkeypatch, tmp_path):
+    """Check that vLLM's process manager and model registry call the patched functions."""
     from vllm.model_executor.models import registry
     from vllm.utils.system_utils import get_mp_context
     from vllm.v1.engine import utils
     from vllm.v1.executor import multiproc_executor
 
-    look_elsewhere = registry._run_in_subprocess
+    run_in_subprocess = registry._run_in_subprocess
     assert "get_mp_context" in utils.CoreEngineProcManager.__init__.__code__.co_names
     makers = multiproc_executor.WorkerProc.make_worker_process, multiproc_executor.MultiprocExecutor._init_executor
     assert all("get_mp_context" in inspect.unwrap(each).__code__.co_names for each in makers)
@@ -176,12 +175,12 @@ def test_engines_are_forks_where_no_device_is_open_and_else_vllm_s_own(monkeypat
         assert context.get_start_method() == "fork" and context.Process is EngineFork
         assert registry._run_in_subprocess(os.getpid) == os.getpid()
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)  # vLLM sets it where it can't fork
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)  # vLLM sets it if it cannot fork
     with forking("cuda", {}):
         assert isinstance(utils.get_mp_context(), ForkingContext) and isinstance(
             multiproc_executor.get_mp_context(), ForkingContext
         )
-        assert registry._run_in_subprocess is look_elsewhere, "a class of models may ask for CUDA devices"
+        assert registry._run_in_subprocess is run_in_subprocess, "a model class may query CUDA devices"
         (tmp_path / "nvidiactl").touch()
         monkeypatch.setattr(engine_fork, "DRIVER", re.compile(str(tmp_path)))
         with (tmp_path / "nvidiactl").open():
@@ -190,8 +189,8 @@ def test_engines_are_forks_where_no_device_is_open_and_else_vllm_s_own(monkeypat
         assert not isinstance(utils.get_mp_context(), ForkingContext)
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     with forking("cuda", {}):
-        assert utils.get_mp_context().get_start_method() == "spawn", "as the user says"
-    assert utils.get_mp_context is get_mp_context and registry._run_in_subprocess is look_elsewhere
+        assert utils.get_mp_context().get_start_method() == "spawn", "the user's setting has precedence"
+    assert utils.get_mp_context is get_mp_context and registry._run_in_subprocess is run_in_subprocess
 
 
 @pytest.mark.parametrize(
@@ -213,12 +212,12 @@ def test_engines_are_forks_where_no_device_is_open_and_else_vllm_s_own(monkeypat
         ("cuda", {}, "1", ["/dev/dxg"], False),
     ],
 )
-def test_an_engine_is_a_fork_where_neither_cuda_ray_nor_threads_are_lost(device, arguments, threads, files, expected):
+def test_an_engine_forks_only_without_cuda_ray_or_extra_threads(device, arguments, threads, files, expected):
     assert can_fork(device, arguments, threads, files) is expected
 
 
-def test_a_thread_that_ends_while_others_are_bound_to_a_core_is_no_fault(monkeypatch):
-    bound, mine = [], [thread.id for thread in psutil.Process().threads()]
+def test_a_thread_that_ends_while_threads_are_bound_is_ignored(monkeypatch):
+    bound, thread_ids = [], [thread.id for thread in psutil.Process().threads()]
 
     def bind(thread, cores):
         bound.append((thread, cores))
@@ -227,4 +226,4 @@ def test_a_thread_that_ends_while_others_are_bound_to_a_core_is_no_fault(monkeyp
 
     monkeypatch.setattr(os, "sched_setaffinity", bind)
     child_processes.bind(0)
-    assert {(thread, 0) for thread in mine} <= {(thread, *cores) for thread, cores in bound}
+    assert {(thread, 0) for thread in thread_ids} <= {(thread, *cores) for thread, cores in bound}

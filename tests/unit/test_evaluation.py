@@ -1,4 +1,4 @@
-"""Evaluation without engines: model selection, arguments, and continued files."""
+"""Evaluation without engines: model selection, arguments, and resumed files."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def run(tmp_path):
     return folder
 
 
-def test_a_checkpoint_is_named_by_itself_by_its_run_or_by_its_weights(run):
+def test_a_checkpoint_can_be_given_by_its_folder_its_run_or_its_weights(run):
     newest = run / "global_step_4" / "actor" / "huggingface"
     for given in (run, run / "global_step_4", newest):
         assert find(str(given), None, "base") == Source(str(newest), 4, run)
@@ -61,13 +61,13 @@ def test_invalid_checkpoints_are_reported(run, tmp_path):
         tmp_path / "nothing": "the folder does not exist",
         tmp_path: "neither config.json nor a complete global_step_N",
     }
-    for given, told in cases.items():
+    for given, message in cases.items():
         with pytest.raises(ConfigError) as error:
             find(str(given), None, "base")
-        assert told in str(error.value)
+        assert message in str(error.value)
 
 
-def test_a_word_is_a_checkpoint_setting_or_job_file(run):
+def test_arguments_are_split_into_checkpoint_settings_and_job_file(run):
     words = ["my_job.yaml", "rollout.n=4", str(run), "experiment=quickstart"]
     assert split_checkpoint(words) == (str(run), [word for word in words if word != str(run)])
     assert split_checkpoint(["my_job.yaml"]) == (None, ["my_job.yaml"])
@@ -91,7 +91,7 @@ def job(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_keys_for_training_only_are_not_checked(job, run):
+def test_keys_used_only_for_training_are_not_checked(job, run):
     config, source = read([str(job), "rollout.val_kwargs.temperature=1"], scored=False)
     assert source.step == 4 and config.model.path == source.path and config.rollout.val_kwargs.temperature == 1
     with pytest.raises(ConfigError) as error:
@@ -105,7 +105,7 @@ def test_keys_for_training_only_are_not_checked(job, run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", [key.name for key in keys() if key.custom and key.name != "model.video_family"])
-def test_custom_functions_for_training_only_may_be_missing(job, key):
+def test_custom_functions_used_only_for_training_may_be_missing(job, key):
     value = "absent.py:f" if key != "trainer.metrics" else "[absent.py:f,other/absent.py:f]"
     with pytest.raises(ConfigError) as error:
         read([str(job), f"{key}={value}"])
@@ -122,7 +122,7 @@ def test_engines_on_other_nodes_find_a_custom_video_family(job, tmp_path, monkey
 
 
 @pytest.mark.slow
-def test_a_job_without_a_name_means_its_last_run(job, run):
+def test_a_job_without_a_name_selects_its_last_run(job, run):
     job.write_text(job.read_text().replace(f", experiment_name: {run.name}", ""))
     assert read([str(job)], scored=False)[1].run is None
     plain = compose_job([str(job)])
@@ -133,7 +133,7 @@ def test_a_job_without_a_name_means_its_last_run(job, run):
     assert read([str(job), "data.seed=5"], scored=False)[1].run is None
 
 
-def test_a_run_brings_its_own_job(job, run):
+def test_a_run_folder_provides_its_job(job, run):
     (run / "config.yaml").write_text(job.read_text())
     assert run_config_of(str(run / "global_step_2")) == [str(run / "config.yaml")]
     config, source = read([str(run / "global_step_2")], scored=False)
@@ -141,7 +141,7 @@ def test_a_run_brings_its_own_job(job, run):
 
 
 @pytest.mark.slow
-def test_wrong_arguments_give_one_message_before_slow_imports(job, run, tmp_path, capsys):
+def test_invalid_arguments_are_reported_before_slow_imports(job, run, tmp_path, capsys):
     out = f"{tmp_path}/x.jsonl"
     cases = {
         ("eval", str(job), "./nothing"): "CHECKPOINT ./nothing: the folder does not exist",
@@ -153,17 +153,17 @@ def test_wrong_arguments_give_one_message_before_slow_imports(job, run, tmp_path
         ("generate", str(job), "--out", f"{tmp_path}/x.csv"): "it must be a file name that ends in .jsonl",
         ("generate", str(job), "--out", out, "--prompts", "gone.jsonl", "data.seed=2"): "`gone.jsonl` does not exist",
     }
-    for words, told in cases.items():
+    for words, message in cases.items():
         assert rlfuse(list(words)) == 2
         text = capsys.readouterr().err
-        assert told in text and "Traceback" not in text and "data.seed=2" not in text, text
-        assert text.count("gone.jsonl") < 2, "the same prompts"
+        assert message in text and "Traceback" not in text and "data.seed=2" not in text, text
+        assert text.count("gone.jsonl") < 2, "the problem is reported once"
 
 
 # Files ---------------------------------------------------------------------------------------------------------------
 
 
-def test_an_interrupted_file_is_continued(tmp_path):
+def test_an_interrupted_file_is_resumed(tmp_path):
     settings = {"model": "a", "temperature": 0.0, "files": ("val.jsonl",)}
     groups = make_groups(prompts_of("sums", "words"), 2, 0, 3)
     responses = Responses(tmp_path / "out" / "responses.jsonl", scored=True, draft_bytes=1 << 20)
@@ -211,7 +211,7 @@ def test_a_file_of_another_model_is_rejected(tmp_path):
 
 
 @pytest.mark.slow
-def test_evaluations_are_not_overwritten_and_interrupted_ones_are_continued(job, run, tmp_path):
+def test_evaluations_are_not_overwritten_and_interrupted_ones_are_resumed(job, run, tmp_path):
     config, source = read([str(job)], scored=False)
     settings = made_from(config, source, scored=True)
     first = run / "eval" / "global_step_4"
@@ -232,7 +232,7 @@ def test_evaluations_are_not_overwritten_and_interrupted_ones_are_continued(job,
 
 
 @pytest.mark.slow
-def test_files_locked_by_another_process_are_rejected_or_avoided(job, run, tmp_path, capsys):
+def test_locked_files_are_rejected_or_avoided(job, run, tmp_path, capsys):
     reward = "reward.functions=[rlfuse.rewards.verifiers.exact:score]"
     places = {
         tmp_path / "x.jsonl": ["generate", str(job), "--out", f"{tmp_path}/x.jsonl"],
@@ -258,7 +258,7 @@ def test_a_report_is_valid_json_with_its_settings(job):
     assert again["by_data_source"]["sums"]["pass@k"] == {"1": 1.0}
 
 
-def test_progress_without_a_terminal_is_an_occasional_line(monkeypatch):
+def test_progress_without_a_terminal_is_printed_as_occasional_lines(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("rlfuse.tools.evaluation.display.time.monotonic", lambda: now[0])
     console = Console(record=True, width=80, force_terminal=False)
@@ -270,6 +270,6 @@ def test_progress_without_a_terminal_is_an_occasional_line(monkeypatch):
             now[0] += 20
             display.add(1, 100)
     now[0] += 1000
-    assert display.speed == 5, "what ends takes no part"
-    told = console.export_text().splitlines()
-    assert told == ["✓ engine 1 of 1  12.0 s", "4 of 10 responses, 5 tokens/s", "6 of 10 responses, 5 tokens/s"]
+    assert display.speed == 5, "time without running requests is not counted"
+    lines = console.export_text().splitlines()
+    assert lines == ["✓ engine 1 of 1  12.0 s", "4 of 10 responses, 5 tokens/s", "6 of 10 responses, 5 tokens/s"]

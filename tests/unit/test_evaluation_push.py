@@ -74,7 +74,7 @@ def test_a_local_folder_is_not_a_base_model(run, monkeypatch):
         assert card.data.base_model is None and f"| Base model | {base} |" in card.text
 
 
-def test_the_model_card_has_the_settings_of_the_checkpoints_steps(run):
+def test_the_model_card_has_the_settings_of_each_step(run):
     def changed(step, was, now):
         return json.dumps({"step": step, "key": "data.train_batch_size", "was": was, "is": now}) + "\n"
 
@@ -96,10 +96,10 @@ def test_a_branch_is_created_and_an_existing_card_is_kept(run, hub, capsys):
 def test_a_dry_run_prints_files_and_card_without_requests(run, hub, capsys):
     assert rlfuse(["push", str(run), "someone/my-model", "--dry-run"]) == 0
     printed = capsys.readouterr().out
-    assert "2 files" in printed and "model.safetensors" in printed and "# my-model" in printed and not hub.asked
+    assert "2 files" in printed and "model.safetensors" in printed and "# my-model" in printed and not hub.requests
 
 
-def test_errors_of_push_are_one_message(run, hub, capsys, monkeypatch):
+def test_errors_of_push_are_reported_in_one_message(run, hub, capsys, monkeypatch):
     def message(*words):
         assert rlfuse(["push", *map(str, words)]) == 2
         text = capsys.readouterr().err

@@ -56,7 +56,7 @@ def test_statistics_by_source_and_overall_exclude_failures():
         "best@n": 0.0, "maj@n": None, "finish": {"stop": 2}, "length": None, "parts": {"f/acc": 0.0},
         "coverage": {"f/acc": 0.5},
     }  # fmt: skip
-    assert found[scores.ALL]["pass@k"] == {1: 0.5, 2: 1.0}, "pass@2 is of the prompts with two scores"
+    assert found[scores.ALL]["pass@k"] == {1: 0.5, 2: 1.0}, "pass@2 is over prompts with two scores"
     assert found[scores.ALL]["length"] == {"mean": 3.5, "median": 3.5, "p95": 5.75, "max": 6}
 
 
@@ -89,7 +89,9 @@ def test_a_missing_accuracy_counts_as_0_and_its_coverage_is_shown():
     found = scores.statistics_by_source(groups, 0.25)
     assert [each["score"] for each in found.values()] == [0.25, 0.75, 0.35]
     assert found["sums"]["pass@k"] == {1: 0.25} and validation_metrics(groups)["val-core/sums/acc/mean@1"] == 0.25
-    assert found["sums"]["parts"] == found[scores.ALL]["parts"] == {"gate": 0.5, "f/acc": 0.25}, "words has no parts"
+    assert found["sums"]["parts"] == found[scores.ALL]["parts"] == {"gate": 0.5, "f/acc": 0.25}, (
+        "the source `words` has no parts"
+    )
     assert found["sums"]["coverage"] == {"gate": 1.0, "f/acc": 0.25}
     console = Console(record=True, width=200)
     show(found, groups, 0.5, console)
@@ -134,14 +136,14 @@ def test_best_and_majority_of_several_responses():
     best = [1 - (2 / 4) ** 4, 0.0]
     tie = {votes: math.comb(4, votes) / 2**4 for votes in range(5)}  # 7 and 1 have two responses each
     majority = [tie[4] + tie[3] + tie[2] / 2, 0.0]
-    metrics, figures = validation_metrics(groups), scores.statistics_by_source(groups, 0.5)["sums"]
-    assert metrics["val-core/sums/acc/best@4/mean"] == figures["best@n"] == pytest.approx(np.mean(best))
-    assert metrics["val-core/sums/acc/maj@4/mean"] == figures["maj@n"] == pytest.approx(np.mean(majority))
+    metrics, sums = validation_metrics(groups), scores.statistics_by_source(groups, 0.5)["sums"]
+    assert metrics["val-core/sums/acc/best@4/mean"] == sums["best@n"] == pytest.approx(np.mean(best))
+    assert metrics["val-core/sums/acc/maj@4/mean"] == sums["maj@n"] == pytest.approx(np.mean(majority))
     assert metrics["val-aux/sums/acc/best@2/mean"] == pytest.approx((1 - (2 / 4) ** 2) / 2)
     assert metrics["val-aux/sums/acc/worst@4/mean"] == pytest.approx((2 / 4) ** 4 / 2)
     core = [name for name in metrics if name.startswith("val-core/")]
     assert core == [f"val-core/sums/acc/{name}" for name in ("mean@4", "best@4/mean", "maj@4/mean")]
     console = Console(record=True, width=200)
-    show({"sums": figures}, groups, 0.5, console)
+    show({"sums": sums}, groups, 0.5, console)
     printed = console.export_text()
     assert "best@4" in printed and "maj@4" in printed

@@ -1,4 +1,4 @@
-"""Events of long runs: rows become compressed parts, and every span is read once, whatever happens meanwhile."""
+"""Event logs of long runs: rows are rotated into compressed parts, and every span is read exactly once."""
 
 import errno
 import gzip
@@ -15,12 +15,12 @@ from rlfuse.events import EventLog, Span, read_events, read_spans
 
 
 class Killed(BaseException):
-    """The process ends here."""
+    """Raised in place of a kill of the process."""
 
 
 @pytest.fixture(autouse=True)
 def short_parts(monkeypatch):
-    """Of nine steps."""
+    """Rotate after nine steps."""
     monkeypatch.setattr(events, "PART_BYTES", 5000)
 
 
@@ -50,7 +50,7 @@ def test_parts_are_small_and_named_after_their_steps(tmp_path):
     assert [int(part.name[:5]) for part in parts] == list(range(1, len(parts) + 1))
 
 
-def test_parts_of_other_steps_are_not_read(tmp_path, monkeypatch):
+def test_only_parts_of_the_requested_steps_are_read(tmp_path, monkeypatch):
     path, opened, plain = tmp_path / "events.jsonl", [], gzip.open
     write(path, range(1, 31))
     monkeypatch.setattr(gzip, "open", lambda file, *more: (opened.append(file.name), plain(file, *more))[1])
@@ -59,7 +59,7 @@ def test_parts_of_other_steps_are_not_read(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("read", range(0, 100, 9))
-def test_a_reader_follows_rows_that_become_parts_while_it_reads(tmp_path, read):
+def test_a_reader_follows_rows_that_are_rotated_during_the_read(tmp_path, read):
     path = tmp_path / "events.jsonl"
     write(path, range(1, 13))
     reader = read_spans(path)
@@ -67,12 +67,12 @@ def test_a_reader_follows_rows_that_become_parts_while_it_reads(tmp_path, read):
     write(path, range(13, 31))
     found += reader
     known = expected(range(1, 31))
-    assert found == known[: len(found)] and len(found) >= 12 * 5, "none twice, none left out"
+    assert found == known[: len(found)] and len(found) >= 12 * 5, "spans are read twice or missing"
 
 
 @pytest.mark.parametrize("step", ["rename", "open", "replace", "unlink"])
 @pytest.mark.parametrize("error", [Killed(), OSError(errno.ENOSPC, "No space left on device")])
-def test_no_span_is_lost_by_a_kill_or_a_full_disk(tmp_path, monkeypatch, step, error):
+def test_no_span_is_lost_after_a_kill_or_on_a_full_disk(tmp_path, monkeypatch, step, error):
     path = tmp_path / "events.jsonl"
     write(path, range(1, 10))
 
@@ -87,11 +87,11 @@ def test_no_span_is_lost_by_a_kill_or_a_full_disk(tmp_path, monkeypatch, step, e
     assert read_events(path) == expected(range(1, 11 if wrote else 10))
     write(path, range(20, 41))
     assert read_events(path) == expected([*range(1, 11 if wrote else 10), *range(20, 41)])
-    assert not list((tmp_path / "events").glob("*.jsonl")), "what was left is compressed later"
+    assert not list((tmp_path / "events").glob("*.jsonl")), "leftover files are compressed later"
 
 
 @pytest.mark.parametrize("damage", [lambda whole: whole[:-20], lambda whole: b"x" + whole, lambda whole: whole[:40]])
-def test_a_damaged_part_is_named(tmp_path, damage):
+def test_a_damaged_part_is_reported_by_name(tmp_path, damage):
     path = tmp_path / "events.jsonl"
     write(path, range(1, 13))
     part = tmp_path / "events" / "00001-steps-1-9.jsonl.gz"

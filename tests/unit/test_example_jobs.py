@@ -16,13 +16,13 @@ JOBS = ROOT / "jobs" / "algorithms"
 PRESETS = sorted(path.stem for path in (ROOT / "conf" / "algorithm").glob("*.yaml"))
 
 
-def test_every_preset_has_a_job():
+def test_every_preset_has_an_example_job():
     assert sorted(path.stem for path in JOBS.glob("*.yaml")) == PRESETS
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_job_passes_all_checks_and_prepares_its_data(name):
+def test_the_example_job_passes_all_checks_and_prepares_its_data(name):
     file = JOBS / f"{name}.yaml"
     config, given = to_config(compose_job([str(file)]), lambda _: Facts()), yaml.safe_load(file.read_text())
     assert given["algorithm"] == name and config.trainer.job_name == name
@@ -36,7 +36,7 @@ def test_the_job_passes_all_checks_and_prepares_its_data(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_job_replaces_no_choice_of_the_preset(name):
+def test_the_example_job_overrides_no_setting_of_the_preset(name):
     preset = yaml.safe_load((ROOT / "conf" / "algorithm" / f"{name}.yaml").read_text())
     config = to_config(compose_job([str(JOBS / f"{name}.yaml")]), lambda _: Facts())
     assert config.algorithm.adv_estimator == preset["algorithm"]["adv_estimator"]

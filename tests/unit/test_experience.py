@@ -1,4 +1,4 @@
-"""From scored samples to what the optimizer reads, against numbers worked out in plain Python."""
+"""From scored samples to the optimizer's inputs, against values computed in plain Python."""
 
 import copy
 import math
@@ -17,8 +17,8 @@ from rlfuse.step.scoring import PASSES
 
 
 def groups(rewards, lengths, engine_offset=0.0):
-    """One group per list of rewards; log-probs of engine, trainer and reference differ by a constant."""
-    made = []
+    """Return one group per list of rewards; log-probs of engine, trainer and reference differ by constants."""
+    result = []
     for index, (values, counts) in enumerate(zip(rewards, lengths, strict=True)):
         prompt = Prompt(index, np.array([1, 2], np.int32), "p", (), "s", None)
         samples = []
@@ -28,8 +28,8 @@ def groups(rewards, lengths, engine_offset=0.0):
             sample = Sample(prompt, 1, k, 0, response, Reward(value))
             sample.tensors = {"old_log_probs": trainer, "ref_log_probs": trainer - 0.5, "values": np.zeros(count, "f4")}
             samples.append(sample)
-        made.append(Group(prompt, samples, baseline(prompt, 0.25 * index)))
-    return made
+        result.append(Group(prompt, samples, baseline(prompt, 0.25 * index)))
+    return result
 
 
 def baseline(prompt, score, tokens=4):
@@ -40,30 +40,30 @@ def baseline(prompt, score, tokens=4):
 
 
 def config(**changes):
-    made = Config()
+    result = Config()
     for path, value in changes.items():
         *sections, leaf = path.split("__")
-        target = made
+        target = result
         for section in sections:
             target = getattr(target, section)
         setattr(target, leaf, value)
-    return made
+    return result
 
 
 def correction(**changes):
     return {f"algorithm__rollout_correction__{name}": value for name, value in changes.items()}
 
 
-def worked_out(experience, batch):
-    """Everything from scores to metrics."""
+def prepare_and_complete(experience, batch):
+    """Run all phases from scores to metrics, and return the metrics."""
     experience.prepare(batch)
     return experience.complete(batch) | experience.mismatch(batch)
 
 
-def test_kl_in_the_reward_reaches_every_token_and_the_score_the_last():
+def test_kl_penalties_apply_to_every_token_and_the_score_to_the_last():
     experience = Experience(config(algorithm__use_kl_in_reward=True, algorithm__kl_ctrl__kl_coef=0.1))
     batch = groups([[1.0], [0.0]], [[3], [2]])
-    metrics = worked_out(experience, batch)
+    metrics = prepare_and_complete(experience, batch)
     first = batch[0].samples[0].tensors
     np.testing.assert_allclose(first["token_rewards"], [-0.05, -0.05, 0.95], atol=1e-6)
     np.testing.assert_allclose(first["returns"], [0.85, 0.9, 0.95], atol=1e-6)  # gamma = lambda = 1, values 0
@@ -90,13 +90,13 @@ def test_distillation_rewards_each_token_by_teacher_minus_student_log_prob(sourc
         sample.tensors["ref_log_probs"] = sample.tensors["old_log_probs"] + np.array(each, "f4")
         sample.reward = sample.reward if rewarded else None
     offset = 0.25 if source == "engine" else 0.0
-    metrics = worked_out(experience, batch)
+    metrics = prepare_and_complete(experience, batch)
     for group, each in zip(batch, differences, strict=True):
         np.testing.assert_allclose(group.samples[0].tensors["advantages"], np.array(each) - offset, atol=1e-6)
     assert metrics["actor/teacher_kl"] == pytest.approx(offset - (0.7 - 0.2 + 1.1 - 3.0) / 5, abs=1e-6)
 
 
-def test_grpo_compares_within_the_group_and_the_length_penalty_is_a_part():
+def test_grpo_compares_within_the_group_and_includes_the_length_penalty():
     experience = Experience(
         config(
             algorithm__adv_estimator="grpo",
@@ -116,7 +116,7 @@ def test_grpo_compares_within_the_group_and_the_length_penalty_is_a_part():
 def test_mismatch_is_measured_and_corrected_with_a_cap():
     experience = Experience(config(**correction(rollout_is="token", rollout_is_threshold=1.2)))
     batch = groups([[1.0], [0.0]], [[3], [2]], engine_offset=-0.5)
-    metrics = worked_out(experience, batch)
+    metrics = prepare_and_complete(experience, batch)
     assert metrics["training/rollout_log_probs_diff_max"] == pytest.approx(0.5)
     np.testing.assert_allclose(batch[0].samples[0].tensors["is_weights"], 1.2, atol=1e-6)  # e^0.5 is above the cap
     assert experience.actor_tensors == ("old_log_probs", "advantages", "is_weights")
@@ -131,22 +131,22 @@ def test_mismatch_is_measured_and_corrected_with_a_cap():
         {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 2.0},
     ],
 )
-def test_tokens_out_of_bounds_lose_their_loss_and_are_counted(changes):
+def test_tokens_out_of_bounds_are_masked_and_counted(changes):
     experience = Experience(config(**correction(**changes)))
     batch = groups([[1.0], [0.0]], [[3], [2]])
     batch[0].samples[0].response.log_probs[:] -= 1.0  # a ratio of e in all three tokens
-    metrics = worked_out(experience, batch)
+    metrics = prepare_and_complete(experience, batch)
     assert [sample.tensors["is_weights"].tolist() for group in batch for sample in group.samples] == [[0] * 3, [1] * 2]
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(3 / 5)
-    mean = metrics.get("rollout_corr/rollout_is_mean")  # of importance weights, which a rejection alone has not
+    mean = metrics.get("rollout_corr/rollout_is_mean")  # importance weights exist only with rollout_is
     assert mean == (pytest.approx(2 / 5) if "rollout_is" in changes else None)
 
 
-def test_engine_log_probs_as_old_ones_need_no_pass_of_the_trainer():
+def test_engine_log_probs_as_old_log_probs_need_no_trainer_pass():
     experience = Experience(config(algorithm__old_log_probs="engine"))
     assert experience.kinds == ("reward", "values")
     batch = groups([[1.0], [0.0]], [[3], [2]], engine_offset=-0.5)
-    assert worked_out(experience, batch) == {}
+    assert prepare_and_complete(experience, batch) == {}
     for group in batch:
         for sample in group.samples:
             np.testing.assert_array_equal(sample.tensors["old_log_probs"], sample.response.log_probs)
@@ -155,16 +155,14 @@ def test_engine_log_probs_as_old_ones_need_no_pass_of_the_trainer():
 def test_dynamic_sampling_keeps_groups_whose_rewards_differ():
     batch = groups([[1.0, 0.0], [0.5, 0.5], [0.0, 1.0], [0.0, 1.0]], [[1, 1]] * 4)
     batch[2].samples[1].reward = batch[3].baseline.reward = RewardFailure("f", "boom")
-    assert Experience(config(rollout__n=2)).groups_with_nonzero_std(batch) == [
-        0
-    ]  # one reward has nothing to differ from
+    assert Experience(config(rollout__n=2)).groups_with_nonzero_std(batch) == [0]  # a group with one reward has no std
 
 
 def test_adaptive_kl_coefficient_survives_a_checkpoint():
     changes = {"algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__type": "adaptive"}
     changes |= {"algorithm__kl_ctrl__target_kl": 0.6, "algorithm__kl_ctrl__horizon": 10}
     experience = Experience(config(**changes))
-    worked_out(experience, groups([[1.0], [0.0]], [[3], [2]]))  # 0.5 per token, 1.5 and 1.0 per response
+    prepare_and_complete(experience, groups([[1.0], [0.0]], [[3], [2]]))  # 0.5 per token, 1.5 and 1.0 per response
     assert experience.kl.value == pytest.approx(0.001 * (1 + (0.5 / 0.6 - 1) * 2 / 10))
     resumed = Experience(config(**changes))
     resumed.kl.load_state_dict(experience.kl.state_dict())
@@ -184,7 +182,7 @@ PENALISED = {
 
 
 def scored(seed):
-    """Groups of one to four samples of one to nine tokens, with random numbers wherever one is read."""
+    """Return groups of one to four samples of one to nine tokens, with random rewards, log-probs and tensors."""
     rng = np.random.default_rng(seed)
     sizes = rng.integers(1, 5, size=7)
     batch = groups([rng.normal(size=n) for n in sizes], [rng.integers(1, 10, size=n) for n in sizes])
@@ -204,7 +202,7 @@ BY_GROUP = [name for name in ESTIMATORS if not TRAITS[name].needs_batch]
 
 @pytest.mark.parametrize("estimator", BY_GROUP)
 @pytest.mark.parametrize("seed", range(5))
-def test_groups_prepared_one_by_one_in_any_order_get_the_same_bits_as_all_at_once(estimator, seed):
+def test_groups_prepared_individually_in_any_order_are_bitwise_equal_to_a_whole_batch(estimator, seed):
     experience = Experience(config(algorithm__adv_estimator=estimator, **PENALISED))
     whole, one_by_one = scored(seed), scored(seed)
     experience.prepare(whole)
@@ -219,7 +217,7 @@ def test_groups_prepared_one_by_one_in_any_order_get_the_same_bits_as_all_at_onc
 
 
 @pytest.mark.parametrize("estimator", BY_GROUP)
-def test_only_what_is_normalised_over_the_batch_waits_for_it(estimator):
+def test_only_batch_normalised_advantages_wait_for_the_batch(estimator):
     experience = Experience(config(algorithm__adv_estimator=estimator, **PENALISED))
     batch = scored(0)
     experience.prepare(batch)
@@ -237,8 +235,8 @@ def test_only_what_is_normalised_over_the_batch_waits_for_it(estimator):
         assert advantages.mean() == pytest.approx(0, abs=1e-6) and advantages.std(ddof=1) == pytest.approx(1, abs=1e-5)
 
 
-def test_remax_compares_with_the_score_of_the_greedy_response():
-    """The KL is in the returns, not in the baseline; the length penalty is in both."""
+def test_remax_subtracts_the_score_of_the_greedy_response():
+    """Include the KL penalty only in the returns, and the length penalty in returns and baseline."""
     changes = {"algorithm__adv_estimator": "remax", "data__max_response_length": 5, "reward__overlong_buffer__len": 2}
     experience = Experience(config(**changes, algorithm__use_kl_in_reward=True, algorithm__kl_ctrl__kl_coef=0.1))
     batch = groups([[1.0, 0.0], [0.5]], [[3, 2], [2]])
@@ -295,7 +293,7 @@ def test_tokens_are_selected_from_those_in_the_loss(mode, kept):
     )
 
 
-def test_nothing_is_learned_early_while_dynamic_sampling_still_chooses():
+def test_no_early_training_with_dynamic_sampling():
     experience = Experience(config(algorithm__adv_estimator="grpo", algorithm__filter_groups__enable=True))
     assert not experience.can_train_before_batch_completes("actor") and not experience.can_train_before_batch_completes(
         "critic"
@@ -343,7 +341,7 @@ PIPELINES = {
         ),
     ],
 )
-def test_it_says_which_setting_makes_training_wait_for_the_last_response(changes, key):
+def test_the_overlap_blocker_names_the_setting(changes, key):
     assert re.search(key, Experience(config(**changes)).overlap_blocker())
 
 
@@ -363,15 +361,15 @@ def test_it_says_which_setting_makes_training_wait_for_the_last_response(changes
         ({"trainer__critic_warmup": 2, "algorithm__adv_estimator": "gae"}, ("old_log_prob", "values")),
     ],
 )
-def test_the_first_updates_own_log_probs_are_the_old_ones_unless_they_are_needed_before(changes, passes):
+def test_the_first_update_provides_old_log_probs_unless_they_are_needed_earlier(changes, passes):
     one = {"algorithm__adv_estimator": "grpo", "data__train_batch_size": 64, "actor__ppo_mini_batch_size": 64}
     experience = Experience(config(**one | changes))
     assert experience.kinds == ("reward", *passes)
     assert experience.fused_into_first_update == (() if "old_log_prob" in passes else ("old_log_prob",))
-    assert "old_log_probs" in experience.actor_tensors  # which later epochs read
+    assert "old_log_probs" in experience.actor_tensors  # later epochs read them
     several = Experience(config(**one | changes | {"actor__ppo_mini_batch_size": 63}))
     assert several.kinds == ("reward", "old_log_prob", *(kind for kind in passes if kind != "old_log_prob"))
-    late = "algorithm__filter_groups__enable" in changes  # which samples are in the first is not known
+    late = "algorithm__filter_groups__enable" in changes  # the samples of the first mini-batch are not known
     assert several.fused_into_first_update == (() if "old_log_prob" in passes or late else ("old_log_prob",))
     assert Experience(config(**one | changes | {"algorithm__old_log_probs": "engine"})).fused_into_first_update == ()
 
@@ -389,7 +387,7 @@ def test_the_first_updates_own_log_probs_are_the_old_ones_unless_they_are_needed
         ({"training__pipeline_parallel_size": 1}, ()),
     ],
 )
-def test_only_passes_that_the_loss_alone_reads_can_wait_for_their_mini_batch(changes, deferred):
+def test_only_passes_read_solely_by_the_loss_are_deferred(changes, deferred):
     experience = Experience(config(**PIPELINES | changes))
     assert experience.deferred == deferred
     batch = scored(0)
@@ -401,13 +399,13 @@ def test_only_passes_that_the_loss_alone_reads_can_wait_for_their_mini_batch(cha
     assert all(np.isfinite(each["advantages"]).all() for each in tensors(batch))
 
 
-def test_truncated_responses_are_compared_but_left_out_of_the_loss():
+def test_truncated_responses_count_in_the_baseline_but_not_in_the_loss():
     keys = dict(algorithm__adv_estimator="grpo", algorithm__norm_adv_by_std_in_grpo=False)
     experience = Experience(config(**keys, actor__mask_truncated_completions=True))
     batch = groups([[1.0, 0.0, 0.5]], [[2, 3, 1]])
     samples = batch[0].samples
     samples[1].response = replace(samples[1].response, finish_reason="length")
-    worked_out(experience, batch)
+    prepare_and_complete(experience, batch)
     assert [sample.tensors["loss_mask"].tolist() for sample in samples] == [[1, 1], [0, 0, 0], [1]]
     np.testing.assert_allclose([s.tensors["advantages"][0] for s in samples], [0.5, -0.5, 0.0], atol=1e-6)
     assert [sample.trained_tokens("actor") for sample in samples] == [2, 0, 1]

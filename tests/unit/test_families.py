@@ -1,4 +1,4 @@
-"""Critics of every family: loaded, trained, saved and resumed as value models; what can't be one is refused."""
+"""Critics of every model family are loaded, trained, saved and resumed; unsupported models are refused."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def saved_policy(folder, family="Qwen2"):
 
 
 def export(model, folder):
-    """As a rank writes it."""
+    """Save a model as a trainer rank does."""
     exporter, files = Exporter(model, 0), CheckpointWriter()
     exporter.save_pretrained(folder, [[name for name, _ in exporter.sizes()]], files)
     assert files.problem is None
@@ -64,12 +64,12 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_policy_of_any_family_becomes_a_critic(tmp_path, family):
+def test_a_critic_is_initialised_from_a_policy_of_any_family(tmp_path, family):
     path = saved_policy(tmp_path / "policy", family)
     critic, policy = load_critic(path, FLOAT32), AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     assert same(critic.base_model, policy.base_model) and not critic.score.weight.any() and not critic.score.bias.any()
     batch = rows()
-    assert not response_values(critic, collate(batch, packed=False)).any(), "no noise in the first advantages"
+    assert not response_values(critic, collate(batch, packed=False)).any(), "initial values are zero"
     torch.nn.init.normal_(critic.score.weight)
     values = response_values(critic, collate(batch, packed=False))
     alone = torch.cat([response_values(critic, collate([row], packed=False)) for row in batch])
@@ -80,16 +80,16 @@ def test_a_policy_of_any_family_becomes_a_critic(tmp_path, family):
     assert same(again, critic) and type(again).__name__ == type(critic).__name__ == critic.config.architectures[0]
 
 
-def test_a_fresh_critic_tells_whether_it_packs(tmp_path):
-    """By what its head is given: it may be of another family than the policy, and its own values are all 0."""
+def test_packing_support_of_a_new_critic_is_detected(tmp_path):
+    """Compare the inputs of its head, since the values of a new critic are all 0."""
     for family, packs in (("Qwen2", True), ("Mamba", False)):
         critic = load_critic(saved_policy(tmp_path / family, family), FLOAT32)
         assert packs_exactly(critic, 64, torch.float32, "cpu", head_inputs) == packs, family
 
 
 @pytest.mark.parametrize("name", ["v_head.summary", "v_head", "value_head.summary", "value_head", "classifier"])
-def test_a_head_of_any_name_is_loaded(tmp_path, name):
-    """And saved as `score`, so that transformers' own class finds it; a stage of a pipeline reads it too."""
+def test_value_heads_with_other_names_are_loaded(tmp_path, name):
+    """Save them as `score`, the name in transformers, and load them in a pipeline stage as well."""
     critic = load_critic(saved_policy(tmp_path / "policy"), FLOAT32)
     torch.nn.init.normal_(critic.score.weight)
     folder = tmp_path / "theirs"
@@ -104,16 +104,16 @@ def test_a_head_of_any_name_is_loaded(tmp_path, name):
     assert same(load_stage(str(folder), FLOAT32, "cpu", *parts([2]), value=True), critic)
 
 
-def test_a_critic_may_begin_as_a_reward_model(tmp_path):
+def test_a_critic_can_be_initialised_from_a_reward_model(tmp_path):
     config = transformers.Qwen2Config(**SMALL, num_labels=1, pad_token_id=0)
     reward_model = Qwen2ForSequenceClassification(config)
     reward_model.save_pretrained(tmp_path)
     critic = load_critic(str(tmp_path), FLOAT32)
     assert torch.equal(critic.score.weight, reward_model.score.weight) and critic.score.weight.any()
-    assert not critic.score.bias.any(), "which theirs does not have"
+    assert not critic.score.bias.any(), "reward models have no bias"
 
 
-BROUGHT_ALONG = """
+REMOTE_CODE = """
 import torch
 from transformers import Qwen2Config, Qwen2Model, Qwen2PreTrainedModel
 from transformers.modeling_outputs import TokenClassifierOutput
@@ -129,11 +129,11 @@ class Values(Qwen2PreTrainedModel):
 """
 
 
-def test_a_class_that_ships_with_its_weights_is_taken_as_it_is(tmp_path):
-    """If its code is trusted; else its weights are loaded into ours."""
+def test_a_remote_code_class_is_used_if_trusted(tmp_path):
+    """Load its weights into the value model of rlfuse without trust_remote_code."""
     config = transformers.Qwen2Config(**SMALL, auto_map={"AutoModelForTokenClassification": "values.Values"})
     config.save_pretrained(tmp_path)
-    (tmp_path / "values.py").write_text(BROUGHT_ALONG)
+    (tmp_path / "values.py").write_text(REMOTE_CODE)
     theirs = get_class_from_dynamic_module("values.Values", str(tmp_path))(config)
     save_file(theirs.state_dict(), tmp_path / "model.safetensors", {"format": "pt"})
     trusted = load_critic(str(tmp_path), ModelConfig(dtype="float32", trust_remote_code=True))
@@ -143,7 +143,7 @@ def test_a_class_that_ships_with_its_weights_is_taken_as_it_is(tmp_path):
     assert torch.equal(ours.score.weight, theirs.value_head.weight) and not ours.is_remote_code()
 
 
-def test_stages_of_a_family_without_a_class_for_values(tmp_path):
+def test_pipeline_stages_of_a_family_without_a_value_class(tmp_path):
     path = saved_policy(tmp_path, "Granite")
     whole = load_critic(path, FLOAT32)
     first, last = (load_stage(path, FLOAT32, "cpu", part, value=True) for part in parts([1, 1]))
@@ -151,7 +151,7 @@ def test_stages_of_a_family_without_a_class_for_values(tmp_path):
     assert type(first).__name__ == type(whole).__name__ == "GraniteValueModel"
 
 
-def test_what_can_be_no_critic_is_refused_by_its_key(tmp_path):
+def test_an_unsupported_critic_is_refused_with_its_key(tmp_path):
     config, mamba = Config(), str(tmp_path / "mamba")
     saved_policy(mamba, "Mamba")
     config.model.path = saved_policy(tmp_path / "policy")
@@ -161,7 +161,9 @@ def test_what_can_be_no_critic_is_refused_by_its_key(tmp_path):
     assert problem.startswith(f"critic.path={mamba}: models of type mamba have recurrent state")
     config.reward.functions = ["rlfuse.rewards.verifiers.exact:score"]
     config.trainer.default_local_dir, config.trainer.experiment_name = str(tmp_path / "runs"), "one"
-    with pytest.raises(ConfigError, match=r"critic\.path=.*mamba"):  # without data, Ray or a run folder
+    with pytest.raises(
+        ConfigError, match=r"critic\.path=.*mamba"
+    ):  # before data is loaded, Ray starts or a run folder is created
         build.run(config)
     assert not (tmp_path / "runs").exists()
     config.critic.path, config.model.path = None, mamba

@@ -1,4 +1,4 @@
-"""Places that commands write to: one process at a time, and files that are replaced whole."""
+"""Write locks of output files, and atomic replacement of files."""
 
 import os
 import stat
@@ -16,7 +16,7 @@ HOLD = (
 
 
 @pytest.mark.slow
-def test_a_place_is_one_process_s_until_that_ends_however_it_does(tmp_path):
+def test_a_write_lock_is_held_until_its_process_ends(tmp_path):
     path = tmp_path / "eval" / "step" / "responses.jsonl"
     command = [sys.executable, "-c", f"{HOLD}; place.__enter__(); print(1, flush=True); input()", path]
     other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -33,7 +33,7 @@ def test_a_place_is_one_process_s_until_that_ends_however_it_does(tmp_path):
     assert not is_write_locked(path) and not [*path.parent.iterdir()]
 
 
-def test_a_folder_that_is_made_for_nothing_goes_again_and_one_that_can_t_be_made_is_named(tmp_path):
+def test_unused_folders_are_removed_and_invalid_paths_are_reported(tmp_path):
     with pytest.raises(KeyError), write_lock(tmp_path / "new" / "file"):
         raise KeyError
     assert not [*tmp_path.iterdir()]
@@ -45,10 +45,10 @@ def test_a_folder_that_is_made_for_nothing_goes_again_and_one_that_can_t_be_made
         raise AssertionError
 
 
-def test_a_file_that_two_processes_replace_at_once_is_one_of_theirs(tmp_path, monkeypatch):
+def test_concurrent_replacements_of_a_file_are_atomic(tmp_path, monkeypatch):
     path = tmp_path / "report.html"
-    with atomic_write(path) as aside:
-        aside.write_text("a" * 100)
+    with atomic_write(path) as temporary:
+        temporary.write_text("a" * 100)
         with monkeypatch.context() as other:
             other.setattr(os, "getpid", lambda: 1)
             write_atomically(path, "b")
@@ -56,7 +56,7 @@ def test_a_file_that_two_processes_replace_at_once_is_one_of_theirs(tmp_path, mo
     assert path.read_text() == "a" * 100 and [*tmp_path.iterdir()] == [path]
 
 
-def test_links_and_devices_stay_what_they_are(tmp_path):
+def test_symlinks_and_devices_are_preserved(tmp_path):
     (tmp_path / "target").write_text("before")
     for name, target in (("link", tmp_path / "target"), ("null", "/dev/null")):
         (tmp_path / name).symlink_to(target)
@@ -65,11 +65,11 @@ def test_links_and_devices_stay_what_they_are(tmp_path):
     assert (tmp_path / "target").read_text() == "after" and stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
 
-@pytest.mark.parametrize("place", ["absent/file", "file/file", "folder", "n" * 300])
-def test_a_place_that_can_t_be_written_is_an_error_of_the_person_s(place, tmp_path):
+@pytest.mark.parametrize("path", ["absent/file", "file/file", "folder", "n" * 300])
+def test_an_unwritable_path_is_a_user_error(path, tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
     before = sorted(tmp_path.iterdir())
     with pytest.raises(UserError, match=r"can't be written \(.*\)\. Choose another path"):
-        write_atomically(tmp_path / place, "text")
+        write_atomically(tmp_path / path, "text")
     assert sorted(tmp_path.iterdir()) == before

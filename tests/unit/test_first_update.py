@@ -1,4 +1,4 @@
-"""The first updates of AdamW, under every ZeRO stage and dtype, and in pipelines: as large as the learning rate."""
+"""The first AdamW updates have the size of the learning rate, for every ZeRO stage and dtype and in pipelines."""
 
 import pytest
 import torch
@@ -17,8 +17,8 @@ KINDS = [(TrainerRank, *pair) for pair in PAIRS]
 KINDS += [(PipelineRank, 1, dtype) for dtype in DTYPES]
 
 
-def masters(rank):
-    """float32 weights of the actor, which the optimizer steps on."""
+def master_weights(rank):
+    """Return the float32 master weights of the actor."""
     engine = rank.engines["actor"].engine
     parameters = list(engine.module.parameters())
     if engine.zero_optimization_stage() == 0:
@@ -28,31 +28,31 @@ def masters(rank):
 
 
 def steps_of(rank):
-    """How many its optimizer has counted."""
+    """Return the set of step counts in the optimizer state."""
     return {int(each["step"]) for each in rank.engines["actor"].engine.basic_optimizer.state.values()}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, stage, dtype", KINDS)
-def test_an_update_changes_weights_by_the_learning_rate_also_when_resumed(tmp_path, kind, stage, dtype):
-    made = dict(lr=RATE, grad_clip=0.0, optim=OptimConfig(weight_decay=DECAY))
-    rank, model, more = rank_of(kind, stage, dtype, **made)
-    before = masters(rank)
-    if stage < 3:  # whose weights are shards
+def test_an_update_changes_weights_by_the_learning_rate_and_resumes(tmp_path, kind, stage, dtype):
+    settings = dict(lr=RATE, grad_clip=0.0, optim=OptimConfig(weight_decay=DECAY))
+    rank, model, more = rank_of(kind, stage, dtype, **settings)
+    before = master_weights(rank)
+    if stage < 3:  # with ZeRO 3, weights are sharded
         assert all(map(torch.equal, before, [each.float() for each in getattr(model, "module", model).parameters()]))
     step(rank, model)
-    changes = [new - old * (1 - RATE * DECAY) for old, new in zip(before, masters(rank), strict=True)]
+    changes = [new - old * (1 - RATE * DECAY) for old, new in zip(before, master_weights(rank), strict=True)]
     sizes = torch.cat([change.flatten().abs() / RATE for change in changes])
-    sizes = sizes[sizes > 0.5]  # the others have no gradient, or one as small as AdamW's epsilon
+    sizes = sizes[sizes > 0.5]  # other gradients are zero or as small as AdamW's epsilon
     assert len(sizes) > 100 and sizes.max() < 1.001 and (sizes > 0.99).float().mean() > 0.95
     assert steps_of(rank) == {1}
     assert rank.save(tmp_path, *more) is None
-    resumed, its_model, _ = rank_of(kind, stage, dtype, **made)
+    resumed, its_model, _ = rank_of(kind, stage, dtype, **settings)
     resumed.load(tmp_path)
     assert steps_of(resumed) == {1}
     for each, its in ((rank, model), (resumed, its_model)):
         step(each, its)
-    assert steps_of(resumed) == {2} and all(map(torch.equal, masters(rank), masters(resumed)))
+    assert steps_of(resumed) == {2} and all(map(torch.equal, master_weights(rank), master_weights(resumed)))
 
 
 def loss_of(model):
@@ -73,7 +73,7 @@ def test_updates_follow_adamw_with_these_betas_and_eps(kind, stage):
         weights = lambda: [each.full_tensor().detach().clone() for each in engine.module.parameters()]  # noqa: E731
     else:
         rank, model, _ = rank_of(kind, stage, "float32", lr=RATE, grad_clip=0.0, optim=optim)
-        engine, weights = rank.engines["actor"], lambda: masters(rank)
+        engine, weights = rank.engines["actor"], lambda: master_weights(rank)
     before = weights()
     for count, factor in ((10.0, 0.0), (5.0, 0.5)):
         engine.backward(loss_of(model))

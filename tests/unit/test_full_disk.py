@@ -1,4 +1,4 @@
-"""Runs on disks that are full: on a real file system of a few MiB."""
+"""Runs on a full disk, with a real file system of a few MiB."""
 
 import errno
 import os
@@ -45,7 +45,7 @@ def config(disk, request) -> Config:
 
 
 def fill(folder: Path, left: int = 0) -> Path:
-    """Leave so many bytes free."""
+    """Fill the disk up to `left` free bytes."""
     filler = folder / "filler"
     with filler.open("wb", buffering=0) as file:
         try:
@@ -65,12 +65,12 @@ def small_file(log: RunLog) -> None:
     checkpoints.publish(log.folder, 2, None)
 
 
-def any_other(log: RunLog) -> None:
+def other_file(log: RunLog) -> None:
     (log.folder / "data").write_bytes(bytes(9000))
 
 
 class FullSink:
-    """Has no room for its own files either."""
+    """Logger whose files do not fit on the disk either."""
 
     def failure(self, *_) -> None:
         pass
@@ -80,15 +80,15 @@ class FullSink:
 
 
 @pytest.mark.parametrize(
-    ("writes", "told"),
+    ("writes", "message"),
     [
         (rows, r"events.jsonl: .* bytes could not be added \(.*MiB free. Free disk space there and rerun"),
         (small_file, r"iteration.txt: the file could not be written \(.*MiB free. Free disk space there"),
-        (any_other, r"A file could not be written: No space left on device. Free disk space where runs"),
+        (other_file, r"A file could not be written: No space left on device. Free disk space where runs"),
     ],
 )
-def test_a_run_on_a_full_disk_ends_in_order(disk, config, capsys, writes, told):
-    """Its status says how it ended, its last rows are written, and the first message is the one that is shown."""
+def test_a_run_on_a_full_disk_ends_with_status_and_message(disk, config, capsys, writes, message):
+    """Check that the status has the error, the last rows are written, and the first error is printed."""
 
     def attempt(job):
         log = job.begin(8)
@@ -106,15 +106,15 @@ def test_a_run_on_a_full_disk_ends_in_order(disk, config, capsys, writes, told):
         assert run_command(lambda: run_with_restarts(config, attempt)) == FAILED
     finally:
         (disk / "filler").unlink()
-    said, found = capsys.readouterr().err, status.read(config.run_folder)
-    assert re.search(told, said) and "Traceback" not in said
+    output, found = capsys.readouterr().err, status.read(config.run_folder)
+    assert re.search(message, output) and "Traceback" not in output
     assert found.state == "failed" and found.ended and "No space left on device" in found.error
     (span,) = [span for span in read_events(config.run_folder / "events.jsonl") if span.kind == "step"]
-    assert "error" in span.attributes, "written in the space that was reserved"
+    assert "error" in span.attributes, "written to the reserved space"
     assert not (config.run_folder / status.RESERVED).exists()
 
 
-def test_no_run_begins_where_its_end_would_find_no_room(disk, config, capsys):
+def test_a_run_without_space_for_its_end_does_not_start(disk, config, capsys):
     config.run_folder.mkdir(parents=True)
     fill(disk, left=status.RESERVED_BYTES // 2)
     try:
@@ -126,7 +126,7 @@ def test_no_run_begins_where_its_end_would_find_no_room(disk, config, capsys):
 
 
 class Disk:
-    """Checkpoints of 1 MiB of a run of 9 steps, saved every fourth, on a disk with `free` bytes."""
+    """Run of 9 steps with checkpoints of 1 MiB every fourth step, on a disk whose free space is set per step."""
 
     def __init__(self, config: Config, log: RunLog):
         self.log, self.told = log, []
@@ -146,7 +146,7 @@ class Disk:
         (partial / "weights").write_bytes(bytes(MIB if weights else 0))
 
     async def step(self, step: int, free: float = inf) -> bool:
-        """Whether it was saved. `free`: MiB on the disk when it ends, if it has more."""
+        """End a step with at most `free` MiB of disk space; return whether it was saved."""
         self.checkpointing.check_disk_space(step - 1)
         (self.log.folder / "filler").unlink(missing_ok=True)
         if free < inf:
@@ -174,19 +174,19 @@ def run(disk, config) -> Iterator[Disk]:
     ("needed", "free", "taken", "is_saved", "missed", "expected"),
     [
         (100, 100, 0, True, False, "wait"),
-        (100, 99, 0, True, False, "end"),  # nothing is lost yet
-        (100, 99, 0, False, False, "alert"),  # too late
+        (100, 99, 0, True, False, "end"),  # the last step is saved
+        (100, 99, 0, False, False, "alert"),  # the current step cannot be saved
         (100, 150, 25, False, False, "wait"),
-        (100, 149, 25, False, False, "save"),  # the last chance
+        (100, 149, 25, False, False, "save"),  # the last step at which a checkpoint fits
         (100, 149, 25, True, False, "wait"),
-        (100, 500, 0, False, True, "save"),  # as soon as there is room again
+        (100, 500, 0, False, True, "save"),  # retry as soon as it fits
     ],
 )
-def test_when_a_checkpoint_is_written_that_is_not_due(needed, free, taken, is_saved, missed, expected):
+def test_conditions_for_an_early_checkpoint(needed, free, taken, is_saved, missed, expected):
     assert next_save(needed, free, taken, is_saved=is_saved, missed=missed) == expected
 
 
-async def test_no_run_begins_whose_first_checkpoint_will_not_fit(run, config):
+async def test_a_run_whose_first_checkpoint_will_not_fit_does_not_start(run, config):
     fill(run.log.folder, left=MIB // 2)
     with pytest.raises(
         NotSaved, match=r"will not fit: 1\.0 MiB needed, 0\.5 MiB free.*ends after step 0.*save_freq=-1"
@@ -196,7 +196,7 @@ async def test_no_run_begins_whose_first_checkpoint_will_not_fit(run, config):
     await run.checkpointing.write_trial()
 
 
-async def test_a_run_ends_with_its_last_step_saved_where_the_next_checkpoint_will_not_fit(run):
+async def test_a_run_ends_after_a_saved_step_if_the_next_checkpoint_will_not_fit(run):
     run.checkpointing._keep = None
     assert [await run.step(step) for step in (1, 2, 3)] == [False] * 3
     assert await run.step(4, free=1.5)
@@ -205,20 +205,20 @@ async def test_a_run_ends_with_its_last_step_saved_where_the_next_checkpoint_wil
     assert run.saved == ["global_step_4"] and run.told == []
 
 
-async def test_the_oldest_checkpoint_beyond_the_limit_makes_room_for_the_next(run):
+async def test_the_oldest_checkpoint_is_removed_to_fit_the_next(run):
     assert await run.step(4) and await run.step(8)
     await run.step(9, free=0.5)
     assert run.saved == ["global_step_8", "global_step_9"] and run.told == []
 
 
-async def test_where_the_disk_fills_up_a_checkpoint_is_written_before_it_is_due(run):
+async def test_a_checkpoint_is_written_early_if_the_disk_fills_up(run):
     assert not await run.step(1, free=3)
     assert not await run.step(2, free=2.6)
-    assert await run.step(3, free=1.8), "0.8 MiB a step: none would fit two steps later"
+    assert await run.step(3, free=1.8), "at 0.8 MiB per step, none fits two steps later"
     assert run.saved == ["global_step_3"]
 
 
-async def test_one_that_found_no_room_is_written_as_soon_as_there_is_some(run):
+async def test_a_failed_checkpoint_is_retried_once_it_fits(run):
     assert await run.step(4)
     assert not await run.step(5, free=0.5) and run.told == []
     assert not await run.step(6, free=0.6)

@@ -1,4 +1,4 @@
-"""Log-probs and entropy by Triton kernels, interpreted and compiled; what a pass reads from its device."""
+"""Fused Triton kernels for log-probs and entropy, interpreted and compiled, and device synchronization of a pass."""
 
 import json
 import os
@@ -43,7 +43,7 @@ print(json.dumps(found))
 
 
 def _python(*arguments, **variables):
-    """In a process of its own: what Triton's interpreter can run is decided when Triton is imported."""
+    """Run Python in a separate process, since TRITON_INTERPRET is read when Triton is imported."""
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=os.environ | variables)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -59,7 +59,7 @@ def test_kernels_in_the_interpreter():
 
 @pytest.mark.slow
 def test_kernels_compile_for_a_gpu(tmp_path):
-    """Without one, to the last instruction: in float32, and rounded to the nearest bfloat16 in the end."""
+    """Compile to PTX without a GPU; computation is in float32, and only gradients are rounded to bfloat16."""
     forward, backward = json.loads(_python("-c", COMPILE, TRITON_CACHE_DIR=str(tmp_path)).splitlines()[-1])
     assert "cvt.rn.bf16" in backward and "cvt.rn.bf16" not in forward
     assert not any(".f64" in each for each in (forward, backward))
@@ -86,7 +86,7 @@ def _rows(prompts=(3, 5, 4), old=True):
 
 
 class _Reads(TorchDispatchMode):
-    """Operations that wait for a GPU: numbers read from it, and results whose size depends on numbers."""
+    """Record operations that synchronize with a GPU: scalars read from it, and results of data-dependent size."""
 
     def __init__(self):
         super().__init__()
@@ -104,7 +104,7 @@ class _Reads(TorchDispatchMode):
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("coefficient", [0.0, 0.1])
-def test_a_micro_batch_reads_nothing_from_its_device(packed, coefficient):
+def test_a_micro_batch_does_not_synchronize_with_its_device(packed, coefficient):
     config = job(actor__entropy_coeff=coefficient, actor__use_kl_loss=True, model__dtype="float32")
     model, rows = _model(config), _rows(old=False)
     batch = collate(rows, packed)
@@ -120,12 +120,12 @@ def test_a_micro_batch_reads_nothing_from_its_device(packed, coefficient):
         np.testing.assert_array_equal(have, want)
     with _Reads() as reads:
         assert micro_batch_losses.read_sums(sums) == {name: float(value) for name, value in sums.items()}
-    assert len(reads.found) == len(sums)  # the right side; the left one reads all at once
+    assert len(reads.found) == len(sums)  # of the right side; read_sums reads all in one transfer
     assert micro_batch_losses.read_sums({"a": torch.tensor(1.0), "b": torch.tensor([2.0])}) == {"a": 1.0, "b": 2.0}
     assert micro_batch_losses.read_sums({}) == {}
 
 
-def test_logits_are_copied_only_where_prompts_are_shared():
+def test_logits_are_copied_only_if_prompts_are_shared():
     alone, padded = collate(_rows(), True), collate(_rows(), False)
     shared = collate(_rows((4, 4)), True, shared=True)
     for batch, ordered in ((alone, True), (padded, False), (shared, False)):
@@ -149,7 +149,7 @@ def test_a_plan_for_gpus_has_no_second_copy_of_the_logits(tmp_path, temperature,
     assert model.work(config, "actor", texts, "cuda").peak > 2 * logits
 
 
-def test_one_buffer_has_the_bits_of_all_tensors():
+def test_packed_tensors_share_one_buffer():
     tensors = [torch.arange(5), torch.tensor([True, False, True]), torch.randn(2, 3), torch.empty(0, 4), torch.ones(3)]
     buffer = transfers.pack(tensors, pinned=False)
     for have, want in zip(transfers.unpack(buffer, tensors), tensors, strict=True):
@@ -158,7 +158,7 @@ def test_one_buffer_has_the_bits_of_all_tensors():
     assert all(a is b for a, b in zip(transfers.send_all(tensors, "cpu"), tensors, strict=True))
 
 
-def test_spans_are_of_the_device_and_wait_for_it_once(monkeypatch):
+def test_spans_have_device_times_and_synchronize_once(monkeypatch):
     waits, moments = [], iter([1.0, 3.0, 3.0, 7.0, 8.0])
 
     class Event:
@@ -198,7 +198,7 @@ def test_spans_are_of_the_device_and_wait_for_it_once(monkeypatch):
     ],
     ids=str,
 )
-def test_a_rank_on_which_triton_does_not_run_has_torch_s_log_probs(error, why, monkeypatch, capsys):
+def test_a_rank_without_working_triton_uses_torch_log_probs(error, why, monkeypatch, capsys):
     def launch(*_):
         if error:
             raise error
@@ -209,12 +209,12 @@ def test_a_rank_on_which_triton_does_not_run_has_torch_s_log_probs(error, why, m
     assert fused_log_probs.unavailable("meta") == why
     assert fused_log_probs.is_fused(logits) == (not why)
     assert rank_group.warn_if_unfused({"packed": True, "unfused": why}) == {"packed": True}
-    told = capsys.readouterr().err
-    assert told.count("\n") == bool(why) and why in told
+    output = capsys.readouterr().err
+    assert output.count("\n") == bool(why) and why in output
     fused_log_probs.unavailable.cache_clear()
 
 
-def test_memory_that_runs_out_in_the_trial_is_no_lack_of_triton(monkeypatch):
+def test_out_of_memory_in_the_trial_is_raised(monkeypatch):
     def launch(*_):
         raise torch.OutOfMemoryError("full")
 
@@ -223,6 +223,6 @@ def test_memory_that_runs_out_in_the_trial_is_no_lack_of_triton(monkeypatch):
         fused_log_probs.unavailable("meta")
 
 
-def test_the_kernels_are_for_gpus_alone():
+def test_the_kernels_are_used_only_on_gpus():
     assert not fused_log_probs.is_fused(torch.zeros(1, 3))
     assert not fused_log_probs.is_fused(torch.zeros(1, 3, dtype=torch.float64, device="meta"))

@@ -1,4 +1,4 @@
-"""Policies against `serial` and against the bound, in virtual time, on random small machines."""
+"""Fusion policies against `serial` and against the lower bound, in virtual time, on random small machines."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ exploring = settings(deadline=None, derandomize=True, max_examples=10)
 
 @st.composite
 def slowdowns(draw, slots):
-    """Of one of the slots, from the step's start or later, for three seconds or as long as it takes."""
+    """Draw a slowdown of one slot, from 0 or 1 s on, for three seconds or until the end of the step."""
     begin, rate = draw(st.sampled_from([0.0, 1.0])), draw(st.sampled_from([0.5, 2.0, 5.0]))
     until = draw(st.sampled_from([None, begin + 3.0]))
     return {"slot": draw(st.integers(0, slots - 1)), "rate": rate, "from_s": begin, "until_s": until}
@@ -33,10 +33,10 @@ def slowdowns(draw, slots):
 
 @st.composite
 def workloads(draw):
-    """Up to 80 long-tailed samples on unequal slots, with caches that may be too small and engines that may be lost.
+    """Draw a workload of up to 80 long-tailed samples on unequal slots, with small KV caches and lost engines.
 
-    Ranks are free, or work together where ZeRO, Ulysses or pipelines want it, whose bubbles passes may fill. A slot may
-    be slow for a while, and small batches may be decoded speculatively.
+    Ranks are independent, or run in lockstep as with ZeRO, Ulysses or pipelines, whose bubbles scoring passes may fill.
+    A slot may be slow for some time.
     """
     slots, group = draw(st.integers(1, 6)), draw(st.sampled_from([1, 2, 4]))
     together = draw(st.sampled_from(["none", "none", "gradients", "all", "pipelines"]))
@@ -97,7 +97,7 @@ def workloads(draw):
 @pytest.mark.parametrize("policy", POLICIES)
 @exploring
 @given(workload=workloads())
-def test_a_step_ends_with_every_sample_learned_from_and_takes_no_less_than_the_bound(policy, workload):
+def test_a_step_trains_on_every_sample_and_takes_at_least_the_bound(policy, workload):
     result = simulate(workload, policy).result
     assert result.samples_finished == workload.samples
     assert result.step_s >= result.oracle_s * (1 - 1e-9)
@@ -108,16 +108,16 @@ def test_a_step_ends_with_every_sample_learned_from_and_takes_no_less_than_the_b
 @settings(exploring, max_examples=3, phases=(Phase.explicit, Phase.generate))  # shrinking would tune for minutes
 @given(workload=workloads())
 def test_a_tuned_policy_never_loses_to_serial_by_more_than_a_switch(policy, workload):
-    """Slot speeds are known from an earlier step, since results on slots that become slow are random."""
+    """Measure slot speeds in an earlier step, since results with unexpected slowdowns are random."""
     workload = replace(workload, slowdowns=())
     serial, tuned = second_step(workload, "serial"), second_step(workload, policy, tune(workload, policy))
     assert tuned - serial <= tolerance(workload)
 
 
 def tolerance(workload):
-    """Seconds that a policy may lose without a fault of its own: a switch; where engines are lost, a sample, too.
+    """Return the seconds that a policy may lose to `serial`: one switch, and one sample if engines are lost.
 
-    An engine takes what it holds along: at the same second, one policy may lose a sample that another had finished.
+    A lost engine loses its samples: at the same time, one policy may lose a sample that another has finished.
     """
     if not workload.failures:
         return workload.switch_s
@@ -129,15 +129,15 @@ def tolerance(workload):
 
 
 def second_step(workload, policy, settings=None):
-    """Seconds, with the rates of slots that a step of `serial` measured: in one call its passes are long enough."""
+    """Return the seconds of a step with slot rates measured in a step of `serial`, whose passes are long enough."""
     rates = Rates(workload.slots)
     simulate(workload, "serial", None, rates)
     return simulate(workload, policy, settings, rates).result.step_s
 
 
 @pytest.mark.slow
-def test_tuning_knows_what_ranks_do_together_only():
-    """Tuned as if each rank were free, `adaptive` lost to `serial` here: it consolidated a tail for nothing."""
+def test_tuning_takes_lockstep_of_ranks_into_account():
+    """Regression: tuned for independent ranks, `adaptive` consolidated the tail and was slower than `serial`."""
     free = Workload(2, Drawn(Lognormal(200, 0.9), 32, 2000), switch_s=0.1, engine=Engine(max_sequences=64))
     together = replace(free, lockstep="all")
     serial = simulate(together, "serial").result.step_s
@@ -146,19 +146,19 @@ def test_tuning_knows_what_ranks_do_together_only():
 
 
 @pytest.mark.slow
-def test_luck_on_two_draws_is_no_gain(monkeypatch):
-    """Overlapping was faster on both draws but slower on average: a small KV cache makes steps uneven."""
+def test_a_gain_on_two_draws_by_chance_is_rejected(monkeypatch):
+    """Regression: overlapping was faster on both draws but slower on average; a small KV cache makes steps uneven."""
     lengths = Drawn(Lognormal(40, 0.5), 8, 400)
-    workload = tight(Workload(4, lengths, seed=32, prompt_tokens=200, group=2, lockstep="gradients"))
+    workload = with_small_cache(Workload(4, lengths, seed=32, prompt_tokens=200, group=2, lockstep="gradients"))
     draws = tuning.verification_draws(workload)
-    assert of_serial(workload, draws).mean() <= 1
+    assert ratios_to_serial(workload, draws).mean() <= 1
     monkeypatch.setattr(tuning, "MAX_VERIFICATION_DRAWS", 0)
-    assert of_serial(workload, draws).mean() > 1.01
+    assert ratios_to_serial(workload, draws).mean() > 1.01
 
 
 @pytest.mark.slow
-def test_little_that_is_gained_in_the_mean_is_not_worth_much_lost_on_some():
-    """Of ten draws three lost 4 to 6 %, all together gained 0.3 %; one to come lost 5 %."""
+def test_a_small_mean_gain_does_not_justify_large_losses_on_some_draws():
+    """Regression: three of ten draws were 4 to 6% slower, the mean gain was 0.3%, and this draw was 5% slower."""
     lengths = (
         "225 2000 212 2000 207 193 187 2000 2000 219 215 197 2000 2000 2000 209 2000 187 2000 220 2000 244 "
         "2000 2000 195 223 182 174 205 196 2000 166 184 2000 2000 181 197 159 206 179 2000 207 2000 217 195 "
@@ -170,35 +170,37 @@ def test_little_that_is_gained_in_the_mean_is_not_worth_much_lost_on_some():
     given = {"group": 4, "credit_samples": 16, "lockstep": "all", "length_history_sigma": 1.0, "switch_s": 0.1}
     given |= {"prompt_tokens": 64, "kv_bytes_per_token": 100_000, "link_bytes_per_s": 0.0, "move_s": 0.5}
     workload = Workload(6, tuple(map(int, lengths.split())), engine=engine, scoring=scoring, training=training, **given)
-    assert of_serial(workload, [workload]).max() <= 1 + tuning.MAX_LOSS
+    assert ratios_to_serial(workload, [workload]).max() <= 1 + tuning.MAX_LOSS
 
 
 @pytest.mark.slow
-def test_much_that_is_gained_on_most_draws_is_not_given_up_for_little_that_is_lost_on_one():
-    """A draw of ten lost 3 %, so nothing overlapped."""
+def test_a_large_mean_gain_outweighs_a_small_loss_on_one_draw():
+    """Regression: one of ten draws was 3% slower, so overlapping was disabled."""
     lengths = Drawn(Lognormal(40, 0.8065), 24, 400)
-    workload = tight(Workload(3, lengths, seed=7, prompt_tokens=58, group=4, credit_samples=8))
-    ratios = of_serial(workload, tuning.verification_draws(workload))
-    assert ratios.max() > 1 + tuning.MAX_LOSS, "one that loses is among them"
+    workload = with_small_cache(Workload(3, lengths, seed=7, prompt_tokens=58, group=4, credit_samples=8))
+    ratios = ratios_to_serial(workload, tuning.verification_draws(workload))
+    assert ratios.max() > 1 + tuning.MAX_LOSS, "one draw is slower"
     assert ratios.mean() < 0.9
 
 
-def tight(workload):
-    """With a cache that holds few samples."""
+def with_small_cache(workload):
+    """Return the workload with a KV cache that holds few samples."""
     later = {"scoring": Scoring(tokens_per_s=500), "training": Training(5000, optimizer_s=0.1, early=False)}
     return replace(workload, engine=Engine(kv_tokens=600), kv_bytes_per_token=1000, **later)
 
 
-def of_serial(workload, draws):
-    """Steps of `adaptive`, tuned for the workload, over those of `serial`."""
+def ratios_to_serial(workload, draws):
+    """Return step times of `adaptive`, tuned for the workload, divided by those of `serial`."""
     tuned = tune(workload, "adaptive")
-    steps = [[simulate(draw, *how).result.step_s for how in (("adaptive", tuned), ("serial",))] for draw in draws]
+    steps = [
+        [simulate(draw, *arguments).result.step_s for arguments in (("adaptive", tuned), ("serial",))] for draw in draws
+    ]
     return np.divide(*np.transpose(steps))
 
 
 @pytest.mark.slow
-def test_tuning_knows_which_slots_are_slow():
-    """Tuned as if their speeds were unknown, `adaptive` lost 14 % to `serial` in steps that knew them."""
+def test_tuning_takes_slot_speeds_into_account():
+    """Regression: tuned without slot speeds, `adaptive` was 14% slower than `serial` once they were known."""
     speeds, lengths = (0.5, 1.0, 2.0, 2.0, 1.0), Drawn(Lognormal(40, 0.717), 8, 400)
     workload = Workload(5, lengths, seed=496, group=2, slot_speed=speeds, length_history_sigma=0.3)
     serial, tuned = second_step(workload, "serial"), second_step(workload, "adaptive", tune(workload, "adaptive"))
@@ -206,8 +208,8 @@ def test_tuning_knows_which_slots_are_slow():
 
 
 @pytest.mark.slow
-def test_moving_the_tail_is_tried_with_the_admission_it_is_for():
-    """Tried only with the longest first, which is slow here, it was given up with that: 6 % more than `rlhfuse`."""
+def test_tail_migration_is_tuned_together_with_admission():
+    """Regression: tried only with longest-first admission, it was rejected, 6% slower than `rlhfuse`."""
     lengths = (20, 10, 18, 360, 22, 22, 18, 327, 19, 20, 383, 21, 20, 283, 20, 18) * 2
     scoring = Scoring(tokens_per_s=500, call_s=0.05, kinds=("old_log_prob", "ref"))
     training = Training(mini_batches=2, optimizer_s=0.1, models=("critic", "actor"), early=False)
@@ -219,8 +221,8 @@ def test_moving_the_tail_is_tried_with_the_admission_it_is_for():
 
 
 @pytest.mark.slow
-def test_where_training_early_may_lose_it_is_training_that_waits():
-    """Two slots to which whole samples are a lot: what overlapped was given up altogether, 4 % more than `stream`."""
+def test_only_early_training_is_disabled_if_it_may_be_slower():
+    """Regression: on two slots with few large samples, all overlapping was disabled, 4% slower than `stream`."""
     engine = Engine(step_per_sequence_s=0.0, step_per_context_token_s=0.0, flat_batch=2, max_sequences=2)
     costs = {"scoring": Scoring(tokens_per_s=480), "training": Training(tokens_per_s=96, mini_batches=2)}
     lengths = Drawn(Lognormal(100, 0.9), 12, 600)
@@ -239,20 +241,22 @@ WELL_KNOWN = Workload(
     switch_s=0.1,
     length_history_sigma=0.3,
 )
-"""All of it finds room at once, in batches that are slower to decode than half of it."""
+"""All samples fit at once, in batches that decode slower than batches of half the size."""
 
 
 @pytest.mark.parametrize("most", [1, 5])
-def test_no_engine_is_given_more_samples_than_it_may_hold_and_the_longest_begin(most):
+def test_engines_respect_max_sequences_and_start_with_the_longest(most):
     spans = simulate(WELL_KNOWN, "adaptive", Settings(threshold=0.0, max_sequences=most)).spans
     assert max(span.attributes["batch"] for span in spans if span.kind == "decode") == most
     whole = sorted((span for span in spans if span.kind == "generate"), key=lambda span: span.start)
-    begun = {name: sum(span.tokens for span in part) for name, part in (("first", whole[:8]), ("last", whole[-8:]))}
-    assert begun["first"] > 2 * begun["last"]
+    part_tokens = {
+        name: sum(span.tokens for span in part) for name, part in (("first", whole[:8]), ("last", whole[-8:]))
+    }
+    assert part_tokens["first"] > 2 * part_tokens["last"]
 
 
 @pytest.mark.slow
-def test_slots_are_given_fewer_samples_at_once_where_lengths_are_known():
+def test_max_sequences_is_lowered_if_lengths_are_known():
     found = tune(replace(WELL_KNOWN, seed=1), "adaptive")
     assert found.longest_first and found.max_sequences < 12
     steps = [simulate(WELL_KNOWN, "adaptive", each).result.step_s for each in (found, replace(found, max_sequences=64))]
@@ -260,8 +264,8 @@ def test_slots_are_given_fewer_samples_at_once_where_lengths_are_known():
     assert tune(replace(WELL_KNOWN, length_history_sigma=None), "adaptive").max_sequences == Settings().max_sequences
 
 
-def test_the_rank_of_a_lost_engine_scores_meanwhile_whatever_was_tuned():
-    """Tuned to be serial, `adaptive` left it idle while the others generated, and took as long as that."""
+def test_the_rank_of_a_lost_engine_scores_with_any_tuning():
+    """Regression: tuned without overlapping, `adaptive` left the rank idle while other engines generated."""
     lengths = (16, 69, 13, 25, 23, 20, 9, 111, 14, 11, 22, 18, 9, 18, 14, 21, 8, 44, 22, 22, 23, 29, 15, 15)
     machine = {"engine": Engine(flat_batch=1, max_sequences=2), "scoring": Scoring(tokens_per_s=500)}
     machine |= {"group": 8, "credit_samples": 4, "failures": (Failure(0, 0.5),)}
@@ -280,7 +284,7 @@ def test_the_rank_of_a_lost_engine_scores_meanwhile_whatever_was_tuned():
         (1, 1, 2, "all", 1 / 4, True),
     ],
 )
-def test_a_jobs_step_knows_what_its_ranks_do_together(zero, ulysses, stages, lockstep, bubbles, deferred):
+def test_the_workload_of_a_job_has_the_lockstep_of_its_ranks(zero, ulysses, stages, lockstep, bubbles, deferred):
     config = Config()
     config.trainer.n_gpus_per_node, config.algorithm.adv_estimator, config.fusion.credit_samples = 4, "grpo", 8
     config.data.train_batch_size, config.actor.ppo_mini_batch_size, config.actor.zero_stage = 32, 16, zero
@@ -305,7 +309,7 @@ def test_baselines_are_generated_but_not_scored_by_ranks_or_trained_on(estimator
     assert tokens == {"generate": sum(lengths), "backward": trained}
 
 
-def test_simulated_ranks_refuse_alone_what_they_do_together_only():
+def test_simulated_ranks_refuse_single_rank_calls_in_lockstep():
     def alone(view):
         decisions = serial(view)
         return [replace(each, slot=0) if isinstance(each, Score) and each.kind == "ref" else each for each in decisions]
@@ -317,7 +321,7 @@ def test_simulated_ranks_refuse_alone_what_they_do_together_only():
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
-def test_the_first_mini_batch_has_no_pass_where_its_update_gives_old_log_probs(epochs):
+def test_the_first_mini_batch_needs_no_pass_if_its_update_provides_old_log_probs(epochs):
     scoring, training = Scoring(tokens_per_s=1000.0), Training(1000.0, mini_batches=2, epochs=epochs)
     passes = Workload(1, (100, 120, 140, 160), prompt_tokens=30, scoring=scoring, training=training)
     none = replace(passes, scoring=replace(scoring, by_update=True))
@@ -326,21 +330,21 @@ def test_the_first_mini_batch_has_no_pass_where_its_update_gives_old_log_probs(e
     assert after.oracle_s < before.oracle_s and after.oracle_s <= after.step_s
 
 
-def test_bubbles_hold_passes_for_nothing():
+def test_passes_in_bubbles_take_no_additional_time():
     together = {"lockstep": "all", "prompt_tokens": 1, "response_tokens": (99,) * 8}
     training, scoring = Training(mini_batches=2, bubbles=0.5), Scoring(kinds=("old_log_prob", "ref"))
     steps = [
         simulate(Workload(2, training=training, scoring=replace(scoring, deferred=deferred), **together), "serial")
         for deferred in (False, True)
     ]
-    # Half of the samples are in the second mini-batch: one pass of 400 tokens of two kinds on two slots.
+    # Half of the samples are in the second mini-batch: one pass over 400 tokens for each of two kinds on two slots.
     at_once, later = (step.result.step_s for step in steps)
     assert at_once - later == pytest.approx(2 * 400 / 2 / scoring.tokens_per_s)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_ranks_that_go_back_to_generation_are_not_told_to_score_together_at_once(policy):
-    """With credit left again, one decision sent the slots back and another had all of them score."""
+def test_ranks_that_switch_back_to_generation_get_no_joint_scoring_call(policy):
+    """Regression: with credit available again, one decision switched the slots and another let all of them score."""
     scoring, models = Scoring(kinds=("old_log_prob", "values"), deferred=True), ("critic", "actor")
     training = Training(mini_batches=2, models=models, bubbles=0.5)
     more = {"engine": Engine(max_sequences=1), "lockstep": "all", "credit_samples": 4}
@@ -360,7 +364,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("models", [("actor",), ("critic", "actor")])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_skipped_samples_save_the_actors_passes(policy, models, layout):
-    """Each simulation is audited: skipped samples are not trained on by the actor, by the critic they are."""
+    """Check in each simulation that the critic trains on skipped samples and the actor does not."""
     more = dict(LAYOUTS[layout])
     training = Training(tokens_per_s=500.0, mini_batches=2, models=models, epochs=2, **more.pop("training", {}))
     kinds = ("old_log_prob", "values") if "critic" in models else ("old_log_prob",)
@@ -377,8 +381,8 @@ def test_skipped_samples_save_the_actors_passes(policy, models, layout):
     assert found[0].oracle_s > found[1].oracle_s >= found[2].oracle_s
 
 
-def test_passes_are_saved_only_if_rewards_come_first():
-    """`serial` knows advantages before it scores; passes on idle slots during generation do not wait for them."""
+def test_passes_are_saved_only_if_rewards_arrive_first():
+    """Use `serial`, which has advantages before it scores; passes on idle slots during generation start earlier."""
     training = Training(tokens_per_s=1000.0, skipped_share=1.0)
     given = Workload(1, (100, 140), prompt_tokens=30, training=training)
     steps = [
@@ -397,7 +401,7 @@ def test_passes_are_saved_only_if_rewards_come_first():
         ({"skip_zero_advantage": "false"}, 0.0, False),
     ],
 )
-def test_a_jobs_step_expects_skipped_samples_unless_the_job_skips_none(changes, share, loss_only):
+def test_the_workload_of_a_job_has_its_share_of_skipped_samples(changes, share, loss_only):
     config = Config()
     config.algorithm.adv_estimator, config.data.train_batch_size, config.actor.ppo_mini_batch_size = "grpo", 32, 16
     for name, value in changes.items():

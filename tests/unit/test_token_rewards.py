@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_experience import config, groups, worked_out
+from test_experience import config, groups, prepare_and_complete
 from test_reward_composition import entry
 
 from rlfuse.algorithms.experience import Experience
@@ -111,7 +111,7 @@ def with_token_rewards(batch, *token_rewards):
 def test_estimators_use_token_rewards_at_their_tokens():
     keys = dict(algorithm__adv_estimator="gae", algorithm__gamma=0.5, algorithm__lam=1.0)
     batch = with_token_rewards(groups([[1.0, 2.0]], [[3, 2]]), (0.25, 0.0, 0.5), None)
-    worked_out(Experience(config(**keys)), batch)
+    prepare_and_complete(Experience(config(**keys)), batch)
     first, second = batch[0].samples
     np.testing.assert_allclose(first.tensors["token_rewards"], [0.25, 0.0, 0.75])  # 1 - 0.75 more on the last token
     np.testing.assert_allclose(second.tensors["token_rewards"], [0.0, 2.0])
@@ -127,7 +127,7 @@ def test_outcome_estimators_use_the_sum_of_token_rewards(estimator):
     plain, process = (groups([[1.0, 0.5, 0.25]], [[3, 2, 4]]) for _ in range(2))
     with_token_rewards(process, (0.25, 0.0, 0.5), (0.5, 0.5), None)
     for batch in (plain, process):
-        worked_out(Experience(config(algorithm__adv_estimator=estimator)), batch)
+        prepare_and_complete(Experience(config(algorithm__adv_estimator=estimator)), batch)
     for one, other in zip(plain[0].samples, process[0].samples, strict=True):
         np.testing.assert_allclose(other.tensors["advantages"], one.tensors["advantages"], atol=1e-6)
 

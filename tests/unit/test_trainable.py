@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from test_attention import SMALL, answers, pair
-from test_experience import config, groups, worked_out
+from test_experience import config, groups, prepare_and_complete
 
 from rlfuse.algorithms.advantages import ESTIMATORS
 from rlfuse.algorithms.experience import Experience
@@ -127,7 +127,7 @@ def test_advantages_are_independent_of_observations(estimator):
             tokens, scored = np.arange(len(mask), dtype=np.int32), spread(sample.response.log_probs)
             sample.response = replace(sample.response, token_ids=tokens, log_probs=scored, trainable=mask)
             sample.tensors = {name: spread(values) for name, values in sample.tensors.items()}
-    metrics = [worked_out(Experience(config(**keys)), batch) for batch in (plain, with_observations)]
+    metrics = [prepare_and_complete(Experience(config(**keys)), batch) for batch in (plain, with_observations)]
     assert metrics[0] == pytest.approx(metrics[1], nan_ok=True)
     for one, other in zip(plain, with_observations, strict=True):
         for sample, episode in zip(one.samples, other.samples, strict=True):

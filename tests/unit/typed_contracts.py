@@ -1,4 +1,4 @@
-"""Every implementation satisfies its protocol: a type checker looks at this file, nobody runs it (test_types.py)."""
+"""Static check that every implementation satisfies its protocol; type-checked by test_types.py, never executed."""
 
 from __future__ import annotations
 

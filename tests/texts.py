@@ -73,6 +73,16 @@ def comments(source: str) -> Iterator[str]:
         yield " ".join(lines)
 
 
+def names(source: str) -> Iterator[str]:
+    """Yield the names that a module defines, as words: functions, classes, arguments and variables."""
+    for node in ast.walk(parsed(source)):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name.replace("_", " ")
+            case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()):
+                yield name.replace("_", " ")
+
+
 def messages(source: str) -> Iterator[str]:
     """Yield the strings of at least MIN_WORDS words except docstrings, in order, with … for replacement fields."""
     tree = parsed(source)

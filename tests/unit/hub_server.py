@@ -46,7 +46,7 @@ class Handler(BaseHTTPRequestHandler):
         if path.startswith("/api/models/"):
             _, _, _, user, repo, call, *rest = path.split("/")
             return self.of_repo(f"{user}/{repo}", call, rest, body)
-        if path.startswith("/api/"):  # other calls of the client, such as the validation of a card's header
+        if path.startswith("/api/"):  # other calls of the client, such as the validation of a model card's header
             return self.answer(200, {"errors": [], "warnings": []})
         _, user, repo, _, branch, *file = path.split("/")  # /user/repo/resolve/branch/file
         found = self.server.repos[f"{user}/{repo}"].get(branch, {}).get("/".join(file))

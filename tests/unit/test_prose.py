@@ -5,10 +5,11 @@ Code, quoted text and link targets are skipped. No prose linter on PyPI checks p
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from texts import ROOT, comments, docstrings, function_docstrings, message_list, messages, modules
+from texts import ROOT, comments, docstrings, function_docstrings, message_list, messages, modules, names
 
 GENERATED = {"conf/KEYS.md", "jobs/messages.md", "rlfuse/engines/FAMILIES.md"}
 """Pages whose texts are checked in the package."""
@@ -26,7 +27,7 @@ INSTEAD = {
     r"beside": "alongside, next to",
     r"(?:goes|go|going|went|gone) (?:on|over)": "continues, is transferred",
     r"(?:is|are) there|(?:it|they) comes?": "is resident, arrives",
-    r"stands?|stood": "is",
+    r"stands?(?!-in| for)|stood": "is",
     r"apart": "differ by, except",
     r"nobody|whoever|somebody": "none, the caller, another process",
     r"anew|once more": "again, from scratch",
@@ -45,6 +46,8 @@ INSTEAD = {
     r"puts? up with|sooner|to blame|for good|held against": "tolerates, earlier, cause, permanently, compared with",
 }
 """Patterns of words, and what to write instead."""
+TRANSLATED = re.compile(r"\b(?:told|tells?|said|says|heard|asked|beside|stands|stood|nobody|whoever|anew|apart)\b")
+"""Words to replace in names of tests, arguments and variables."""
 EXCEPTIONS: dict[tuple[str, str], str] = {}
 """(name, words) that are right where they are: the reason."""
 NO_VERB = re.compile(
@@ -65,15 +68,16 @@ def module_text(path: Path) -> str:
     return "\n\n".join([*docstrings(source), *comments(source), *messages(source)])
 
 
-def packages() -> dict[str, list[Path]]:
+def by_folder(paths: Iterable[Path]) -> dict[str, list[Path]]:
     """Return folder -> modules in it."""
     found: dict[str, list[Path]] = {}
-    for path in modules():
+    for path in paths:
         found.setdefault(path.parent.relative_to(ROOT).as_posix(), []).append(path)
     return found
 
 
-PACKAGES = packages()
+PACKAGES = by_folder(modules())
+TESTS = by_folder(path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__))
 NAMES = [*PAGES, *PACKAGES, "notebooks"]
 
 
@@ -121,6 +125,17 @@ def wrong_words(name: str, text: str) -> list[str]:
 def test_texts_have_no_word_of_the_list(name):
     found = {file: wrong for file, text in texts(name).items() if (wrong := wrong_words(file, text))}
     assert not found, "\n".join(f"{file}: {each}" for file, wrong in found.items() for each in wrong)
+
+
+@pytest.mark.parametrize("folder", TESTS)
+def test_tests_have_no_word_of_the_list(folder):
+    found = []
+    for path in TESTS[folder]:
+        source = path.read_text()
+        wrong = wrong_words(path.name, "\n\n".join([*docstrings(source), *comments(source)]))
+        wrong += [name for name in dict.fromkeys(names(source)) if TRANSLATED.search(name)]
+        found += [f"{path.name}: {each}" for each in wrong]
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

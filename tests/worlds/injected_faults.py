@@ -186,8 +186,8 @@ class MadeRun:
             context = batch * (40 + 60 * i) * (2 if slot == self.odd and self.near_miss == "long sequences" else 1)
             work = self.base * (1 + 0.012 * max(0, batch - 8) + self.curve * np.log(batch) / 4 + 2e-6 * context)
             end = at + self._lasts(slot, at, each * work / (1 + 0.012 * self.batch / 2), number)
-            told = {"steps": 64, "batch": batch, "context": context, "prefill_tokens": 50 if i == 0 else 0}
-            spans.append(Span("decode", f"rollout/{slot}", at, end, number, tokens=64 * batch, attributes=told))
+            attributes = {"steps": 64, "batch": batch, "context": context, "prefill_tokens": 50 if i == 0 else 0}
+            spans.append(Span("decode", f"rollout/{slot}", at, end, number, tokens=64 * batch, attributes=attributes))
             at = end
         return slot, at
 

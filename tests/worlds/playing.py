@@ -140,7 +140,7 @@ class World:
         await self.controller.run(0)
 
     def config(self):
-        """Of the job."""
+        """Return the job's configuration."""
         return self.scene.config()
 
     def _change(self, slot: int) -> None:
@@ -182,7 +182,7 @@ class World:
     # The watched policy ----------------------------------------------------------------------------------------------
 
     def policy(self, view):
-        """The scene's policy; checks that each decision is possible."""
+        """Return the scene's policy; it checks that each decision is possible."""
         decisions = POLICIES[self.scene.policy](view)
         self.decided.update(type(decision).__name__ for decision in decisions)
         slots, names, groups, admitted = Counter(), Counter(), Counter(), Counter()

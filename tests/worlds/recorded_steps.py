@@ -31,11 +31,11 @@ def keep(folders: list[Path]) -> None:
         begins = {span.step: span.start for span in spans if span.kind == "step"}
         for span in spans:
             if is_work(span) and span.kind in KINDS and span.start >= begins.get(span.step, float("inf")):
-                told = span.attributes
-                numbers = [told.get(name, 0) for name in NUMBERS]
+                attributes = span.attributes
+                numbers = [attributes.get(name, 0) for name in NUMBERS]
                 where = (run, int(span.where.partition("/")[2]), span.step, KINDS.index(span.kind))
                 times = (round(span.start - begins[span.step], 5), round(span.seconds, 6))
-                rows.append((*where, *times, span.tokens, told.get("model") == "critic", *numbers))
+                rows.append((*where, *times, span.tokens, attributes.get("model") == "critic", *numbers))
     columns = zip(COLUMNS, np.array(rows, np.float32).T, strict=True)
     np.savez_compressed(FILE, **{name: column for name, column in columns})
 
@@ -47,11 +47,11 @@ def recorded() -> dict[tuple[int, int, int], list[Span]]:
     for values in zip(*(file[name].tolist() for name in COLUMNS), strict=True):
         row = dict(zip(COLUMNS, values, strict=True))
         kind, start = KINDS[int(row["kind"])], row["start"]
-        told = {name: int(row[name]) for name in NUMBERS} if kind == "decode" else {"degree": 1}
+        attributes = {name: int(row[name]) for name in NUMBERS} if kind == "decode" else {"degree": 1}
         if kind in ("forward", "backward"):
-            told["model"] = "critic" if row["critic"] else "actor"
+            attributes["model"] = "critic" if row["critic"] else "actor"
         where = "rollout" if kind == "decode" else "trainer"
-        span = Span(kind, where, start, start + row["seconds"], tokens=int(row["tokens"]), attributes=told)
+        span = Span(kind, where, start, start + row["seconds"], tokens=int(row["tokens"]), attributes=attributes)
         found.setdefault((int(row["run"]), int(row["slot"]), int(row["step"])), []).append(span)
     return found
 
@@ -88,8 +88,8 @@ class DrawnRun:
                 longer = float(factor) if slot == self.odd else 1.0
                 for each in self._recorded.get((run, which, int(step)), []):
                     start, end = now + each.start * longer, now + each.end * longer
-                    where, told = f"{each.where}/{slot}", each.attributes
-                    spans.append(Span(each.kind, where, start, end, number, tokens=each.tokens, attributes=told))
+                    where, attributes = f"{each.where}/{slot}", each.attributes
+                    spans.append(Span(each.kind, where, start, end, number, tokens=each.tokens, attributes=attributes))
             start, now = now, max(span.end for span in spans) + 0.1
             yield number, start, now, spans, []
 

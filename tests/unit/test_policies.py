@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from worlds.playing import assert_whole_batches, play
 from worlds.scenes import Scene, scenes
@@ -57,6 +57,7 @@ def test_dynamic_sampling_replaces_groups_without_reward_spread(policy, scene):
 )
 @settings(exploring, max_examples=8)
 @given(scene=scenes(steps=4))
+@example(scene=Scene(slots=1, batch=2, siblings=1, mini_batch=1, estimator="gae", failing=100))
 @pytest.mark.parametrize("data", ["over_sampling", "tail_batching", "partial_rollout", "one_step_off"])
 def test_steps_that_carry_groups_over_train_whole_batches_within_the_staleness_limit(data, policy, scene):
     world = play(replace(scene, data=data, policy=policy))

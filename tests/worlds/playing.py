@@ -319,10 +319,9 @@ class World:
                 first = {sample.id for group in board.groups[: self.scene.mini_batch] for sample in group.samples}
                 assert not first & counts.keys(), f"{kind} is the first update's"
                 missing -= first
-            if kind in self.experience.deferred:  # a mini-batch whose rewards all failed
-                missing -= {sample.id for sample, _ in board.failures()}
-                missing -= {sample.id for group in board.groups if not has_baseline(group) for sample in group.samples}
             if kind in {*self.experience.deferred, *self.experience.loss_only}:
+                missing -= {sample.id for sample, _ in board.failures()}  # if no sample of a mini-batch has a reward
+                missing -= {sample.id for group in board.groups if not has_baseline(group) for sample in group.samples}
                 missing -= self.trainer.skipped
             if kind in self.experience.loss_only and self.scene.batches is not None:  # replaced groups need none
                 missing &= {sample.id for group in kept for sample in group.samples}

@@ -18,6 +18,7 @@ from rlfuse.engines.trainer.saving import CheckpointWriter, StagedFiles
 from rlfuse.engines.trainer.trainer_group import TrainerGroup
 from rlfuse.engines.trainer.trainer_rank import TrainerRank
 from rlfuse.errors import NotSaved, RlfuseError
+from rlfuse.run import checkpointing
 from rlfuse.run.checkpointing import Checkpointing
 from rlfuse.run_folder import checkpoints
 from rlfuse.samples import Reward
@@ -67,6 +68,7 @@ class Rank:
 
 @pytest.fixture
 def rank(monkeypatch):
+    monkeypatch.setattr(checkpointing, "PROMPT_S", 0.05)
     return Rank(monkeypatch)
 
 

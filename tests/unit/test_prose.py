@@ -127,6 +127,7 @@ def test_texts_have_no_word_of_the_list(name):
     assert not found, "\n".join(f"{file}: {each}" for file, wrong in found.items() for each in wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", TESTS)
 def test_tests_have_no_word_of_the_list(folder):
     found = []

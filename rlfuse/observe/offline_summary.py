@@ -11,9 +11,8 @@ from rlfuse.config.reward_labels import saved_labels
 from rlfuse.config.rewards import MODEL_PART
 from rlfuse.files import write_atomically
 from rlfuse.observe.calibration_plot import PICTURE
-from rlfuse.observe.live import figure
 from rlfuse.observe.offline_metrics import OFFLINE
-from rlfuse.observe.summary import CURVE, draw_curve, duration, outcome
+from rlfuse.observe.summary import CURVE, draw_curve, duration, held_out_line, outcome
 from rlfuse.observe.tracking import read_metrics
 
 
@@ -30,10 +29,7 @@ def summarise_offline(folder: Path, task: str, seconds: float) -> dict[str, Any]
 def _lines(summary: dict[str, Any], folder: Path, task: str) -> Iterator[str]:
     names, metrics = OFFLINE[task], summary["metrics"]
     yield duration(summary["steps"], summary)
-    yield (
-        f"  held out      {figure(summary['val_before'])} -> {figure(summary['val_after'])}   "
-        f"({names.short(names.score)})"
-    )
+    yield held_out_line(summary, names.short(names.score))
     if (ece := metrics.get(f"val-aux/{MODEL_PART}/ece")) is not None:
         yield f"  calibration   {ece:.3f}   (expected calibration error)"
     pictures = [CURVE, PICTURE] if task == MODEL_PART else [CURVE]

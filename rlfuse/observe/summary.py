@@ -98,6 +98,12 @@ def duration(steps: int, summary: Mapping[str, Any]) -> str:
     return f"{steps} step{'s' * (steps != 1)}{of} in {summary['seconds']:.0f} s"
 
 
+def held_out_line(summary: Mapping[str, Any], name: str) -> str:
+    """Return the line with the first and last value of the main validation metric `name`."""
+    before = "" if summary["val_before"] is None else f"{figure(summary['val_before'])} -> "
+    return f"  held out      {before}{figure(summary['val_after'])}   ({name})"
+
+
 def compared_steps(count: int) -> int:
     """Return how many first and last steps of `count` a mean reward is reported of: at most five, at most half."""
     return max(1, min(WINDOW, count // 2))
@@ -145,8 +151,7 @@ def summary_text(summary: Mapping[str, Any], folder: Path) -> str:
             values = " -> ".join(figure(summary[f"{key}_{end}"]) for end in ("first", "last"))
             lines.append(f"  {title:13} {values}   ({first})")
     if name:
-        before = "" if summary["val_before"] is None else f"{figure(summary['val_before'])} -> "
-        lines.append(f"  held out      {before}{figure(summary['val_after'])}   ({name})")
+        lines.append(held_out_line(summary, name))
     if summary.get("prompts_set_aside"):
         lines.append(f"  set aside     {summary['prompts_set_aside']} prompts that were not drawn again")
     if summary["faults"]:

@@ -105,6 +105,20 @@ class Probe(TrainerGroup):
         await asyncio.gather(*(rank.__ray_call__.remote(reload, config) for rank in self.ranks))
         return self
 
+    async def fill_padding(self, value):
+        """Fill the padding of ZeRO 3's last shards, which DeepSpeed leaves uninitialised."""
+
+        def fill(rank, value):
+            filled = 0
+            for sharded in rank.engines.values():
+                for each in sharded.module.parameters():
+                    shard = each.ds_tensor.data.view(-1)
+                    padding = shard[max(0, each.ds_numel - torch.distributed.get_rank() * len(shard)) :]
+                    filled += len(padding.fill_(value))
+            return filled
+
+        return sum(await asyncio.gather(*(rank.__ray_call__.remote(fill, value) for rank in self.ranks)))
+
     async def exported(self, folder):
         """Return {name: weight} of the actor, as engines would receive them."""
         folder.mkdir()

@@ -169,10 +169,17 @@ def _clear_gradients(zero: Any) -> None:
 def not_finite(module: torch.nn.Module) -> str | None:
     """Return the name of a parameter, or shard of one, that is not finite on this rank; else None."""
     for name, parameter in module.named_parameters():
-        shard = getattr(parameter, "ds_tensor", parameter)
+        shard = _without_padding(parameter) if is_zero_param(parameter) else parameter
         if shard.numel() and not all(end.isfinite() for end in shard.aminmax()):  # NaN would be both
             return name
     return None
+
+
+def _without_padding(parameter: Any) -> torch.Tensor:
+    """Return this rank's shard of a parameter under ZeRO 3; DeepSpeed never writes the padding of the last shards."""
+    shard = parameter.ds_tensor.view(-1)
+    start = dist.get_rank(parameter.ds_process_group) * len(shard)
+    return shard[: max(0, parameter.ds_numel - start)]
 
 
 class _ParameterShards(deepspeed.zero.Init):
